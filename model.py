@@ -1,0 +1,205 @@
+"""One transformer for every objective: the mask rule, the blocks, the KV cache.
+
+B batch rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys
+
+Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), QK-norm (Henry et al. 2020),
+ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at zero, logits capped by
+15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them is the objective's.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+ROPE_BASE = 10000.0
+LOGIT_CAP = 15.0
+
+
+@dataclass
+class Sizes:
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int = 512
+
+
+# ---- who may see whom
+
+def allow(q, k, prefix, doc_q=None, doc_k=None):
+    """The one mask rule, on positions that broadcast: True where query q may attend to key k.
+
+    causal          prefix 2        bidirectional (prefix T)
+      k 0 1 2 3       0 1 2 3         0 1 2 3
+    q 0 x . . .     0 x x . .       0 x x x x
+      1 x x . .     1 x x . .       1 x x x x
+      2 x x x .     2 x x x .       2 x x x x
+      3 x x x x     3 x x x x       3 x x x x
+
+    With documents given, attention also stays inside the query's own."""
+    seen = (k <= q) | (k < prefix)
+    return seen if doc_q is None else seen & (doc_q == doc_k)
+
+
+def dense_mask(prefix, T_q, T_k, doc=None):  # prefix (B,) -> (B, 1, T_q, T_k) bool, True = may attend
+    """Queries are the last T_q of the T_k positions, as when a KV cache holds the others."""
+    k = torch.arange(T_k, device=prefix.device)
+    q = k[T_k - T_q:, None]                                                         # (T_q, 1)
+    prefix = prefix[:, None, None, None]
+    if doc is None:
+        return allow(q, k, prefix)
+    return allow(q, k, prefix, doc[:, None, T_k - T_q:, None], doc[:, None, None, :])
+
+
+def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask, which new lengths do not recompile
+    from torch.nn.attention.flex_attention import create_block_mask
+    if doc is None:
+        rule = lambda b, h, q, k: allow(q, k, prefix[b])
+    else:
+        rule = lambda b, h, q, k: allow(q, k, prefix[b], doc[b, q], doc[b, k])
+    return create_block_mask(rule, len(prefix), None, T, T, device=prefix.device)
+
+
+def resolve_mask(mask, B, T_q, T_k, device, doc=None):
+    """What attend takes, built once per forward pass: "causal" or "bidirectional" where the kernels know the
+    mask by name, else a dense mask, or a BlockMask on CUDA. mask: those two names, or prefix lengths (B,)."""
+    if isinstance(mask, str):
+        assert mask in ("causal", "bidirectional"), mask
+        if doc is None and (mask == "bidirectional" or T_q == 1):
+            return "bidirectional"              # a single query is the last position and sees every key
+        if doc is None and T_q == T_k:
+            return "causal"
+        mask = torch.full((B,), 0 if mask == "causal" else T_k, device=device)
+    assert mask.shape == (B,), f"prefix lengths {tuple(mask.shape)}, batch of {B} rows"
+    if device.type == "cuda" and T_q == T_k:
+        return block_mask(mask, T_q, doc)
+    return dense_mask(mask, T_q, T_k, doc)
+
+
+# ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
+
+def attend(q, k, v, seen):
+    """seen: what resolve_mask returns. Written out on CPU and mps, where that is the fastest form at the sizes
+    of this repository and the exact one; the fused kernels on CUDA."""
+    if q.device.type == "cuda":
+        return attend_fused(q, k, v, seen)
+    return attend_plain(q, k, v, seen)
+
+
+def attend_plain(q, k, v, seen):
+    dtype = q.dtype
+    q, k, v = q.float() * q.size(-1) ** -0.5, k.float(), v.float()                  # bf16 scores are slow on CPU
+    att = q @ k.transpose(-2, -1)                                                   # (B, H, T_q, T_k)
+    if isinstance(seen, str):
+        if seen == "causal":
+            att = att + torch.full(att.shape[-2:], -torch.inf, device=q.device).triu(1)
+    else:
+        att = att.masked_fill(~seen, -torch.inf)
+    return (att.softmax(-1) @ v).to(dtype)
+
+
+def attend_fused(q, k, v, seen):
+    if isinstance(seen, str):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=seen == "causal")
+    if isinstance(seen, torch.Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    from torch.nn.attention.flex_attention import flex_attention
+    return flex_attention(q, k, v, block_mask=seen)
+
+
+# ---- the network
+
+def norm(x):  # (..., C) -> (..., C) of root mean square 1
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotations(start, T, D, device):  # -> cos, sin (T, D / 2) for positions start .. start + T - 1
+    freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=device, dtype=torch.float32) / D)
+    angle = torch.outer(torch.arange(start, start + T, device=device, dtype=torch.float32), freq)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):  # (B, H, T, D) -> the same, each pair (i, i + D/2) turned by its position's angle
+    a, b = x.float().chunk(2, dim=-1)                                               # (B, H, T, D / 2) each
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Linear(nn.Module):
+    """y = x W^T in x's dtype; the weight stays float32. Several maps of one input are kept as a stack
+    (n, n_out, n_in): one product forward, n matrices to the optimizer."""
+
+    def __init__(self, n_in, n_out, stack=1, zero=False):
+        super().__init__()
+        weight = torch.zeros(stack, n_out, n_in) if zero else torch.randn(stack, n_out, n_in) * n_in ** -0.5
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):  # (..., n_in) -> (..., stack * n_out)
+        return F.linear(x, self.weight.flatten(0, 1).to(x.dtype))
+
+
+class Block(nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        C, self.n_head = sizes.n_embd, sizes.n_head
+        self.qkv = Linear(C, C, stack=3)
+        self.proj = Linear(C, C, zero=True)
+        self.up = Linear(C, 4 * C)
+        self.down = Linear(4 * C, C, zero=True)
+
+    def forward(self, x, cos, sin, seen, cache=None):  # x (B, T, C) -> (B, T, C)
+        B, T, C = x.shape
+        qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                        # (B, H, T, D) each
+        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        if cache is not None:
+            k, v = extend(cache, k, v)                                              # (B, H, T_k, D)
+        y = attend(q, k, v, seen)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return x + self.down(F.relu(self.up(norm(x))).square())
+
+
+class Transformer(nn.Module):
+    """dtype: of the activations. Weights are float32, and so are attention on the CPU, logits and losses."""
+
+    def __init__(self, sizes, dtype=torch.float32):
+        super().__init__()
+        assert sizes.n_embd % sizes.n_head == 0 and sizes.n_embd // sizes.n_head % 2 == 0, sizes
+        self.sizes, self.dtype = sizes, dtype
+        self.embed = nn.Embedding(sizes.vocab_size, sizes.n_embd)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
+        self.head = Linear(sizes.n_embd, sizes.vocab_size, zero=True)
+
+    def forward(self, idx, mask, doc=None, cache=None):  # idx (B, T) -> hidden states (B, T, C), normed
+        """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep attention
+        inside a document. cache: what new_cache returned; idx then continues what it holds."""
+        B, T = idx.shape
+        start = 0 if cache is None else cache["length"]
+        seen = resolve_mask(mask, B, T, start + T, idx.device, doc)
+        cos, sin = rotations(start, T, self.sizes.n_embd // self.sizes.n_head, idx.device)
+        x = norm(self.embed(idx).to(self.dtype))
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, seen, None if cache is None else (cache["k"][i], cache["v"][i], start))
+        if cache is not None:
+            cache["length"] = start + T
+        return norm(x)
+
+    def logits(self, h):  # hidden (..., C) -> (..., V) float32
+        z = self.head(h).float()
+        return LOGIT_CAP * torch.tanh(z / LOGIT_CAP)
+
+
+# ---- KV cache
+
+def new_cache(model, B, T):  # -> room for T positions of B rows; setting "length" back forgets the positions after it
+    sizes, device = model.sizes, model.embed.weight.device
+    shape = sizes.n_layer, B, sizes.n_head, T, sizes.n_embd // sizes.n_head
+    return dict(k=torch.zeros(shape, dtype=model.dtype, device=device),
+                v=torch.zeros(shape, dtype=model.dtype, device=device), length=0)
+
+
+def extend(cache, k, v):  # one layer's (keys, values, length) -> all keys and values up to here (B, H, T_k, D)
+    keys, values, start = cache
+    end = start + k.size(2)
+    assert end <= keys.size(2), f"the cache has room for {keys.size(2)} positions, not {end}"
+    keys[:, :, start:end], values[:, :, start:end] = k, v
+    return keys[:, :, :end], values[:, :, :end]

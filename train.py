@@ -1,0 +1,645 @@
+"""Train any objective of objectives.py on any bytes.
+
+    python train.py                                     clm on the Python standard library's own source
+    python train.py --objective mlm --data book.txt     another objective, your own text
+    python train.py --resume                            go on with the newest run
+    python train.py --init_from out/clm --data new.txt:0.95 old.txt:0.05
+"""
+# B rows of a micro-batch, T = block_size positions of a row, n raw bytes that fill a row
+import argparse
+import bz2
+import difflib
+import json
+import lzma
+import math
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import zlib
+
+import torch
+from tqdm import tqdm
+
+from data import check_sizes, decode, draw, fail, gather, generator, open_corpus, to_bytes
+from model import Sizes, Transformer
+from objectives import IGNORE, OBJECTIVES, clm, token_loss
+
+VERSION = 1                                     # of the checkpoint's layout
+EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
+HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
+COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
+BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
+MOMENTUM, NS_STEPS = 0.9, 5                     # Muon; .9 learns faster than .95 over a few hundred steps
+
+# every flag but the objectives' own: (default, help, lowest, highest); a default may depend on the device
+SETTINGS = {
+    "run": {
+        "objective": ("clm", "a name from the table below, or a mixture such as clm:0.5,mlm:0.5"),
+        "data": (["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
+        "out_dir": ("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
+        "resume": (False, "go on with the run in --out_dir, without it with the newest under out/"),
+        "init_from": ("", "run or checkpoint whose weights to start from, with a new optimizer"),
+        "seed": (1, "of weights, windows and corruption", 0, 2 ** 31),
+    },
+    "model": {
+        "n_layer": ({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
+        "n_head": ({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
+        "n_embd": ({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
+        "block_size": ({"cpu": 128, "cuda": 1024}, "positions of a row", 2, 1 << 24),
+    },
+    "training": {
+        "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
+        "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
+        "max_iters": ({"cpu": 2000, "cuda": 5000}, "steps", 0, 1 << 40),
+        "learning_rate": (0.01, "peak rate", 0.0, 100.0),
+        "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
+        "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
+        "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
+        "grad_clip": (1.0, "largest norm of the gradient, 0 for any", 0.0, 1e30),
+        "optimizer": ("muon", "muon (with AdamW for embeddings, heads and vectors) or adamw (for all)"),
+    },
+    "evaluation": {
+        "eval_interval": ({"cpu": 250, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
+        "eval_iters": (8, f"validation batches of {EVAL_ROWS} rows for each source", 1, 1 << 24),
+        "log_interval": (10, "steps between lines of metrics.jsonl", 1, 1 << 40),
+    },
+    "system": {
+        "device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
+        "dtype": ("auto", "of activations: auto, float32, bfloat16; weights are float32"),
+        "compile": (False, "torch.compile the loss"),
+    },
+}
+# what may differ between a run and its continuation
+FREE = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile"}
+
+
+# ---- settings
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        fail(f"{message}. Try: python {self.prog} --help")
+
+    def format_help(self):
+        rows = [f"  {name:12s}{entry['mask']:15s}{default_share(name):5.0%}   {entry['help']}; then: {entry['use']}"
+                for name, entry in OBJECTIVES.items()]
+        return super().format_help() + "\n".join(["\nobjectives, their mask, share of positions with loss, use:"] + rows) + "\n"
+
+
+def parse(argv):  # -> {flag: value} of the flags that argv gives
+    groups = SETTINGS | {f"objective {name}": e["settings"] for name, e in OBJECTIVES.items() if e["settings"]}
+    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag, (default, text, *_) in flags.items():
+            if isinstance(default, dict):
+                text, default = f"{text} [{', '.join(f'{v} on {k}' for k, v in default.items())}]", default["cpu"]
+            elif default not in ("", False):
+                text = f"{text} [{' '.join(default) if isinstance(default, list) else default}]"
+            how = dict(action="store_true") if default is False else dict(metavar="X", type=type(default))
+            how = dict(metavar="X", nargs="+") if isinstance(default, list) else how
+            group.add_argument(f"--{flag}", help=text.replace("%", "%%"), **how)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [f"--{flag}" for group in groups.values() for flag in group]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
+        parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+    return vars(given)
+
+
+def specs():  # -> {flag: (default, help, lowest, highest)}, the objectives' own included
+    groups = [*SETTINGS.values(), *(entry["settings"] for entry in OBJECTIVES.values())]
+    return {flag: spec for group in groups for flag, spec in group.items()}
+
+
+def get_config(argv):  # -> Namespace of every setting
+    """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes nothing.
+
+    Exits with code 2 on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
+    given, saved = parse(argv), {}
+    if given.get("resume"):
+        given["out_dir"] = given.get("out_dir") or newest_run()
+        saved = load_checkpoint(given["out_dir"])["config"]
+        refuse_changes(given, saved, set(saved) - FREE, "the run to resume was started with")
+    elif given.get("init_from"):
+        sizes = ("n_layer", "n_head", "n_embd", "block_size")
+        saved = {k: v for k, v in load_checkpoint(given["init_from"])["config"].items() if k in sizes}
+        refuse_changes(given, saved, sizes[:3], f"the model in {given['init_from']} has")
+    device = pick_device(given.get("device", saved.get("device", "auto")))
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    values = {flag: spec[0][kind] if isinstance(spec[0], dict) else spec[0] for flag, spec in specs().items()}
+    hp = argparse.Namespace(**values | saved | given)
+    hp.device = str(device)
+    hp.dtype = pick_dtype(hp.dtype, device)
+    for flag, spec in specs().items():
+        if len(spec) == 4 and not spec[2] <= getattr(hp, flag) <= spec[3]:
+            fail(f"--{flag} {getattr(hp, flag)}: must lie between {spec[2]} and {spec[3]}. Try the default")
+    if hp.n_embd % (2 * hp.n_head):
+        fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)}")
+    if hp.optimizer not in ("muon", "adamw"):
+        fail(f"--optimizer {hp.optimizer}: unknown. Try muon or adamw")
+    names = [m["name"] for m in members(hp)]
+    for name, entry in OBJECTIVES.items():
+        for flag in set(entry["settings"]) & set(given):
+            if not any(flag in OBJECTIVES[n]["settings"] for n in names):
+                fail(f"--{flag}: is a setting of {name}, but this run trains {hp.objective}. Try --objective {name}")
+    return hp
+
+
+def refuse_changes(given, saved, flags, what):
+    for flag in sorted(set(flags) & set(given)):
+        if given[flag] != saved[flag]:
+            fail(f"--{flag} {given[flag]}: {what} {saved[flag]}. Try without --{flag}")
+
+
+def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with name, weight, rows of a micro-batch, n
+    """One for --objective clm, several for clm:0.5,mlm:0.5. Every micro-batch holds the same rows of each, by
+    largest remainder, so that shapes never change."""
+    parts = [part.partition(":") for part in hp.objective.split(",")]
+    for name, _, _ in parts:
+        if name not in OBJECTIVES:
+            near = difflib.get_close_matches(name, OBJECTIVES, 1)
+            fail(f"--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
+    try:
+        weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
+    except ValueError:
+        weights = [0.0]
+    if not all(0 < w < math.inf for w in weights) or len({name for name, _, _ in parts}) < len(parts):
+        fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
+    weights = [w / sum(weights) for w in weights]
+    shares = [w * hp.batch_size for w in weights]
+    rows = [int(s + 1e-9) for s in shares]
+    for i in sorted(range(len(rows)), key=lambda i: rows[i] - shares[i])[:hp.batch_size - sum(rows)]:
+        rows[i] += 1
+    if min(rows) == 0:
+        fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
+             f"Try --batch_size {math.ceil(1 / min(weights))}")
+    return [dict(OBJECTIVES[name], name=name, weight=w, rows=r, n=OBJECTIVES[name]["window"](hp.block_size, hp))
+            for (name, _, _), w, r in zip(parts, weights, rows)]
+
+
+def default_share(name):  # -> share of positions with loss at the default settings, from a batch that is made
+    entry, T, B = OBJECTIVES[name], 128, 64
+    hp = argparse.Namespace(**{flag: spec[0] for flag, spec in entry["settings"].items()}, block_size=T)
+    g = generator("share")
+    batch = entry["make"](torch.randint(1, 256, (B, entry["window"](T, hp)), generator=g), g, hp)
+    return float(sum(entry["counts"](batch, hp).values())) / (B * T)
+
+
+def pick_device(name):
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError):
+        fail(f"--device {name}: not on this machine. Try --device cpu")
+
+
+def pick_dtype(name, device):  # -> "float32" or "bfloat16"
+    if name not in ("auto", "float32", "bfloat16"):
+        fail(f"--dtype {name}: unknown. Try float32 or bfloat16")
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+    # products of bfloat16 are the faster ones on a CPU that has instructions for them, and on no other
+    fast = any(getattr(torch.cpu, f"_is_{isa}_supported", bool)() for isa in ("avx512_bf16", "amx_tile"))
+    return "bfloat16" if device.type == "cpu" and fast else "float32"
+
+
+def set_precision(device):  # -> how float32 products are computed, in words
+    """On x86 "medium" hands float32 products to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on
+    AMD. Where it would round the operands to bfloat16 (AMX, ARM) the probe sees it, and they stay exact."""
+    torch.set_float32_matmul_precision("highest")
+    if device.type != "cpu":
+        return "float32 products exact"
+    a = torch.randn(256, 256, generator=generator("probe"))
+    torch.set_float32_matmul_precision("medium")
+    error = float((a @ a - (a.double() @ a.double())).norm() / (a.double() @ a.double()).norm())
+    if error > 1e-5:
+        torch.set_float32_matmul_precision("highest")
+        return "float32 products exact"
+    return f"float32 products by oneDNN (relative error {error:.0e})"
+
+
+# ---- runs and checkpoints
+
+def choose_out_dir(hp):  # -> a folder that holds no run yet
+    if hp.out_dir:
+        if os.path.exists(os.path.join(hp.out_dir, "ckpt.pt")):
+            fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
+        return hp.out_dir
+    base = os.path.join("out", hp.objective.replace(",", "+").replace(":", "_"))
+    path, i = base, 1
+    while os.path.exists(os.path.join(path, "ckpt.pt")):
+        i += 1
+        path = f"{base}-{i}"
+    return path
+
+
+def newest_run():  # -> folder under out/ whose checkpoint was written last
+    runs = [os.path.join("out", d) for d in (os.listdir("out") if os.path.isdir("out") else [])]
+    runs = [d for d in runs if os.path.exists(os.path.join(d, "ckpt.pt"))]
+    if not runs:
+        fail("no run under out/. Try python train.py first, or name a folder with --out_dir")
+    return max(runs, key=lambda d: os.path.getmtime(os.path.join(d, "ckpt.pt")))
+
+
+def save_checkpoint(path, state):
+    """Whole or absent: written under another name, synced, then renamed. Exits with code 2 when the disk refuses."""
+    try:
+        with open(path + ".tmp", "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
+        if os.path.exists(path + ".tmp"):
+            os.remove(path + ".tmp")
+        fail(f"{path}: could not be written ({str(e).splitlines()[0]}). The checkpoint before it is whole. Try freeing disk space, then --resume")
+
+
+def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
+    """Never runs code from the file. Exits with code 2 when it is missing, damaged, foreign or of a newer version."""
+    path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
+    if not os.path.isfile(path):
+        fail(f"{path}: no checkpoint there. Try the folder of a run, such as out/clm")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        version = int(ckpt["version"])
+    except Exception as e:                      # what a damaged file raises depends on where it is damaged
+        fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try best.pt beside it, or another run")
+    if version > VERSION:
+        fail(f"{path}: has layout {version}, this program reads up to {VERSION}. Try a newer version of the program")
+    return ckpt
+
+
+def build(hp):  # -> model, heads (an nn.ModuleDict)
+    """Weights are drawn on the CPU from the seed, the trunk first: the same on every device and for every objective."""
+    torch.manual_seed(hp.seed)
+    sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd)
+    model = Transformer(sizes, getattr(torch, hp.dtype))
+    heads = torch.nn.ModuleDict()
+    for m in members(hp):
+        heads.update(m["heads"](sizes, hp))
+    return model.to(hp.device), heads.to(hp.device)
+
+
+def restore(model, heads, ckpt, path):
+    """Heads that the checkpoint does not have stay as they are."""
+    try:
+        model.load_state_dict(ckpt["model"])
+        for name, head in heads.items():
+            if name in ckpt["heads"]:
+                head.load_state_dict(ckpt["heads"][name])
+    except (RuntimeError, KeyError, AttributeError) as e:
+        fail(f"{path}: its weights do not fit its settings ({type(e).__name__}). Try another checkpoint")
+
+
+def open_metrics(path, keep):  # -> binary file, cut back to its first `keep` bytes
+    f = open(path, "r+b" if os.path.exists(path) else "w+b")
+    f.truncate(min(keep, os.path.getsize(path)))
+    f.seek(0, os.SEEK_END)
+    return f
+
+
+def write_line(f, record):
+    f.write(json.dumps(record).encode() + b"\n")
+    f.flush()
+
+
+# ---- batches
+
+def draw_batches(run, corpus, split, rows, key, hp):  # -> one batch per member, rows(member) rows each
+    """A pure function of key: windows from a generator on the CPU, corruption from one on the device."""
+    g, batches = generator(f"{key},windows"), []
+    for m in run:
+        source, offset = draw(corpus, split, m["n"], rows(m), g)
+        where = corpus[0][split].device
+        x = gather(corpus, split, source.to(where), offset.to(where), m["n"], m.get("whole", False)).to(hp.device)
+        batches.append(m["make"](x, generator(f"{key},{m['name']}", hp.device), hp))
+    return batches
+
+
+def rows_of(batch, a, b):
+    return {k: v if isinstance(v, str) else v[a:b] for k, v in batch.items()}
+
+
+def glyphs(ids):  # one character for each position
+    text = ""
+    for i in ids:
+        char = chr(i) if 32 <= i < 127 else {10: "⏎", 9: "⇥", 0: "∅", IGNORE: "·"}.get(i, "�")
+        text += decode([i])[1] if i >= 256 else char
+    return text
+
+
+def show_example(run, batches, width=96):
+    """Prints the first row of each member's batch, one character a position."""
+    for m, batch in zip(run, batches):
+        if batch["inp"].dim() != 2:
+            continue
+        mask = batch["mask"] if isinstance(batch["mask"], str) else f"first {int(batch['mask'][0])} positions see each other, the rest is causal"
+        print(f"one row of {m['name']} (no loss at ·; M is MASK):")
+        print(f"  input  {glyphs(batch['inp'][0, :width].tolist())}")
+        print(f"  target {glyphs(batch['tgt'][0, :width].tolist())}" if "tgt" in batch else "")
+        print(f"  mask   {mask}")
+
+
+# ---- optimizer
+
+def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (params, momentum)})
+    """Muon for the matrices inside blocks, AdamW for embeddings, heads and vectors."""
+    named = [*model.named_parameters(), *heads.named_parameters()]
+    hidden = [p for name, p in named if p.dim() == 3 and "blocks." in name]
+    rest = [p for name, p in named if not any(p is q for q in hidden)]
+    groups = [dict(params=rest, weight_decay=0.0)]
+    if hp.optimizer == "adamw":
+        groups, hidden = groups + [dict(params=hidden, weight_decay=hp.weight_decay)], []
+    muon = {}
+    for p in hidden:                            # (n, rows, columns), as many matrices of one shape as there are
+        muon.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
+    for shape, params in muon.items():
+        muon[shape] = params, torch.zeros(sum(len(p) for p in params), *shape, device=params[0].device)
+    return dict(adamw=torch.optim.AdamW(groups, lr=hp.learning_rate, betas=BETAS, eps=EPS, fused=True), muon=muon)
+
+
+def optimizer_step(opt, lr, bad, hp):
+    """Nothing moves where bad (a 0-D bool tensor) holds; the host need not know."""
+    adamw = opt["adamw"]
+    adamw.grad_scale, adamw.found_inf = None, bad.float()       # the fused kernel's own switch for skipping a step
+    for group in adamw.param_groups:
+        group["lr"] = lr
+    adamw.step()
+    for params, momentum in opt["muon"].values():
+        muon_step(params, momentum, lr, bad, hp)
+
+
+@torch.no_grad()
+def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all matrices of one shape at once
+    """Muon (Jordan et al. 2024): Nesterov momentum, made orthogonal. Scaled to the root mean square of AdamW's
+    updates (Liu et al. 2025), so that one learning rate serves both."""
+    wide = lambda t: t if t.size(1) <= t.size(2) else t.mT                          # (n, r, c)
+    grad = torch.cat([wide(p.grad) for p in params])                                # (N, r, c)
+    momentum.copy_(torch.where(bad, momentum, momentum.lerp(grad, 1 - MOMENTUM)))
+    update = orthogonal(grad.lerp(momentum, MOMENTUM), getattr(torch, hp.dtype)).float()
+    update = torch.where(bad, 0.0, update * 0.2 * momentum.size(2) ** 0.5)
+    keep = torch.where(bad, 1.0, 1.0 - lr * hp.weight_decay)
+    for p, u in zip(params, update.split([len(p) for p in params])):
+        p.mul_(keep).sub_(u if p.size(1) <= p.size(2) else u.mT, alpha=lr)
+
+
+def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthonormal rows
+    """Newton-Schulz iteration with the coefficients of Jordan et al. 2024; singular values end near 1."""
+    x = x.to(dtype)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(NS_STEPS):
+        a = x @ x.mT                                                                # (N, r, r)
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def learning_rate(step, hp):
+    """Linear warm-up, constant, linear to 0."""
+    warm = (step + 1) / (hp.warmup_iters + 1)
+    fall = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
+    return hp.learning_rate * min(warm, 1.0, fall)
+
+
+# ---- evaluation
+
+def validation_list(run, corpus, hp):  # -> [(source, member, batches, causal batches or None)]
+    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone."""
+    left_to_right = dict(OBJECTIVES["clm"], name="clm", n=hp.block_size + 1)
+    out = []
+    for source in corpus:
+        for m in run:
+            fixed = lambda member: [b for i in range(hp.eval_iters) for b in
+                                    draw_batches([member], [source], "val", lambda _: EVAL_ROWS, f"validation,{i}", hp)]
+            out.append((source, m, fixed(m), fixed(left_to_right) if m.get("left_to_right") and m["name"] != "clm" else None))
+    return out
+
+
+@torch.no_grad()
+def evaluate(model, heads, validation, hp):  # -> one record for each source and member
+    """loss: nats per target. bpb: bits per byte, left to right, each window from a cold start; None where the
+    objective does not define it."""
+    records = []
+    for source, m, batches, causal in validation:
+        terms = mean_terms([m["loss"](model, heads, b, hp) for b in batches])
+        loss = sum(mean * coefficient for mean, coefficient, _ in terms.values())
+        bpb = None
+        if m.get("left_to_right"):
+            nats = mean_terms([token_loss(model, heads, b, hp) for b in causal])["nll"][0] if causal else loss
+            bpb = nats / math.log(2)
+        share = sum(count for _, _, count in terms.values()) / (len(batches) * EVAL_ROWS * hp.block_size)
+        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss, "bpb": bpb, "targets": share,
+                        "terms": {term: mean for term, (mean, _, _) in terms.items()}})
+    return records
+
+
+def mean_terms(parts):  # [{term: (sum, count, coefficient)}] -> {term: (mean, coefficient, count)}
+    out = {}
+    for term, (_, _, coefficient) in parts[0].items():
+        total, count = sum(float(p[term][0]) for p in parts), sum(float(p[term][1]) for p in parts)
+        out[term] = total / max(count, 1.0), coefficient, count
+    return out
+
+
+def compressors(val):  # (N,) uint8 -> "zlib 2.1, ..." bits per byte of the validation bytes as one stream
+    text = to_bytes(val[:COMPRESSED].cpu())
+    sizes = {"zlib": len(zlib.compress(text, 9)), "bz2": len(bz2.compress(text)), "lzma": len(lzma.compress(text))}
+    return ", ".join(f"{name} {8 * size / len(text):.3f}" for name, size in sizes.items())
+
+
+def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is installed
+    try:
+        import matplotlib
+    except ImportError:
+        print("hint: pip install matplotlib, and the next run draws its losses into loss.png")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    with open(path, "rb") as f:
+        records = [json.loads(line) for line in f][1:]
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for split, style in (("train", dict(lw=0.6, alpha=0.6)), ("val", dict(marker="o", ms=3))):
+        for key in sorted({(r["data"], r["objective"]) for r in records if r["split"] == split}):
+            points = [(r["step"], r["loss"]) for r in records if r["split"] == split and (r["data"], r["objective"]) == key]
+            axes.plot(*zip(*points), label=f"{split} {key[1]}, {key[0]}", **style)
+    axes.set(xlabel="step", ylabel="loss (nats per target)")
+    axes.legend()
+    figure.savefig(os.path.join(os.path.dirname(path), "loss.png"), dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+# ---- the run
+
+def main(argv=None):  # -> exit code
+    hp = get_config(sys.argv[1:] if argv is None else argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
+    device, run = torch.device(hp.device), members(hp)
+    precision = set_precision(device)
+
+    # the folder, the corpus
+    hp.out_dir = hp.out_dir if hp.resume else choose_out_dir(hp)
+    corpus = open_corpus(hp.data, hp.out_dir)
+    for m in run:
+        check_sizes(corpus, m["n"], hp.block_size, lambda T: m["window"](T, hp))
+    sources = [[s["name"], s["size"], s["crc"]] for s in corpus]
+    if device.type == "cuda" and sum(s["size"] for s in corpus) < torch.cuda.mem_get_info(device)[0] / 4:
+        for s in corpus:
+            s["train"], s["val"] = s["train"].to(device), s["val"].to(device)
+
+    # the model, its optimizer, what a checkpoint says of them
+    model, heads = build(hp)
+    opt = make_optimizer(model, heads, hp)
+    start, seconds, best, kept = 0, 0.0, math.inf, 0
+    origin = hp.out_dir if hp.resume else hp.init_from
+    if origin:
+        ckpt = load_checkpoint(origin)
+        restore(model, heads, ckpt, origin)
+    if hp.resume:
+        if [s[1:] for s in ckpt["sources"]] != [s[1:] for s in sources]:
+            fail(f"--data {' '.join(hp.data)}: is not the corpus that the run in {hp.out_dir} was trained on. Try the same bytes, or --init_from {hp.out_dir}")
+        start, seconds, best, kept = (ckpt[k] for k in ("step", "seconds", "best", "metrics_bytes"))
+        opt["adamw"].load_state_dict(ckpt["adamw"])
+        for (_, momentum), saved in zip(opt["muon"].values(), ckpt["muon"]):
+            momentum.copy_(saved)
+        if hp.max_iters != ckpt["config"]["max_iters"]:
+            print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: the learning rate follows the new plan")
+    params = [*model.parameters(), *heads.parameters()]
+    losses = {m["name"]: torch.compile(m["loss"], fullgraph=True, dynamic=False) if hp.compile else m["loss"] for m in run}
+    validation = validation_list(run, corpus, hp)
+
+    # what is about to happen
+    os.makedirs(hp.out_dir, exist_ok=True)
+    metrics = open_metrics(os.path.join(hp.out_dir, "metrics.jsonl"), kept)
+    if not kept:
+        write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__, "python": platform.python_version(),
+                             "threads": torch.get_num_threads(), "parameters": sum(p.numel() for p in params), "sources": sources})
+    print(f"{hp.objective} | {sum(p.numel() for p in params):,} parameters | {', '.join(f'{s[0]} {s[1]:,} bytes' for s in sources)} | {hp.out_dir}")
+    print(f"{hp.device}, {torch.get_num_threads()} threads | activations {hp.dtype}, {precision}")
+    key = lambda step: f"{hp.seed},{step}"
+    rows = lambda m: m["rows"] * hp.accum
+    if start == 0:
+        show_example(run, draw_batches(run, corpus, "train", rows, key(0), hp))
+
+    stop = []                                   # signals so far: the step in progress is finished, then the state is saved
+    handlers = catch_signals(stop)
+    first_bad = torch.full((), -1, device=device)               # first step whose loss or gradient was not finite
+    def state(step):
+        return dict(version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources, metrics_bytes=metrics.tell(),
+                    model=model.state_dict(), heads={k: h.state_dict() for k, h in heads.items()},
+                    adamw=opt["adamw"].state_dict(), muon=[momentum for _, momentum in opt["muon"].values()],
+                    held_out=corpus[0]["val"][:HELD_OUT].cpu().clone())
+    ckpt_path = os.path.join(hp.out_dir, "ckpt.pt")
+    bar = tqdm(total=hp.max_iters, initial=start, disable=None, unit="step", dynamic_ncols=True)
+    clock, clock_step, printed, bpb = time.perf_counter(), start, 0.0, None
+
+    # the loop runs once more than there are steps: the last pass only evaluates and saves
+    for step in range(start, hp.max_iters + 1):
+        due = step % hp.eval_interval == 0 or step == hp.max_iters
+        if (due or stop) and (step > start or not hp.resume):
+            if int(first_bad) >= 0:
+                break
+            seconds += time.perf_counter() - clock
+            if due:
+                records = evaluate(model, heads, validation, hp)
+                for r in records:
+                    write_line(metrics, {"step": step, **r, "seconds": round(seconds, 3)})
+                    bpb = r["bpb"] if r["bpb"] is not None else bpb
+                    bar.write(describe(step, r))
+                mean = sum(r["loss"] for r in records) / len(records)
+            improved = due and mean < best
+            best = min(best, mean) if due else best
+            save_checkpoint(ckpt_path, state(step))
+            if improved:
+                save_checkpoint(os.path.join(hp.out_dir, "best.pt"), state(step))
+            clock, clock_step = time.perf_counter(), step
+        if step == hp.max_iters or stop:
+            break
+
+        # ---- TRAINING STEP BEGIN
+        lr = learning_rate(step, hp)
+        batches = draw_batches(run, corpus, "train", rows, key(step), hp)
+        counts = [m["counts"](batch, hp) for m, batch in zip(run, batches)]
+        loss = torch.zeros((), device=device)
+        for i in range(hp.accum):
+            part = 0.0
+            for m, batch, count in zip(run, batches, counts):
+                terms = losses[m["name"]](model, heads, rows_of(batch, i * m["rows"], (i + 1) * m["rows"]), hp)
+                for term, (total, _, coefficient) in terms.items():
+                    part = part + m["weight"] * coefficient * total / count[term]
+            part.backward()
+            loss += part.detach()
+        norm = torch.nn.utils.clip_grad_norm_(params, hp.grad_clip or math.inf)
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        first_bad = torch.where((first_bad < 0) & ~finite, step, first_bad)
+        optimizer_step(opt, lr, first_bad >= 0, hp)
+        for p in params:
+            p.grad = None
+        # ---- TRAINING STEP END
+
+        bar.update()
+        if step % hp.log_interval == 0:         # reads from the device, every so many steps
+            value, bad = float(loss), int(first_bad) >= 0
+            if bad:
+                break
+            now = time.perf_counter()
+            speed = (step + 1 - clock_step) * hp.batch_size * hp.accum * hp.block_size / (now - clock)
+            write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": value,
+                                 "bpb": value / math.log(2) if hp.objective == "clm" else None,
+                                 "targets": sum(float(n) for c in counts for n in c.values()) / (sum(rows(m) for m in run) * hp.block_size),
+                                 "lr": lr, "grad_norm": float(norm), "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)})
+            line = f"loss {value:.3f}" + (f", {bpb:.3f} bits/byte on validation" if bpb else "") + f", {speed / 1e3:.1f} kB/s"
+            bar.set_postfix_str(line)
+            if bar.disable and now - printed > 5:               # no terminal: a plain line now and then
+                printed = now
+                print(f"step {step:6d} | {line}, {(hp.max_iters - step) * hp.batch_size * hp.accum * hp.block_size / speed:.0f} s left", flush=True)
+
+    bar.close()
+    metrics.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if int(first_bad) >= 0:
+        print(f"error: loss or gradient not finite at step {int(first_bad)}; nothing after it was kept. {ckpt_path} holds the last good state. "
+              "Try a lower --learning_rate, or --dtype float32", file=sys.stderr)
+        return 1
+    if stop:
+        print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
+        return 128 + stop[0]
+    finish(hp, corpus)
+    return 0
+
+
+def catch_signals(stop):  # -> the handlers that were there before
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)                   # the second one ends at once
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def describe(step, r):  # -> a line for a record of evaluate
+    bpb = "" if r["bpb"] is None else f", {r['bpb']:.4f} bits/byte"
+    return (f"step {step:6d} | validation on {r['data']}: {r['objective']} {r['loss']:.4f} nats per target, "
+            f"perplexity {math.exp(min(r['loss'], 700)):.2f}{bpb}")
+
+
+def finish(hp, corpus):
+    for s in corpus:
+        size = min(len(s["val"]), COMPRESSED)
+        print(f"compressors on {s['name']}, all {size:,} validation bytes as one stream, in bits/byte: {compressors(s['val'])}")
+    plot(os.path.join(hp.out_dir, "metrics.jsonl"))
+    print(f"done: {hp.out_dir}/ckpt.pt. More with: python sample.py --out_dir {hp.out_dir} --help\n")
+    import sample                               # here, since sample.py reads runs and so imports this file
+    sample.main(["--out_dir", hp.out_dir])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
