@@ -236,7 +236,7 @@ MODES = {"clm": continue_mode, "prefix": continue_mode, "mlm": fill_mode}
 
 
 def parse(argv):
-    parser = Parser(prog="sample.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="sample.py", usage="python sample.py [flags below]", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text, *_) in FLAGS.items():
         shown = "" if default in ("", None) else f" [{default}]"
         parser.add_argument(f"--{flag}", default=default, type=type(default or ""), metavar="X", help=text + shown)

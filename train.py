@@ -90,14 +90,14 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv):  # -> {flag: value} of the flags that argv gives
     groups = SETTINGS | {f"objective {name}": e["settings"] for name, e in OBJECTIVES.items() if e["settings"]}
-    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+    parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag, (default, text, *_) in flags.items():
             if isinstance(default, dict):
                 text, default = f"{text} [{', '.join(f'{v} on {k}' for k, v in default.items())}]", default["cpu"]
-            elif default not in ("", False):
+            elif default != "" and default is not False:
                 text = f"{text} [{' '.join(default) if isinstance(default, list) else default}]"
             how = dict(action="store_true") if default is False else dict(metavar="X", type=type(default))
             how = dict(metavar="X", nargs="+") if isinstance(default, list) else how
@@ -348,6 +348,21 @@ def show_example(run, batches, width=96):
         print(f"  mask   {mask}")
 
 
+def compile_losses(run, model, heads, batches, hp):  # -> {name: loss}, plain where torch.compile cannot
+    """Compiles both passes on a first batch, so that what fails fails here."""
+    losses = {m["name"]: torch.compile(m["loss"], fullgraph=True, dynamic=False) for m in run}
+    try:
+        for m, batch in zip(run, batches):
+            terms = losses[m["name"]](model, heads, rows_of(batch, 0, m["rows"]), hp)
+            sum(total for total, _, _ in terms.values()).backward()
+    except Exception as e:                      # no compiler, an old one, an operating system without support
+        print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it")
+        losses = {m["name"]: m["loss"] for m in run}
+    for p in [*model.parameters(), *heads.parameters()]:
+        p.grad = None
+    return losses
+
+
 # ---- optimizer
 
 def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (params, momentum)})
@@ -512,7 +527,6 @@ def main(argv=None):  # -> exit code
         if hp.max_iters != ckpt["config"]["max_iters"]:
             print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: the learning rate follows the new plan")
     params = [*model.parameters(), *heads.parameters()]
-    losses = {m["name"]: torch.compile(m["loss"], fullgraph=True, dynamic=False) if hp.compile else m["loss"] for m in run}
     validation = validation_list(run, corpus, hp)
 
     # what is about to happen
@@ -527,6 +541,9 @@ def main(argv=None):  # -> exit code
     rows = lambda m: m["rows"] * hp.accum
     if start == 0:
         show_example(run, draw_batches(run, corpus, "train", rows, key(0), hp))
+    losses = {m["name"]: m["loss"] for m in run}
+    if hp.compile:
+        losses = compile_losses(run, model, heads, draw_batches(run, corpus, "train", rows, key(0), hp), hp)
 
     stop = []                                   # signals so far: the step in progress is finished, then the state is saved
     handlers = catch_signals(stop)

@@ -1,0 +1,44 @@
+import argparse
+
+import pytest
+import torch
+
+from data import generator
+from model import Sizes, Transformer
+from objectives import OBJECTIVES
+
+TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4", "--eval_iters", "1",
+        "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):  # a text file in an empty current folder
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "text.txt"
+    with open(argparse.__file__, "rb") as f:
+        path.write_bytes(f.read())
+    return str(path)
+
+
+def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32):
+    """A model in which every parameter is N(0, .3): at zero-init nothing mixes positions, and a test of a mask
+    or a cache would pass on anything."""
+    return randomize(Transformer(Sizes(n_layer, n_head, n_embd), dtype), seed)
+
+
+def randomize(module, seed=0):
+    g = generator(f"randomize {seed}")
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.3)
+    return module
+
+
+def settings(name, T, **changes):  # what make, heads and loss of an objective read
+    flags = {flag: spec[0] for entry in OBJECTIVES.values() for flag, spec in entry["settings"].items()}
+    return argparse.Namespace(**flags | dict(block_size=T, device="cpu", dtype="float32", batch_size=4) | changes)
+
+
+def clean_windows(name, B, T, hp, seed=0):  # random bytes without a NUL, as many as rows of T need
+    n = OBJECTIVES[name]["window"](T, hp)
+    return torch.randint(1, 256, (B, n), generator=generator(f"windows {seed}"))

@@ -1,0 +1,156 @@
+import io
+import os
+import sys
+
+import pytest
+import torch
+
+import data
+from data import decode, draw, encode, gather, generator, open_corpus
+
+
+def corpus_of(*texts, weights=None):
+    weights = weights or [1 / len(texts)] * len(texts)
+    return [dict(name=str(i), weight=w, train=data.from_bytes(t), val=data.from_bytes(t)) for i, (t, w) in enumerate(zip(texts, weights))]
+
+
+# ---- vocabulary
+
+def test_the_vocabulary_is_what_checkpoints_rely_on():
+    assert (data.EOT, data.PAD, data.MASK, data.CLS, data.SEP, data.PRE, data.SUF, data.MID) == (0, 256, 257, 258, 259, 260, 261, 262)
+    assert (data.MODE_R, data.MODE_S, data.MODE_X, data.SENTINEL, data.V) == (263, 264, 265, 272, 512)
+    assert set(data.CONTROL) == set(range(256, 266))
+
+
+def test_every_byte_string_survives_encode_and_decode_never_fails():
+    assert encode("é<MASK>") == [0xC3, 0xA9, *b"<MASK>"]            # nothing in a text is special
+    assert encode(b"\xff\x00") == [255, 0]
+    assert decode([0xC3, 0xA9]) == "é"
+    assert decode([65, 0xC3, 66]) == "A\ufffdB"                     # half a character
+    assert decode([0xC3, data.MASK, 0xA9, data.SENTINEL, 266, 511]) == "\ufffd<MASK>\ufffd<extra_id_0><266><extra_id_239>"
+    assert decode(torch.arange(512)).count("<extra_id_") == 240
+    assert encode(os.fsdecode(b"a\xffb")) == [97, 255, 98]          # what a shell hands over, whatever its bytes
+
+
+# ---- sources
+
+def test_a_file_is_mapped_and_its_last_tenth_is_validation(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(range(256)) * 10)                        # NULs included: a file named by the user is data
+    [s] = open_corpus([str(path)])
+    assert len(s["train"]) == 2304 and len(s["val"]) == 256 and s["size"] == 2560
+    assert data.to_bytes(torch.cat((s["train"], s["val"]))) == path.read_bytes()
+
+
+def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path):
+    for i in range(20):
+        (tmp_path / f"doc{i:02d}.txt").write_text(f"document {i}")
+    (tmp_path / "zz_copy.txt").write_text("document 3")
+    (tmp_path / "binary.bin").write_bytes(b"a\0b")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / ".hidden").write_text("hidden")
+    for hidden in (".git", "run", "out_dir"):
+        (tmp_path / hidden).mkdir()
+        (tmp_path / hidden / "x.txt").write_text(f"inside {hidden}")
+    (tmp_path / "run" / "ckpt.pt").write_text("a run is no text")
+    [s] = open_corpus([str(tmp_path)], out_dir=str(tmp_path / "out_dir"))
+    assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
+    assert data.to_bytes(s["train"]) == b"".join(f"document {i}\0".encode() for i in range(20) if i not in (9, 19))
+
+
+def test_a_folder_of_few_documents_is_split_like_a_file(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 50)
+    (tmp_path / "b.txt").write_text("b" * 48)
+    [s] = open_corpus([str(tmp_path)])
+    assert data.to_bytes(torch.cat((s["train"], s["val"]))) == b"a" * 50 + b"\0" + b"b" * 48 + b"\0"
+    assert len(s["val"]) == 10
+
+
+def test_the_standard_library_is_real_text_without_tests():
+    [s] = open_corpus(["stdlib"])
+    assert s["size"] > 4_000_000 and b"class ArgumentParser" in data.to_bytes(s["train"]) + data.to_bytes(s["val"])
+    assert 0.02 < len(s["val"]) / s["size"] < 0.25
+
+
+def test_standard_input_is_kept_for_the_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe" * 10)))
+    [first] = open_corpus(["-"], out_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    [again] = open_corpus(["-"], out_dir=str(tmp_path / "run"))
+    assert first["crc"] == again["crc"] and first["size"] == again["size"] == 110
+
+
+def test_weights_follow_a_colon_unless_the_path_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b:2"):
+        with open(name, "w") as f:
+            f.write("text" * 10)
+    corpus = open_corpus(["a.txt:3", "b:2", "stdlib:1e0"])
+    assert [s["name"] for s in corpus] == ["a.txt", "b:2", "stdlib"]
+    assert [round(s["weight"], 6) for s in corpus] == [0.6, 0.2, 0.2]
+
+
+def test_the_fingerprint_notices_a_changed_byte_and_samples_large_corpora(tmp_path, monkeypatch):
+    a = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=generator("crc"))
+    b = a.clone()
+    b[-1] ^= 1
+    assert data.fingerprint(a) != data.fingerprint(b)
+    monkeypatch.setattr(data, "CRC_BYTES", 2048)
+    assert data.fingerprint(a) != data.fingerprint(b) and data.fingerprint(a) == data.fingerprint(a.clone())
+
+
+# ---- windows
+
+def test_gather_equals_slicing():
+    texts = [bytes(torch.randint(1, 256, (n,), generator=generator("t")).tolist()) for n in (40, 90)]
+    corpus = corpus_of(*texts)
+    source, offset = draw(corpus, "train", 7, 32, generator("windows"))
+    x = gather(corpus, "train", source, offset, 7)
+    assert x.dtype == torch.long and x.shape == (32, 7) and set(source.tolist()) == {0, 1}
+    for row, s, (o, *_) in zip(x, source.tolist(), offset.tolist()):
+        assert bytes(row.tolist()) == texts[s][o:o + 7]
+
+
+def test_every_offset_can_be_drawn_and_none_beyond_the_end():
+    corpus = corpus_of(b"abcdefgh")
+    seen = torch.cat([draw(corpus, "train", 6, 4, generator(f"{i}"))[1][:, 0] for i in range(50)])
+    assert set(seen.tolist()) == {0, 1, 2}
+    assert draw(corpus, "train", 8, 4, generator("x"))[1].max() == 0
+
+
+def test_rows_are_stratified_over_the_corpus():
+    corpus = corpus_of(b"x" * 1009)
+    _, offset = draw(corpus, "train", 10, 8, generator("s"))
+    assert sorted((offset[:, 0] // 125).tolist()) == list(range(8)) != (offset[:, 0] // 125).tolist()
+
+
+def test_sources_have_their_shares_in_every_batch():
+    corpus = corpus_of(b"a" * 50, b"b" * 50, weights=[0.95, 0.05])
+    counts = torch.tensor([int((draw(corpus, "train", 4, 8, generator(f"{i}"))[0] == 1).sum()) for i in range(2000)])
+    assert counts.max() == 1                                        # .4 rows of 8: never two
+    assert abs(float(counts.float().mean()) - 0.4) < 5 * (0.4 * 0.6 / 2000) ** 0.5
+
+
+def test_whole_windows_avoid_document_ends_where_a_candidate_does():
+    corpus = corpus_of(b"\0".join([b"x" * 60] * 50))
+    source, offset = draw(corpus, "train", 20, 64, generator("w"))
+    plain, whole = (gather(corpus, "train", source, offset, 20, w) for w in (False, True))
+    broken = lambda x: int((x == 0).any(1).sum())
+    assert broken(plain) > 5 * max(1, broken(whole))                # a third of windows against (1/3)^4
+    untouched = ~(plain == 0).any(1)
+    assert torch.equal(plain[untouched], whole[untouched])
+
+
+def test_windows_depend_on_seed_and_step_alone():
+    corpus = corpus_of(b"abc" * 500)
+    at = lambda key: draw(corpus, "train", 9, 8, generator(key))[1]
+    assert torch.equal(at("1,7,windows"), at("1,7,windows"))
+    assert not torch.equal(at("1,7,windows"), at("2,7,windows"))    # seed << 32 | step would make these equal
+    assert not torch.equal(at("1,7,windows"), at("1,8,windows"))
+
+
+@pytest.mark.parametrize("n, fits", [(33, "--block_size 9"), (2000, "--block_size 9")])
+def test_a_small_source_names_the_block_that_fits(n, fits, capsys):
+    with pytest.raises(SystemExit) as e:
+        data.check_sizes(corpus_of(b"0123456789"), n, n - 1, lambda T: T + 1)
+    assert e.value.code == 2 and fits in capsys.readouterr().err

@@ -1,0 +1,458 @@
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from conftest import TINY
+
+import train
+from data import generator
+from objectives import OBJECTIVES
+
+every = pytest.mark.parametrize("name", OBJECTIVES)
+
+
+def run(text, out, *flags, code=0):
+    assert train.main([*TINY, "--data", text, "--out_dir", out, *flags]) == code
+
+
+def metrics(out, clock=False):  # records but the first, without what a clock says
+    with open(os.path.join(out, "metrics.jsonl"), "rb") as f:
+        records = [json.loads(line) for line in f][1:]
+    return [{k: v for k, v in r.items() if clock or k not in ("seconds", "tok_per_s")} for r in records]
+
+
+def losses(out, field="loss", split="train"):
+    return [r[field] for r in metrics(out) if r["split"] == split]
+
+
+def equal(a, b):  # nested dicts, lists and tensors, to the bit
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def assert_same_run(a, b):
+    one, two = train.load_checkpoint(a), train.load_checkpoint(b)
+    for part in ("model", "heads", "adamw", "muon", "step", "best", "sources", "held_out"):
+        assert equal(one[part], two[part]), part
+    assert metrics(a) == metrics(b)
+
+
+# ---- settings
+
+def test_settings_are_defaults_then_flags():
+    hp = train.get_config(["--objective", "mlm", "--mask_rate", "0.3", "--device", "cpu"])
+    assert (hp.objective, hp.mask_rate, hp.n_layer, hp.device) == ("mlm", 0.3, 4, "cpu")
+    assert hp.data == ["stdlib"] and hp.resume is False and hp.dtype in ("float32", "bfloat16")
+
+
+def test_help_names_every_objective_and_flag(capsys):
+    with pytest.raises(SystemExit) as e:
+        train.main(["--help"])
+    out = capsys.readouterr().out
+    assert e.value.code == 0
+    for word in [*OBJECTIVES, *(f"--{flag}" for flag in train.specs())]:
+        assert word in out, word
+
+
+def test_the_learning_rate_rises_holds_and_falls():
+    hp = train.get_config("--max_iters 10 --warmup_iters 3 --learning_rate 1 --lr_decay .4 --device cpu".split())
+    want = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    assert [train.learning_rate(step, hp) for step in range(11)] == pytest.approx(want)
+
+
+@pytest.mark.parametrize("mixture, batch, rows", [("clm", 7, [7]), ("clm:.5,mlm:.5", 8, [4, 4]), ("clm:3,mlm:1", 8, [6, 2]),
+                                                  ("clm:.5,mlm:.3,prefix:.2", 7, [4, 2, 1]), ("clm:.5,mlm:.5", 3, [2, 1])])
+def test_a_mixture_holds_fixed_rows_of_each(mixture, batch, rows):
+    hp = train.get_config(["--objective", mixture, "--batch_size", str(batch), "--device", "cpu"])
+    assert [m["rows"] for m in train.members(hp)] == rows and sum(rows) == batch
+
+
+# ---- the optimizer
+
+def test_muon_equals_torch_for_every_shape_at_once():
+    hp = train.get_config(["--device", "cpu", "--dtype", "bfloat16", "--weight_decay", "0.1"])
+    shapes = [(3, 16, 16), (1, 64, 16), (1, 16, 64), (1, 64, 16)]
+    ours = [torch.nn.Parameter(torch.randn(s, generator=generator(f"{s}"))) for s in shapes]
+    theirs = [torch.nn.Parameter(m.detach().clone()) for p in ours for m in p]
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=train.MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    module = torch.nn.Module()
+    module.blocks = torch.nn.ParameterList(ours)
+    opt = train.make_optimizer(torch.nn.Embedding(4, 4), torch.nn.ModuleDict({"x": module}), hp)
+    assert sorted(len(m) for _, m in opt["muon"].values()) == [3, 3]
+    for step in range(3):
+        for p in ours:
+            p.grad = torch.randn(p.shape, generator=generator(f"g{step}{p.shape}"))
+        for p, g in zip(theirs, [g for p in ours for g in p.grad]):
+            p.grad = g.clone()
+        for params, momentum in opt["muon"].values():
+            train.muon_step(params, momentum, 0.02, torch.tensor(False), hp)
+        reference.step()
+    moved = torch.cat([(a - b).flatten() for a, b in zip([m for p in ours for m in p], theirs)])
+    assert moved.abs().max() < 2e-3                                 # bfloat16 inside both
+
+
+def test_updates_are_skipped_where_bad():
+    hp = train.get_config(["--device", "cpu", "--dtype", "float32", "--weight_decay", "0.1"])
+    model, heads = train.build(hp)
+    opt = train.make_optimizer(model, heads, hp)
+    for bad in (False, True):
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        state = [m.clone() for _, m in opt["muon"].values()]
+        for p in model.parameters():
+            p.grad = torch.full_like(p, math.nan if bad else 0.01)
+        train.optimizer_step(opt, 0.01, torch.tensor(bad), hp)
+        assert equal(before, model.state_dict()) == bad
+        assert equal(state, [m for _, m in opt["muon"].values()]) == bad
+    adam = opt["adamw"].state_dict()["state"][0]
+    assert adam["step"] == 1 and adam["exp_avg"].isfinite().all()
+
+
+def test_every_parameter_has_one_optimizer():
+    for optimizer, muon in (("muon", 4 * 4), ("adamw", 0)):
+        hp = train.get_config(["--device", "cpu", "--optimizer", optimizer])
+        model, heads = train.build(hp)
+        opt = train.make_optimizer(model, heads, hp)
+        in_muon = [p for params, _ in opt["muon"].values() for p in params]
+        in_adamw = [p for group in opt["adamw"].param_groups for p in group["params"]]
+        assert len(in_muon) == muon and sorted(map(id, in_muon + in_adamw)) == sorted(map(id, model.parameters()))
+
+
+# ---- equalities
+
+@every
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_8_rows_equal_4_micro_batches_of_2(name, optimizer, text):
+    for out, batch, accum in (("whole", 8, 1), ("parts", 2, 4)):
+        run(text, out, "--objective", name, "--max_iters", "4", "--optimizer", optimizer, "--batch_size", str(batch), "--accum", str(accum),
+            "--learning_rate", "0.002")
+    for field in ("loss", "grad_norm", "targets"):
+        assert losses("parts", field) == pytest.approx(losses("whole", field), rel=2e-4)
+    whole, parts = (torch.cat([p.flatten() for p in train.load_checkpoint(out)["model"].values()]) for out in ("whole", "parts"))
+    assert (whole - parts).norm() < 1e-3 * whole.norm()
+
+
+def test_a_mean_of_means_would_not_pass(text, monkeypatch):
+    """What most training loops do: each micro-batch divided by its own count."""
+    counts = OBJECTIVES["prefix"]["counts"]
+    loss = OBJECTIVES["prefix"]["loss"]
+    def mean_of_means(model, heads, batch, hp):
+        s, n, c = loss(model, heads, batch, hp)["nll"]
+        return {"nll": (s / n * 8 * 16 / 4, n, c)}                  # 8 rows of about 16 targets over 4 micro-batches
+    monkeypatch.setitem(OBJECTIVES["prefix"], "counts", lambda batch, hp: {"nll": torch.tensor(8 * 16.0)})
+    monkeypatch.setitem(OBJECTIVES["prefix"], "loss", mean_of_means)
+    run(text, "wrong", "--objective", "prefix", "--max_iters", "4", "--batch_size", "2", "--accum", "4")
+    monkeypatch.setitem(OBJECTIVES["prefix"], "counts", counts)
+    monkeypatch.setitem(OBJECTIVES["prefix"], "loss", loss)
+    run(text, "right", "--objective", "prefix", "--max_iters", "4", "--batch_size", "8")
+    assert losses("wrong", "grad_norm") != pytest.approx(losses("right", "grad_norm"), rel=2e-4)
+
+
+@every
+def test_a_killed_run_resumes_bit_for_bit(name, text, monkeypatch, capsys):
+    flags = ["--objective", name, "--max_iters", "20", "--eval_interval", "10"]
+    run(text, "whole", *flags)
+    class Killed(BaseException):
+        pass
+    step = train.optimizer_step
+    steps = []
+    def dies(*args):
+        steps.append(1)
+        if len(steps) == 14:
+            raise Killed
+        step(*args)
+    monkeypatch.setattr(train, "optimizer_step", dies)
+    with pytest.raises(Killed):
+        run(text, "killed", *flags)
+    monkeypatch.setattr(train, "optimizer_step", step)
+    assert train.load_checkpoint("killed")["step"] == 10
+    assert train.main(["--resume", "--out_dir", "killed"]) == 0
+    assert_same_run("whole", "killed")
+
+
+@pytest.mark.parametrize("at", [7, 10])
+def test_ctrl_c_finishes_the_step_and_saves(at, text, monkeypatch, capsys):
+    flags = ["--max_iters", "20", "--eval_interval", "10"]
+    run(text, "whole", *flags)
+    step, steps = train.optimizer_step, []
+    def interrupted(*args):
+        steps.append(1)
+        if len(steps) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(*args)
+    monkeypatch.setattr(train, "optimizer_step", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    run(text, "stopped", *flags, code=130)
+    assert signal.getsignal(signal.SIGINT) is before, "handlers are put back"
+    assert "python train.py --resume --out_dir stopped" in capsys.readouterr().out
+    assert train.load_checkpoint("stopped")["step"] == at
+    monkeypatch.setattr(train, "optimizer_step", step)
+    assert train.main(["--resume", "--out_dir", "stopped"]) == 0
+    assert_same_run("whole", "stopped")
+
+
+def test_evaluation_never_changes_training(text):
+    run(text, "often", "--max_iters", "20", "--eval_interval", "5")
+    run(text, "never", "--max_iters", "20", "--eval_interval", "1000", "--eval_iters", "2")
+    assert losses("often") == losses("never")
+    assert [r["step"] for r in metrics("often") if r["split"] == "val"] == [0, 5, 10, 15, 20]
+
+
+def test_validation_does_not_depend_on_batch_size_seed_or_other_sources(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"another text altogether. " * 400)
+    run(text, "a", "--max_iters", "0", "--objective", "mlm")
+    assert train.main([*TINY, "--data", str(other) + ":3", text, "--out_dir", "b", "--max_iters", "0", "--objective", "mlm",
+                       "--batch_size", "2", "--seed", "9"]) == 0
+    hp = train.get_config([*TINY, "--data", text, "--objective", "mlm"])
+    alone, both = (train.open_corpus(d) for d in ([text], [str(other), text]))
+    hp2 = train.get_config([*TINY, "--objective", "mlm", "--batch_size", "2", "--seed", "9"])
+    first = train.validation_list(train.members(hp), alone, hp)[0][2]
+    second = train.validation_list(train.members(hp2), both, hp2)[1][2]
+    assert equal(first, second)
+    assert [r["data"] for r in metrics("b")] == [str(other), text]
+
+
+def test_seeds_see_different_data_and_equal_seeds_the_same(text):
+    for out, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        run(text, out, "--max_iters", "3", "--seed", seed)
+    assert metrics("a") == metrics("b")
+    hp = train.get_config([*TINY, "--data", text])
+    corpus = train.open_corpus([text])
+    draws = [train.draw_batches(train.members(hp), corpus, "train", lambda m: 4, f"{seed},2", hp)[0]["inp"] for seed in (1, 2)]
+    assert not torch.equal(*draws)
+
+
+# ---- what a run leaves behind
+
+def test_a_run_is_a_folder_with_all_it_needs(text, capsys):
+    assert train.main([*TINY, "--data", text, "--max_iters", "3", "--objective", "prefix"]) == 0
+    assert train.main([*TINY, "--data", text, "--max_iters", "3", "--objective", "prefix"]) == 0
+    out = capsys.readouterr().out
+    assert sorted(os.listdir("out")) == ["prefix", "prefix-2"]
+    assert {"ckpt.pt", "best.pt", "metrics.jsonl"} <= set(os.listdir("out/prefix"))
+    for word in ("one row of prefix", "input", "target", "positions see each other", "lzma", "bits/byte", "perplexity", "--- the model's continuation"):
+        assert word in out, word
+    train_line, val_line = (next(r for r in metrics("out/prefix", clock=True) if r["split"] == s) for s in ("train", "val"))
+    assert {"step", "split", "data", "objective", "loss", "bpb", "targets", "lr", "grad_norm", "tok_per_s", "seconds"} <= set(train_line)
+    assert val_line["bpb"] == pytest.approx(9.0) and val_line["loss"] == pytest.approx(math.log(512))
+    assert 0.3 < train_line["targets"] < 0.7
+    assert train.newest_run() in ("out/prefix-2", os.path.join("out", "prefix-2"))
+
+
+def test_bits_per_byte_of_prefix_are_those_of_clm(text):
+    run(text, "p", "--objective", "prefix", "--max_iters", "5")
+    assert train.main(["--init_from", "p", "--data", text, "--max_iters", "0", "--eval_iters", "1", "--out_dir", "c", "--dtype", "float32", "--device", "cpu"]) == 0
+    assert losses("c", "bpb", "val")[0] == pytest.approx(losses("p", "bpb", "val")[-1], rel=1e-6)
+    assert losses("c", "loss", "val")[0] / math.log(2) == pytest.approx(losses("c", "bpb", "val")[0])
+
+
+def test_a_run_may_be_prolonged_and_a_block_lengthened(text, capsys):
+    run(text, "a", "--max_iters", "4")
+    assert train.main(["--resume", "--out_dir", "a", "--max_iters", "6"]) == 0
+    assert "4 steps were planned, now 6" in capsys.readouterr().out
+    assert train.load_checkpoint("a")["step"] == 6
+    assert train.main(["--init_from", "a", "--data", text, "--out_dir", "b", "--block_size", "64", "--max_iters", "2", "--batch_size", "2",
+                       "--eval_iters", "1", "--objective", "mlm"]) == 0
+    assert train.load_checkpoint("b")["config"]["n_embd"] == 16
+
+
+def test_a_mixture_logs_each_member(text):
+    run(text, "mix", "--objective", "clm:.5,mlm:.5", "--max_iters", "3")
+    val = [r for r in metrics("mix") if r["split"] == "val" and r["step"] == 0]
+    assert [(r["objective"], r["bpb"] is None) for r in val] == [("clm", False), ("mlm", True)]
+    assert losses("mix")[0] == pytest.approx(math.log(512), abs=1e-4)
+
+
+# ---- learning
+
+@pytest.mark.parametrize("name", ["clm", "prefix"])
+def test_a_short_run_beats_the_unigram_entropy(name, text):
+    assert train.main(["--data", text, "--objective", name, "--n_layer", "2", "--n_embd", "64", "--block_size", "64", "--max_iters", "80",
+                       "--eval_iters", "2", "--eval_interval", "80", "--out_dir", "o", "--device", "cpu", "--batch_size", "8"]) == 0
+    [s] = train.open_corpus([text])
+    p = torch.bincount(s["val"].long(), minlength=256).double() / len(s["val"])
+    entropy = float(-(p * p.clamp(min=1e-12).log2()).sum())
+    assert losses("o", "bpb", "val")[-1] < entropy - 0.5
+
+
+def test_compile_gives_the_same_losses_or_goes_on_without(text, capsys):
+    run(text, "plain", "--max_iters", "3", "--objective", "prefix")
+    run(text, "compiled", "--max_iters", "3", "--objective", "prefix", "--compile")
+    assert losses("plain") == pytest.approx(losses("compiled"), rel=1e-4)
+    if shutil.which("g++"):
+        assert "going on without" not in capsys.readouterr().out
+
+
+def test_a_compiler_that_fails_is_one_line(text, capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        def call(*args):
+            raise RuntimeError("no compiler\nmore")
+        return call
+    monkeypatch.setattr(torch, "compile", broken)
+    run(text, "a", "--max_iters", "2", "--compile")
+    assert "--compile: does not work here (RuntimeError: no compiler), going on without it\n" in capsys.readouterr().out
+
+
+# ---- what goes wrong
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_non_finite_step_never_reaches_the_weights(where, text, monkeypatch, capsys):
+    loss = OBJECTIVES["clm"]["loss"]
+    calls = []
+    def poisoned(model, heads, batch, hp):
+        terms = loss(model, heads, batch, hp)
+        if torch.is_grad_enabled():
+            calls.append(1)
+            if len(calls) == 8:                                     # step 7
+                s, n, c = terms["nll"]
+                s = s * math.nan if where == "loss" else s + (model.head.weight * 0).sum().sqrt()
+                return {"nll": (s, n, c)}
+        return terms
+    monkeypatch.setitem(OBJECTIVES["clm"], "loss", poisoned)
+    run(text, "a", "--max_iters", "30", "--eval_interval", "5", "--log_interval", "4", code=1)
+    err = capsys.readouterr().err
+    assert "not finite at step 7" in err and err.count("\n") == 1
+    assert len(calls) == 9, "read at step 8, the next one that is logged"
+    ckpt = train.load_checkpoint("a")
+    assert ckpt["step"] == 5 and all(p.isfinite().all() for p in ckpt["model"].values())
+    monkeypatch.setitem(OBJECTIVES["clm"], "loss", loss)
+    assert train.main(["--resume", "--out_dir", "a"]) == 0
+    assert [r["step"] for r in metrics("a") if r["split"] == "train"] == [0, 4, 8, 12, 16, 20, 24, 28]
+
+
+BAD = {
+    "unknown flag": (["--max_iter", "3"], "did you mean --max_iters"),
+    "unknown objective": (["--objective", "mml"], "Try mlm"),
+    "empty objective": (["--objective", ""], "Try one of clm"),
+    "not a number": (["--max_iters", "many"], "max_iters"),
+    "missing value": (["--data"], "--data"),
+    "rate too high": (["--objective", "mlm", "--mask_rate", "1.5"], "--mask_rate 1.5"),
+    "rate not a number": (["--objective", "mlm", "--mask_rate", "nan"], "--mask_rate"),
+    "prefix upside down": (["--objective", "prefix", "--prefix_min", ".9", "--prefix_max", ".1"], "--prefix_min"),
+    "setting of another objective": (["--mask_rate", ".2"], "--objective mlm"),
+    "no layers": (["--n_layer", "0"], "--n_layer 0"),
+    "odd width": (["--n_embd", "15"], "--n_embd 16"),
+    "no rows": (["--batch_size", "0"], "--batch_size"),
+    "a member without a row": (["--objective", "clm:.9,mlm:.1", "--batch_size", "4"], "--batch_size 10"),
+    "a member twice": (["--objective", "clm:.5,clm:.5"], "different names"),
+    "a weight of 0": (["--objective", "clm:0,mlm:1"], "positive weights"),
+    "missing file": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "empty file": (["--data", "empty.txt"], "is empty"),
+    "tiny file": (["--data", "tiny.txt"], "--block_size"),
+    "folder without text": (["--data", "bare"], "no text file"),
+    "block larger than the data": (["--block_size", "100000"], "Try --block_size"),
+    "weight of data": (["--data", "text.txt:-1"], "positive number"),
+    "no such device": (["--device", "cuda:99"], "--device cpu"),
+    "no device at all": (["--device", "toaster"], "--device cpu"),
+    "unknown dtype": (["--dtype", "float8"], "Try float32"),
+    "unknown optimizer": (["--optimizer", "sgd"], "Try muon or adamw"),
+    "an existing run": (["--out_dir", "run"], "--resume"),
+    "a file as folder": (["--out_dir", "text.txt"], "--out_dir"),
+    "resume nothing": (["--resume", "--out_dir", "bare"], "no checkpoint"),
+    "resume without runs": (["--resume"], "no run under out/"),
+    "resume another width": (["--resume", "--out_dir", "run", "--n_embd", "32"], "--n_embd 32"),
+    "resume another corpus": (["--resume", "--out_dir", "run", "--data", "other.txt"], "not the corpus"),
+    "init from nothing": (["--init_from", "nowhere"], "nowhere"),
+    "init from another width": (["--init_from", "run", "--n_layer", "5"], "--n_layer 5"),
+    "init from text": (["--init_from", "text.txt"], "not a checkpoint"),
+    "init from a cut file": (["--init_from", "cut.pt"], "damaged"),
+    "init from a newer version": (["--init_from", "newer.pt"], "newer version"),
+    "init from a payload": (["--init_from", "payload.pt"], "not a checkpoint"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_place(tmp_path_factory):  # a folder with a run, and with everything that can be wrong
+    place = tmp_path_factory.mktemp("bad")
+    here = os.getcwd()
+    os.chdir(place)
+    with open(train.argparse.__file__, "rb") as f:
+        words = f.read()
+    for name, content in (("text.txt", words), ("other.txt", words[::-1]), ("empty.txt", b""), ("tiny.txt", b"tiny text, too short")):
+        with open(name, "wb") as f:
+            f.write(content)
+    os.mkdir("bare")
+    assert train.main([*TINY, "--data", "text.txt", "--out_dir", "run", "--max_iters", "1"]) == 0
+    whole = open("run/ckpt.pt", "rb").read()
+    open("cut.pt", "wb").write(whole[:len(whole) // 2])
+    ckpt = train.load_checkpoint("run")
+    train.save_checkpoint("newer.pt", dict(ckpt, version=train.VERSION + 1))
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, ("executed",)
+    with zipfile.ZipFile("payload.pt", "w") as z:
+        z.writestr("archive/data.pkl", pickle.dumps(Payload(), protocol=2))
+        z.writestr("archive/version", "3\n")
+    os.chdir(here)
+    return place
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_changes_nothing(case, bad_place, monkeypatch, capsys):
+    monkeypatch.chdir(bad_place)
+    before = {p: os.stat(p).st_mtime_ns for root, _, files in os.walk(".") for p in (os.path.join(root, f) for f in files)}
+    flags, hint = BAD[case]
+    small = [] if {"--resume", "--init_from"} & set(flags) else [*TINY, *([] if "--data" in flags else ["--data", "text.txt"])]
+    with pytest.raises(SystemExit) as e:
+        train.main(small + flags)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and err.startswith("error: ") and hint in err, err
+    assert before == {p: os.stat(p).st_mtime_ns for root, _, files in os.walk(".") for p in (os.path.join(root, f) for f in files)}
+    assert not os.path.exists("executed")
+
+
+def test_a_write_that_fails_leaves_the_checkpoint_before_it(text, monkeypatch, capsys):
+    run(text, "a", "--max_iters", "2")
+    def full(state, f):
+        f.write(b"half of it")
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit) as e:
+        train.main(["--resume", "--out_dir", "a", "--max_iters", "4"])
+    assert e.value.code == 2 and "No space left" in capsys.readouterr().err
+    assert train.load_checkpoint("a")["step"] == 2 and not os.path.exists("a/ckpt.pt.tmp")
+
+
+def test_every_load_is_of_weights_only():
+    root = os.path.dirname(train.__file__)
+    for name in os.listdir(root):
+        if name.endswith(".py"):
+            with open(os.path.join(root, name), encoding="utf-8") as f:
+                for line in f:
+                    assert "torch.load(" not in line or "weights_only=True" in line, f"{name}: {line}"
+
+
+@pytest.mark.slow
+def test_real_processes_killed_at_random_moments_resume_bit_for_bit(text):
+    program = [sys.executable, train.__file__]
+    flags = [*TINY, "--data", text, "--max_iters", "40", "--eval_interval", "5"]
+    subprocess.run([*program, *flags, "--out_dir", "whole"], check=True, capture_output=True)
+    subprocess.run([*program, *flags, "--out_dir", "killed"], check=True, capture_output=True, env={**os.environ, "X": "1"}) if False else None
+    kills, delay = 0, 2.5
+    args = [*flags, "--out_dir", "killed"]
+    for attempt in range(40):
+        process = subprocess.Popen([*program, *args], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            process.wait(delay + 0.137 * attempt)
+            assert process.returncode == 0, process.stderr.read()
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+        args = ["--resume", "--out_dir", "killed"] if os.path.exists("killed/ckpt.pt") else args
+    assert kills >= 1
+    assert_same_run("whole", "killed")
