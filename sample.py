@@ -239,7 +239,7 @@ def parse(argv):
     parser = Parser(prog="sample.py", usage="python sample.py [flags below]", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text, *_) in FLAGS.items():
         shown = "" if default in ("", None) else f" [{default}]"
-        parser.add_argument(f"--{flag}", default=default, type=type(default or ""), metavar="X", help=text + shown)
+        parser.add_argument(f"--{flag}", default=default, type=str if default is None else type(default), metavar="X", help=text + shown)
     flags = parser.parse_args(argv)
     for flag, spec in FLAGS.items():
         if len(spec) == 4 and not spec[2] <= getattr(flags, flag) <= spec[3]:

@@ -231,6 +231,8 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
     if hp.out_dir:
         if os.path.exists(os.path.join(hp.out_dir, "ckpt.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
+        if os.path.exists(hp.out_dir) and not os.path.isdir(hp.out_dir):
+            fail(f"--out_dir {hp.out_dir}: is a file. Try another name")
         return hp.out_dir
     base = os.path.join("out", hp.objective.replace(",", "+").replace(":", "_"))
     path, i = base, 1
@@ -299,8 +301,13 @@ def restore(model, heads, ckpt, path):
         fail(f"{path}: its weights do not fit its settings ({type(e).__name__}). Try another checkpoint")
 
 
-def open_metrics(path, keep):  # -> binary file, cut back to its first `keep` bytes
-    f = open(path, "r+b" if os.path.exists(path) else "w+b")
+def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep` bytes
+    path = os.path.join(out_dir, "metrics.jsonl")
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        f = open(path, "r+b" if os.path.exists(path) else "w+b")
+    except OSError as e:
+        fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
     f.truncate(min(keep, os.path.getsize(path)))
     f.seek(0, os.SEEK_END)
     return f
@@ -530,8 +537,7 @@ def main(argv=None):  # -> exit code
     validation = validation_list(run, corpus, hp)
 
     # what is about to happen
-    os.makedirs(hp.out_dir, exist_ok=True)
-    metrics = open_metrics(os.path.join(hp.out_dir, "metrics.jsonl"), kept)
+    metrics = open_metrics(hp.out_dir, kept)
     if not kept:
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__, "python": platform.python_version(),
                              "threads": torch.get_num_threads(), "parameters": sum(p.numel() for p in params), "sources": sources})
