@@ -223,6 +223,11 @@ def gather(corpus, split, source, offset, n, whole=False):  # -> (B, n) long, cl
     return x[:, 0].long()
 
 
+def documents(x):  # (B, T) -> (B, T) long: which document of its row a byte belongs to; EOT ends its own
+    end = (x == EOT).long()
+    return end.cumsum(1) - end
+
+
 def check_sizes(corpus, n, T, window):
     """Exits with code 2 when a split cannot fill one window of n = window(T) bytes, naming the block that fits."""
     for s in corpus:

@@ -166,6 +166,7 @@ class Transformer(nn.Module):
         assert sizes.n_embd % sizes.n_head == 0 and sizes.n_embd // sizes.n_head % 2 == 0, sizes
         self.sizes, self.dtype = sizes, dtype
         self.embed = nn.Embedding(sizes.vocab_size, sizes.n_embd)
+        nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows: a smaller start means larger steps
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
         self.head = Linear(sizes.n_embd, sizes.vocab_size, zero=True)
 

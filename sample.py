@@ -260,12 +260,14 @@ def main(argv=None):  # -> exit code
     if flags.objective not in names:
         fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
     if flags.score:
-        if not OBJECTIVES[flags.objective].get("left_to_right"):
+        if OBJECTIVES[flags.objective].get("bpb") != "exact":
             fail(f"--score: {flags.objective} does not code text from the left. Try a run trained as clm or prefix")
         return score_mode(model, hp, flags)
     prompt = None if flags.prompt is None else encode(flags.prompt)
-    if prompt is not None and MODES[flags.objective] is fill_mode:
+    if prompt is not None and MODES.get(flags.objective) is fill_mode:
         prompt = parse_holes(bytes(prompt), flags.hole.encode())
+    if flags.objective not in MODES:
+        return print(f"{path}: sample.py has no mode for {flags.objective} yet")
     MODES[flags.objective](model, heads, hp, flags, prompt, ckpt["held_out"])
 
 

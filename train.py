@@ -23,9 +23,10 @@ import zlib
 import torch
 from tqdm import tqdm
 
-from data import check_sizes, decode, draw, fail, gather, generator, open_corpus, to_bytes
+from data import CLS, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
+from data import check_sizes, documents, draw, fail, gather, generator, open_corpus, to_bytes
 from model import Sizes, Transformer
-from objectives import IGNORE, OBJECTIVES, clm, token_loss
+from objectives import IGNORE, OBJECTIVES, apportion, token_loss
 
 VERSION = 1                                     # of the checkpoint's layout
 EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
@@ -59,6 +60,7 @@ SETTINGS = {
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
         "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
         "grad_clip": (1.0, "largest norm of the gradient, 0 for any", 0.0, 1e30),
+        "doc_mask": (False, "keep attention inside a document, where the objective keeps the text's order"),
         "optimizer": ("muon", "muon (with AdamW for embeddings, heads and vectors) or adamw (for all)"),
     },
     "evaluation": {
@@ -83,18 +85,24 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message}. Try: python {self.prog} --help")
 
     def format_help(self):
-        rows = [f"  {name:12s}{entry['mask']:15s}{default_share(name):5.0%}   {entry['help']}; then: {entry['use']}"
-                for name, entry in OBJECTIVES.items()]
-        return super().format_help() + "\n".join(["\nobjectives, their mask, share of positions with loss, use:"] + rows) + "\n"
+        lines = [super().format_help(), "objectives: mask, share of a row's positions with loss, rows for the signal of one clm row, what it predicts, use"]
+        for name, entry in OBJECTIVES.items():
+            share = default_share(name)
+            lines.append(f"  {name:12s}{entry['mask']:14s}{share:6.1%} {1 / share:6.2f}x  {entry['help']}; {entry['use']}")
+        return "\n".join(lines) + "\n"
 
 
 def parse(argv):  # -> {flag: value} of the flags that argv gives
-    groups = SETTINGS | {f"objective {name}": e["settings"] for name, e in OBJECTIVES.items() if e["settings"]}
-    parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = SETTINGS | {"of " + name: entry["settings"] for name, entry in OBJECTIVES.items()}
+    parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]", description=__doc__,
+                    allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    seen = set()
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag, (default, text, *_) in flags.items():
+            if flag in seen:                    # some objectives share a setting
+                continue
+            seen.add(flag)
             if isinstance(default, dict):
                 text, default = f"{text} [{', '.join(f'{v} on {k}' for k, v in default.items())}]", default["cpu"]
             elif default != "" and default is not False:
@@ -104,8 +112,7 @@ def parse(argv):  # -> {flag: value} of the flags that argv gives
             group.add_argument(f"--{flag}", help=text.replace("%", "%%"), **how)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [f"--{flag}" for group in groups.values() for flag in group]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{flag}" for flag in seen], 1)
         parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     return vars(given)
 
@@ -141,11 +148,14 @@ def get_config(argv):  # -> Namespace of every setting
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)}")
     if hp.optimizer not in ("muon", "adamw"):
         fail(f"--optimizer {hp.optimizer}: unknown. Try muon or adamw")
-    names = [m["name"] for m in members(hp)]
+    run = members(hp)
     for name, entry in OBJECTIVES.items():
-        for flag in set(entry["settings"]) & set(given):
-            if not any(flag in OBJECTIVES[n]["settings"] for n in names):
+        for flag in sorted(set(entry["settings"]) & set(given)):
+            if not any(flag in m["settings"] for m in run):
                 fail(f"--{flag}: is a setting of {name}, but this run trains {hp.objective}. Try --objective {name}")
+    for m in run:
+        if hp.doc_mask and not m.get("packs"):
+            fail(f"--doc_mask: {m['name']} does not keep the text's order. Try it with {' '.join(n for n, e in OBJECTIVES.items() if e.get('packs'))}")
     return hp
 
 
@@ -156,8 +166,8 @@ def refuse_changes(given, saved, flags, what):
 
 
 def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with name, weight, rows of a micro-batch, n
-    """One for --objective clm, several for clm:0.5,mlm:0.5. Every micro-batch holds the same rows of each, by
-    largest remainder, so that shapes never change."""
+    """One for --objective clm, several for clm:0.5,mlm:0.5. Every micro-batch holds the same rows of each, so that
+    shapes never change."""
     parts = [part.partition(":") for part in hp.objective.split(",")]
     for name, _, _ in parts:
         if name not in OBJECTIVES:
@@ -170,10 +180,7 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
     if not all(0 < w < math.inf for w in weights) or len({name for name, _, _ in parts}) < len(parts):
         fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
     weights = [w / sum(weights) for w in weights]
-    shares = [w * hp.batch_size for w in weights]
-    rows = [int(s + 1e-9) for s in shares]
-    for i in sorted(range(len(rows)), key=lambda i: rows[i] - shares[i])[:hp.batch_size - sum(rows)]:
-        rows[i] += 1
+    rows = apportion(weights, hp.batch_size)
     if min(rows) == 0:
         fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
              f"Try --batch_size {math.ceil(1 / min(weights))}")
@@ -182,11 +189,14 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
 
 
 def default_share(name):  # -> share of positions with loss at the default settings, from a batch that is made
-    entry, T, B = OBJECTIVES[name], 128, 64
-    hp = argparse.Namespace(**{flag: spec[0] for flag, spec in entry["settings"].items()}, block_size=T)
-    g = generator("share")
+    entry, T, B, g = OBJECTIVES[name], 256, 64, generator("share")
+    hp = argparse.Namespace(**{flag: spec[0] for flag, spec in entry["settings"].items()}, block_size=T, batch_size=B, accum=1)
     batch = entry["make"](torch.randint(1, 256, (B, entry["window"](T, hp)), generator=g), g, hp)
-    return float(sum(entry["counts"](batch, hp).values())) / (B * T)
+    return targets(entry, batch, hp) / (B * T)
+
+
+def targets(entry, batch, hp):  # -> positions of the batch with loss; a position counts once for every target it has
+    return float(sum(entry.get("targets", entry["counts"])(batch, hp).values()))
 
 
 def pick_device(name):
@@ -328,6 +338,8 @@ def draw_batches(run, corpus, split, rows, key, hp):  # -> one batch per member,
         where = corpus[0][split].device
         x = gather(corpus, split, source.to(where), offset.to(where), m["n"], m.get("whole", False)).to(hp.device)
         batches.append(m["make"](x, generator(f"{key},{m['name']}", hp.device), hp))
+        if hp.doc_mask:
+            batches[-1]["doc"] = documents(x[:, :hp.block_size])
     return batches
 
 
@@ -335,24 +347,27 @@ def rows_of(batch, a, b):
     return {k: v if isinstance(v, str) else v[a:b] for k, v in batch.items()}
 
 
-def glyphs(ids):  # one character for each position
-    text = ""
-    for i in ids:
-        char = chr(i) if 32 <= i < 127 else {10: "⏎", 9: "⇥", 0: "∅", IGNORE: "·"}.get(i, "�")
-        text += decode([i])[1] if i >= 256 else char
-    return text
+GLYPHS = {10: "⏎", 9: "⇥", 0: "∅", IGNORE: "·", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ", MID: "Ⓜ",
+          MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ"}
 
 
-def show_example(run, batches, width=96):
-    """Prints the first row of each member's batch, one character a position."""
+def glyphs(ids):  # -> one character for each position
+    return "".join(GLYPHS.get(i) or (chr(0x2460 + (i - SENTINEL) % 20) if i >= SENTINEL else chr(i) if 32 <= i < 127 else "�") for i in ids)
+
+
+def show_example(run, batches, width=128, most=256):
+    """Prints the first row of each member's batch, one character a position, inputs above targets."""
+    print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
     for m, batch in zip(run, batches):
-        if batch["inp"].dim() != 2:
-            continue
-        mask = batch["mask"] if isinstance(batch["mask"], str) else f"first {int(batch['mask'][0])} positions see each other, the rest is causal"
-        print(f"one row of {m['name']} (no loss at ·; M is MASK):")
-        print(f"  input  {glyphs(batch['inp'][0, :width].tolist())}")
-        print(f"  target {glyphs(batch['tgt'][0, :width].tolist())}" if "tgt" in batch else "")
-        print(f"  mask   {mask}")
+        shown = {name: batch[name][0].reshape(-1)[:most].tolist() for name in ("inp", "tgt") if name in batch}
+        for i in range(0, len(shown["inp"]), width):
+            for name, row in shown.items():
+                print(f"  {m['name']} {name}   {glyphs(row[i:i + width])}")
+        if "labels" in batch:
+            print(f"  {m['name']} label {int(batch['labels'][0])}")
+        P = batch["mask"] if isinstance(batch["mask"], str) else int(batch["mask"][0])
+        P = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(P, P)
+        print(f"  {m['name']} mask  {P if isinstance(P, str) else f'the first {P} positions see each other, the rest what is before them'}")
 
 
 def compile_losses(run, model, heads, batches, hp):  # -> {name: loss}, plain where torch.compile cannot
@@ -434,40 +449,33 @@ def learning_rate(step, hp):
 
 def validation_list(run, corpus, hp):  # -> [(source, member, batches, causal batches or None)]
     """Each source's own fixed windows under fixed corruption: a function of objective and block size alone."""
-    left_to_right = dict(OBJECTIVES["clm"], name="clm", n=hp.block_size + 1)
-    out = []
-    for source in corpus:
-        for m in run:
-            fixed = lambda member: [b for i in range(hp.eval_iters) for b in
-                                    draw_batches([member], [source], "val", lambda _: EVAL_ROWS, f"validation,{i}", hp)]
-            out.append((source, m, fixed(m), fixed(left_to_right) if m.get("left_to_right") and m["name"] != "clm" else None))
-    return out
+    def fixed(m, source):
+        return [b for i in range(hp.eval_iters) for b in draw_batches([m], [source], "val", lambda m: EVAL_ROWS, f"validation,{i}", hp)]
+    clm = dict(OBJECTIVES["clm"], name="clm", n=hp.block_size + 1)
+    return [(source, m, fixed(m, source), fixed(clm, source) if m.get("bpb") == "exact" and m["name"] != "clm" else None)
+            for source in corpus for m in run]
 
 
 @torch.no_grad()
 def evaluate(model, heads, validation, hp):  # -> one record for each source and member
-    """loss: nats per target. bpb: bits per byte, left to right, each window from a cold start; None where the
-    objective does not define it."""
+    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold start; for
+    mdlm a bound from above; None where the objective does not define it. stats: the objective's own figures."""
     records = []
     for source, m, batches, causal in validation:
-        terms = mean_terms([m["loss"](model, heads, b, hp) for b in batches])
-        loss = sum(mean * coefficient for mean, coefficient, _ in terms.values())
-        bpb = None
-        if m.get("left_to_right"):
-            nats = mean_terms([token_loss(model, heads, b, hp) for b in causal])["nll"][0] if causal else loss
-            bpb = nats / math.log(2)
-        share = sum(count for _, _, count in terms.values()) / (len(batches) * EVAL_ROWS * hp.block_size)
-        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss, "bpb": bpb, "targets": share,
-                        "terms": {term: mean for term, (mean, _, _) in terms.items()}})
+        terms = [m["loss"](model, heads, b, hp) for b in batches]
+        figures = means(terms)
+        loss = sum(coefficient * figures[term] for term, (_, _, coefficient) in terms[0].items())
+        nats = means([token_loss(model, heads, b, hp) for b in causal])["nll"] if causal else figures.get("nll", loss)
+        if "stats" in m:
+            figures |= means([m["stats"](model, heads, b, hp) for b in batches])
+        share = sum(targets(m, b, hp) for b in batches) / (len(batches) * EVAL_ROWS * hp.block_size)
+        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
+                        "bpb": nats / math.log(2) if "bpb" in m else None, "targets": share, "terms": figures})
     return records
 
 
-def mean_terms(parts):  # [{term: (sum, count, coefficient)}] -> {term: (mean, coefficient, count)}
-    out = {}
-    for term, (_, _, coefficient) in parts[0].items():
-        total, count = sum(float(p[term][0]) for p in parts), sum(float(p[term][1]) for p in parts)
-        out[term] = total / max(count, 1.0), coefficient, count
-    return out
+def means(parts):  # [{name: (sum, count, ...)}] -> {name: sum of sums / sum of counts}
+    return {name: sum(float(p[name][0]) for p in parts) / max(1.0, sum(float(p[name][1]) for p in parts)) for name in parts[0]}
 
 
 def compressors(val):  # (N,) uint8 -> "zlib 2.1, ..." bits per byte of the validation bytes as one stream
@@ -616,7 +624,7 @@ def main(argv=None):  # -> exit code
             speed = (step + 1 - clock_step) * hp.batch_size * hp.accum * hp.block_size / (now - clock)
             write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": value,
                                  "bpb": value / math.log(2) if hp.objective == "clm" else None,
-                                 "targets": sum(float(n) for c in counts for n in c.values()) / (sum(rows(m) for m in run) * hp.block_size),
+                                 "targets": sum(targets(m, b, hp) for m, b in zip(run, batches)) / (sum(rows(m) for m in run) * hp.block_size),
                                  "lr": lr, "grad_norm": float(norm), "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)})
             line = f"loss {value:.3f}" + (f", {bpb:.3f} bits/byte on validation" if bpb else "") + f", {speed / 1e3:.1f} kB/s"
             bar.set_postfix_str(line)
@@ -649,9 +657,11 @@ def catch_signals(stop):  # -> the handlers that were there before
 
 
 def describe(step, r):  # -> a line for a record of evaluate
-    bpb = "" if r["bpb"] is None else f", {r['bpb']:.4f} bits/byte"
-    return (f"step {step:6d} | validation on {r['data']}: {r['objective']} {r['loss']:.4f} nats per target, "
-            f"perplexity {math.exp(min(r['loss'], 700)):.2f}{bpb}")
+    bound = "<= " if OBJECTIVES[r["objective"]].get("bpb") == "bound" else ""
+    bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
+    terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
+    perplexity = f", perplexity {math.exp(r['terms']['nll']):.2f}" if "nll" in r["terms"] else ""
+    return f"step {step:6d} | validation on {r['data']}: {r['objective']} loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
 
 
 def finish(hp, corpus):

@@ -36,7 +36,7 @@ def randomize(module, seed=0):
 
 def settings(name, T, **changes):  # what make, heads and loss of an objective read
     flags = {flag: spec[0] for entry in OBJECTIVES.values() for flag, spec in entry["settings"].items()}
-    return argparse.Namespace(**flags | dict(block_size=T, device="cpu", dtype="float32", batch_size=4) | changes)
+    return argparse.Namespace(**flags | dict(block_size=T, device="cpu", dtype="float32", batch_size=4, accum=1) | changes)
 
 
 def clean_windows(name, B, T, hp, seed=0):  # random bytes without a NUL, as many as rows of T need
