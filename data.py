@@ -39,7 +39,12 @@ def fail(message):
 
 def encode(text):  # str or bytes -> list of n ids below 256
     """Nothing in a text is special: "<MASK>" is six bytes."""
-    return list(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
+    if isinstance(text, str):
+        try:
+            text = text.encode("utf-8", "surrogateescape")      # how a POSIX shell hands over any bytes
+        except UnicodeEncodeError:
+            text = text.encode("utf-8", "replace")
+    return list(text)
 
 
 def decode(ids):  # n ids -> str
@@ -67,23 +72,24 @@ def from_bytes(b):  # bytes -> (N,) uint8
 
 # ---- sources: a corpus is a list of dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}
 
-def open_corpus(specs, out_dir=None):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources, weights summing to 1
+def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources, weights summing to 1
     """Opens what --data names: files, folders, "-" (standard input) or "stdlib", each with an optional ":weight".
 
-    Exits with code 2 when one is missing, empty, or holds no text."""
+    Exits with code 2 when one is missing, empty, cannot be read, or holds no text."""
     corpus = []
     for spec in specs:
         path, weight = split_weight(spec)
-        if path == "stdlib":
-            train, val = split_documents(read_stdlib())
-        elif path == "-":
-            train, val = split_file(map_file(keep_stdin(out_dir)))
-        elif os.path.isdir(path):
-            train, val = split_documents(read_folder(path, out_dir))
-        elif os.path.exists(path):
-            train, val = split_file(map_file(path))
-        else:
-            fail(f"--data {path}: no such file or folder. Try a path that exists, '-' for standard input, or 'stdlib'")
+        try:
+            if path == "stdlib":
+                train, val = split_documents(read_stdlib())
+            elif path == "-":
+                train, val = split_file(map_file(keep_stdin(out_dir, resume)))
+            elif os.path.isdir(path):
+                train, val = split_documents(read_folder(path, out_dir))
+            else:
+                train, val = split_file(map_file(path))
+        except (OSError, RuntimeError) as e:    # torch reports a file that cannot be opened as a RuntimeError
+            fail(f"--data {path}: cannot be read ({str(e).splitlines()[0]}). Try another file")
         corpus.append(dict(name=path, weight=weight, train=train, val=val, size=len(train) + len(val),
                            crc=fingerprint(val, fingerprint(train))))
     total = sum(s["weight"] for s in corpus)
@@ -106,15 +112,17 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
 
 
 def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memory does not grow with the file
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    if not os.path.isfile(path):
+        fail(f"{flag} {path}: {'not a regular file' if os.path.exists(path) else 'no such file or folder'}. Try a path to text")
+    size = os.path.getsize(path)
     if not size:
-        fail(f"{flag} {path}: {'is empty' if os.path.isfile(path) else 'no such file'}. Try a file with text in it")
+        fail(f"{flag} {path}: is empty. Try a file with text in it")
     return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
 
 
-def keep_stdin(out_dir):  # -> path of the copy that lets the run be resumed
+def keep_stdin(out_dir, resume):  # -> path of the copy that lets the run be resumed
     path = os.path.join(out_dir or ".", "stdin.bin")
-    if not os.path.exists(path):
+    if not resume:
         if sys.stdin is None or sys.stdin.isatty():
             fail("--data -: standard input is a terminal. Try: cat book.txt | python train.py --data -")
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -234,7 +242,7 @@ def check_sizes(corpus, n, T, window):
         least = min(len(s["train"]), len(s["val"]))
         if least >= n:
             continue
-        fits = next((t for t in range(min(T, least), 0, -1) if window(t) <= least), 0)
+        fits = next((t for t in range(min(T, least), 1, -1) if window(t) <= least), 0)
         hint = f"Try --block_size {fits}, or more text" if fits else "Try more text"
         fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a row of "
              f"--block_size {T} needs {n} of each. {hint}")

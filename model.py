@@ -6,6 +6,8 @@ Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), Q
 ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at zero, logits capped by
 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them is the objective's.
 """
+import functools
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +54,7 @@ def dense_mask(prefix, T_q, T_k, doc=None):  # prefix (B,) -> (B, 1, T_q, T_k) b
 
 
 def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask, which new lengths do not recompile
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask  # here: it costs a third of a second to import
     if doc is None:
         rule = lambda b, h, q, k: allow(q, k, prefix[b])
     else:
@@ -60,9 +62,10 @@ def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask, which new leng
     return create_block_mask(rule, len(prefix), None, T, T, device=prefix.device)
 
 
-def resolve_mask(mask, B, T_q, T_k, device, doc=None):
+def resolve_mask(mask, B, T_q, T_k, D, device, doc=None):
     """What attend takes, built once per forward pass: "causal" or "bidirectional" where the kernels know the
-    mask by name, else a dense mask, or a BlockMask on CUDA. mask: those two names, or prefix lengths (B,)."""
+    mask by name, else a dense mask, or a BlockMask where FlexAttention has a kernel (CUDA, Triton, D >= 16).
+    mask: those two names, or prefix lengths (B,)."""
     if isinstance(mask, str):
         assert mask in ("causal", "bidirectional"), mask
         if doc is None and (mask == "bidirectional" or T_q == 1):
@@ -71,7 +74,7 @@ def resolve_mask(mask, B, T_q, T_k, device, doc=None):
             return "causal"
         mask = torch.full((B,), 0 if mask == "causal" else T_k, device=device)
     assert mask.shape == (B,), f"prefix lengths {tuple(mask.shape)}, batch of {B} rows"
-    if device.type == "cuda" and T_q == T_k:
+    if device.type == "cuda" and D >= 16 and T_q == T_k and importlib.util.find_spec("triton"):
         return block_mask(mask, T_q, doc)
     return dense_mask(mask, T_q, T_k, doc)
 
@@ -103,8 +106,13 @@ def attend_fused(q, k, v, seen):
         return F.scaled_dot_product_attention(q, k, v, is_causal=seen == "causal")
     if isinstance(seen, torch.Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return flex_attention()(q, k, v, block_mask=seen)
+
+
+@functools.cache
+def flex_attention():  # a kernel only when compiled: run eagerly it writes out all scores
     from torch.nn.attention.flex_attention import flex_attention
-    return flex_attention(q, k, v, block_mask=seen)
+    return torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
 
 
 # ---- the network
@@ -174,9 +182,9 @@ class Transformer(nn.Module):
         """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep attention
         inside a document. cache: what new_cache returned; idx then continues what it holds."""
         B, T = idx.shape
-        start = 0 if cache is None else cache["length"]
-        seen = resolve_mask(mask, B, T, start + T, idx.device, doc)
-        cos, sin = rotations(start, T, self.sizes.n_embd // self.sizes.n_head, idx.device)
+        start, D = 0 if cache is None else cache["length"], self.sizes.n_embd // self.sizes.n_head
+        seen = resolve_mask(mask, B, T, start + T, D, idx.device, doc)
+        cos, sin = rotations(start, T, D, idx.device)
         x = norm(self.embed(idx).to(self.dtype))
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, seen, None if cache is None else (cache["k"][i], cache["v"][i], start))

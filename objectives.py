@@ -168,7 +168,7 @@ def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
 
 
 def prefix_range(T, hp):  # -> shortest and longest prefix
-    return max(1, round(hp.prefix_min * T)), max(1, min(T - 1, round(hp.prefix_max * T)))
+    return tuple(min(max(1, round(share * T)), T - 1) for share in (hp.prefix_min, hp.prefix_max))
 
 
 def prefix_window(T, hp):
@@ -244,8 +244,8 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     A batch holds fixed rows of each, by ul2_weights. The paper's seven denoisers are here three, with the weights of
     this project's sources (U-PaLM, Tay et al. 2022, gives S half of the rows); spans as in span. Targets of all rows
     are pooled in one mean, so X rows, which have most, weigh most; each denoiser's own mean is logged."""
-    T, batches = hp.block_size, []
-    for (mode, weight, n, N, S), rows in zip(denoisers(T, hp), apportion([d[1] for d in denoisers(T, hp)], x.size(0))):
+    T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
+    for (mode, _, n, N, S), rows in zip(parts, apportion([d[1] for d in parts], x.size(0))):
         raw, x = x[:rows, :n], x[rows:]
         if rows and mode == MODE_S:
             cut = torch.randint(n // 4, 3 * n // 4 + 1, (rows, 1), generator=g, device=g.device)
@@ -632,10 +632,10 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
     weight is never larger than L, no row is empty, and the spread is far smaller. l is stratified over the batch. Only
     bytes compete: MASK and other ids are never predicted (MDLM's SUBS)."""
     B, L = x.shape
-    l = 1 + (stratified(B, g) * L).long().clamp(max=L - 1)                          # (B,)
+    count = 1 + (stratified(B, g) * L).long().clamp(max=L - 1)                      # (B,): l of each row
     order = torch.rand(B, L, generator=g, device=g.device).argsort(dim=1)
-    masked = torch.zeros_like(x, dtype=torch.bool).scatter(1, order, torch.arange(L, device=g.device) < l[:, None])
-    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE), weight=L / l, mask="bidirectional")
+    masked = torch.zeros_like(x, dtype=torch.bool).scatter(1, order, torch.arange(L, device=g.device) < count[:, None])
+    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE), weight=L / count, mask="bidirectional")
 
 
 def mdlm_counts(batch, hp):

@@ -8,6 +8,7 @@
 # N samples, n ids so far, T = block_size positions of the model, V vocabulary
 import argparse
 import codecs
+import itertools
 import math
 import re
 import sys
@@ -46,10 +47,11 @@ FLAGS = {
 # ---- sampling
 
 def pick(logits, gens, temperature=1.0, top_k=0, top_p=1.0):  # (N, ..., V) -> ids (N, ...), one generator per sample
-    """Temperature 0 takes the most likely byte. Probabilities are cut and inverted in float64."""
-    logits = logits[..., :N_BYTES].double()
+    """Temperature 0 takes the most likely byte; top_k is cut before top_p, which counts what was there before the cut.
+    Probabilities are inverted in float64, on the CPU, since float32 would lose their tails and mps has no other."""
+    device, logits = logits.device, logits[..., :N_BYTES].cpu().double()
     if temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).to(device)
     p = (logits / temperature).softmax(-1)
     p, ids = p.sort(dim=-1, descending=True, stable=True)
     if top_k:
@@ -57,9 +59,9 @@ def pick(logits, gens, temperature=1.0, top_k=0, top_p=1.0):  # (N, ..., V) -> i
     p = p.where(p.cumsum(-1) - p < top_p, 0) if top_p < 1 else p                     # the first byte always stays
     p[..., 0].clamp_(min=1e-300)
     cdf = p.cumsum(-1)
-    u = torch.stack([torch.rand(p.shape[1:-1], generator=g, dtype=torch.double) for g in gens]).to(p.device)
+    u = torch.stack([torch.rand(p.shape[1:-1], generator=g, dtype=torch.double) for g in gens])
     at = torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True).clamp(max=N_BYTES - 1)
-    return ids.gather(-1, at)[..., 0]
+    return ids.gather(-1, at)[..., 0].to(device)
 
 
 def sample_generators(seed, n):  # one on the CPU for each sample, so that it does not depend on the others
@@ -84,8 +86,8 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
         if cached and cache is None:
             cache = new_cache(model, N, T)
         new = ids[:, start + (cache["length"] if cached else 0):]
-        first = mask == "causal" or (cached and cache["length"])
-        seen = "causal" if first else torch.full((N,), n, device=ids.device)
+        causal = mask == "causal" or (cached and cache["length"] > 0)
+        seen = "causal" if causal else torch.full((N,), n, device=ids.device)
         h = model(new, seen, cache=cache)
         byte = pick(model.logits(h[:, -1]), gens, **how).masked_fill(ended, EOT)
         ended |= byte == EOT
@@ -116,16 +118,19 @@ def score(model, data, T, stride):  # data (n,) uint8 -> bits of the whole text,
     windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits."""
     n, bits = len(data), 8.0
     windows = [(max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride)]
-    while windows:
-        length = windows[0][2] - windows[0][0]
-        same = next((i for i, w in enumerate(windows[:SCORE_ROWS]) if w[2] - w[0] != length), min(SCORE_ROWS, len(windows)))
-        rows, windows = windows[:same], windows[same:]
-        x = torch.stack([data[a:end + 1] for a, _, end in rows]).long().to(model.embed.weight.device)      # (rows, length + 1)
-        logits = model.logits(model(x[:, :-1], "causal"))
-        nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), length)
-        for row, (a, at, end) in zip(nats, rows):
-            bits += float(row[at - a:].double().sum()) / math.log(2)
+    for length, group in itertools.groupby(windows, lambda w: w[2] - w[0]):
+        group = list(group)
+        for i in range(0, len(group), SCORE_ROWS):
+            bits += score_rows(model, data, group[i:i + SCORE_ROWS], length)
     return bits
+
+
+@torch.inference_mode()
+def score_rows(model, data, rows, length):  # rows [(first, first scored, end)] of one length -> bits
+    x = torch.stack([data[a:end + 1] for a, _, end in rows]).long().to(model.embed.weight.device)      # (rows, length + 1)
+    logits = model.logits(model(x[:, :-1], "causal"))
+    nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), length)
+    return sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
 
 
 # ---- a run
@@ -136,11 +141,10 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, c
     hp = argparse.Namespace(**ckpt["config"])
     device = pick_device(device)
     hp.device, hp.dtype = str(device), pick_dtype("float32" if (dtype, device.type) == ("auto", "cpu") else dtype, device)
-    set_precision(device)
     model, heads = build(hp)
     restore(model, heads, ckpt, path)
     kind = getattr(torch, hp.dtype)
-    return model.to(kind).requires_grad_(False), heads.to(kind).requires_grad_(False), hp, ckpt
+    return model.to(kind).requires_grad_(False), heads.requires_grad_(False), hp, ckpt
 
 
 # ---- what each objective is for. Each mode: (model, heads, hp, flags, ids or None, held-out bytes) -> prints
@@ -161,11 +165,11 @@ def continue_mode(model, heads, hp, flags, prompt, held_out):
         prompt = prompt[-max(1, T - min(flags.max_new_tokens, T // 2)):]
     N, gens = flags.num_samples, sample_generators(flags.seed, flags.num_samples)
     x = torch.tensor(prompt, device=hp.device).expand(N, -1)
-    stream = Stream(decode([i for i in prompt if i != EOT])) if N == 1 else None
+    stream = Stream(prompt) if N == 1 else None
     rows = []
     for byte in generate(model, x, flags.max_new_tokens, T, gens, mask, **how(flags)):
         rows.append(byte.tolist())
-        if stream and rows[-1][0] != EOT:
+        if stream:
             stream.write(rows[-1][0])
     if stream:
         return stream.end()
@@ -177,12 +181,13 @@ def continue_mode(model, heads, hp, flags, prompt, held_out):
 class Stream:
     """Prints bytes as they come, holding back a character that is not complete yet."""
 
-    def __init__(self, text):
+    def __init__(self, prompt):
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        print(text, end="", flush=True)
+        for byte in prompt:
+            self.write(byte)
 
     def write(self, byte):
-        print(self.decoder.decode(bytes([byte])), end="", flush=True)
+        print(self.decoder.decode(bytes([byte] if byte != EOT else [])), end="", flush=True)
 
     def end(self):
         print(self.decoder.decode(b"", final=True), flush=True)
@@ -223,7 +228,10 @@ def parse_holes(text, marker):  # bytes -> ids; [MASK] and [MASK:4], or the mark
 
 
 def score_mode(model, hp, flags):
-    T, data = hp.block_size, map_file(flags.score, "--score")
+    try:
+        T, data = hp.block_size, map_file(flags.score, "--score")
+    except RuntimeError as e:
+        fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
     stride = flags.stride or max(1, T // 2)
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
@@ -236,7 +244,8 @@ MODES = {"clm": continue_mode, "prefix": continue_mode, "mlm": fill_mode}
 
 
 def parse(argv):
-    parser = Parser(prog="sample.py", usage="python sample.py [flags below]", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="sample.py", usage="python sample.py [flags below]", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text, *_) in FLAGS.items():
         shown = "" if default in ("", None) else f" [{default}]"
         parser.add_argument(f"--{flag}", default=default, type=str if default is None else type(default), metavar="X", help=text + shown)
@@ -254,6 +263,7 @@ def main(argv=None):  # -> exit code
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     path = flags.out_dir or newest_run()
+    set_precision(pick_device(flags.device))
     model, heads, hp, ckpt = load_run(path, flags.device, flags.dtype)
     names = [m["name"] for m in members(hp)]
     flags.objective = flags.objective or names[0]

@@ -29,13 +29,14 @@ from model import Sizes, Transformer
 from objectives import IGNORE, OBJECTIVES, apportion, token_loss
 
 VERSION = 1                                     # of the checkpoint's layout
+CHECKPOINT = {"config", "step", "seconds", "best", "sources", "metrics_bytes", "model", "heads", "adamw", "muon", "held_out"}
 EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
 MOMENTUM, NS_STEPS = 0.9, 5                     # Muon; .9 learns faster than .95 over a few hundred steps
 
-# every flag but the objectives' own: (default, help, lowest, highest); a default may depend on the device
+# every flag but the objectives' own: (default, help, lowest, highest); a default may depend on device or optimizer
 SETTINGS = {
     "run": {
         "objective": ("clm", "a name from the table below, or a mixture such as clm:0.5,mlm:0.5"),
@@ -55,7 +56,7 @@ SETTINGS = {
         "batch_size": ({"cpu": 8, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
         "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps", 0, 1 << 40),
-        "learning_rate": (0.01, "peak rate", 0.0, 100.0),
+        "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
         "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
         "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
@@ -104,7 +105,7 @@ def parse(argv):  # -> {flag: value} of the flags that argv gives
                 continue
             seen.add(flag)
             if isinstance(default, dict):
-                text, default = f"{text} [{', '.join(f'{v} on {k}' for k, v in default.items())}]", default["cpu"]
+                text, default = f"{text} [{', '.join(f'{k} {v}' for k, v in default.items())}]", [*default.values()][0]
             elif default != "" and default is not False:
                 text = f"{text} [{' '.join(default) if isinstance(default, list) else default}]"
             how = dict(action="store_true") if default is False else dict(metavar="X", type=type(default))
@@ -122,11 +123,16 @@ def specs():  # -> {flag: (default, help, lowest, highest)}, the objectives' own
     return {flag: spec for group in groups for flag, spec in group.items()}
 
 
+def defaults(kind="cpu", optimizer="muon"):  # -> {flag: default}
+    pick = lambda default: next(default[k] for k in (kind, optimizer) if k in default) if isinstance(default, dict) else default
+    return {flag: pick(spec[0]) for flag, spec in specs().items()}
+
+
 def get_config(argv):  # -> Namespace of every setting
     """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes nothing.
 
     Exits with code 2 on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
-    given, saved = parse(argv), {}
+    given, saved = {flag: value for flag, value in parse(argv).items() if value != "auto"}, {}
     if given.get("resume"):
         given["out_dir"] = given.get("out_dir") or newest_run()
         saved = load_checkpoint(given["out_dir"])["config"]
@@ -135,10 +141,12 @@ def get_config(argv):  # -> Namespace of every setting
         sizes = ("n_layer", "n_head", "n_embd", "block_size")
         saved = {k: v for k, v in load_checkpoint(given["init_from"])["config"].items() if k in sizes}
         refuse_changes(given, saved, sizes[:3], f"the model in {given['init_from']} has")
+    if given.get("optimizer", "muon") not in ("muon", "adamw"):
+        fail(f"--optimizer {given['optimizer']}: unknown. Try muon or adamw")
     device = pick_device(given.get("device", saved.get("device", "auto")))
     kind = "cuda" if device.type == "cuda" else "cpu"
-    values = {flag: spec[0][kind] if isinstance(spec[0], dict) else spec[0] for flag, spec in specs().items()}
-    hp = argparse.Namespace(**values | saved | given)
+    given_or_saved = saved | given
+    hp = argparse.Namespace(**defaults(kind, given_or_saved.get("optimizer", "muon")) | given_or_saved)
     hp.device = str(device)
     hp.dtype = pick_dtype(hp.dtype, device)
     for flag, spec in specs().items():
@@ -146,8 +154,6 @@ def get_config(argv):  # -> Namespace of every setting
             fail(f"--{flag} {getattr(hp, flag)}: must lie between {spec[2]} and {spec[3]}. Try the default")
     if hp.n_embd % (2 * hp.n_head):
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)}")
-    if hp.optimizer not in ("muon", "adamw"):
-        fail(f"--optimizer {hp.optimizer}: unknown. Try muon or adamw")
     run = members(hp)
     for name, entry in OBJECTIVES.items():
         for flag in sorted(set(entry["settings"]) & set(given)):
@@ -239,14 +245,14 @@ def set_precision(device):  # -> how float32 products are computed, in words
 
 def choose_out_dir(hp):  # -> a folder that holds no run yet
     if hp.out_dir:
-        if os.path.exists(os.path.join(hp.out_dir, "ckpt.pt")):
+        if any(os.path.exists(os.path.join(hp.out_dir, name)) for name in ("ckpt.pt", "best.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
         if os.path.exists(hp.out_dir) and not os.path.isdir(hp.out_dir):
             fail(f"--out_dir {hp.out_dir}: is a file. Try another name")
         return hp.out_dir
     base = os.path.join("out", hp.objective.replace(",", "+").replace(":", "_"))
     path, i = base, 1
-    while os.path.exists(os.path.join(path, "ckpt.pt")):
+    while os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
         i += 1
         path = f"{base}-{i}"
     return path
@@ -282,6 +288,9 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         version = int(ckpt["version"])
+        ckpt["config"] = defaults() | ckpt["config"]            # a fork's new objective may have brought new flags
+        missing = CHECKPOINT - set(ckpt)
+        assert version > VERSION or not missing, missing
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try best.pt beside it, or another run")
     if version > VERSION:
@@ -291,12 +300,12 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 def build(hp):  # -> model, heads (an nn.ModuleDict)
     """Weights are drawn on the CPU from the seed, the trunk first: the same on every device and for every objective."""
-    torch.manual_seed(hp.seed)
-    sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd)
-    model = Transformer(sizes, getattr(torch, hp.dtype))
-    heads = torch.nn.ModuleDict()
-    for m in members(hp):
-        heads.update(m["heads"](sizes, hp))
+    sizes, heads = Sizes(hp.n_layer, hp.n_head, hp.n_embd), torch.nn.ModuleDict()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hp.seed)
+        model = Transformer(sizes, getattr(torch, hp.dtype))
+        for m in members(hp):
+            heads.update(m["heads"](sizes, hp))
     return model.to(hp.device), heads.to(hp.device)
 
 
@@ -405,6 +414,8 @@ def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (para
 
 def optimizer_step(opt, lr, bad, hp):
     """Nothing moves where bad (a 0-D bool tensor) holds; the host need not know."""
+    if bad.device.type == "mps" and bad:        # where some versions of torch ignore found_inf
+        return
     adamw = opt["adamw"]
     adamw.grad_scale, adamw.found_inf = None, bad.float()       # the fused kernel's own switch for skipping a step
     for group in adamw.param_groups:
@@ -478,10 +489,11 @@ def means(parts):  # [{name: (sum, count, ...)}] -> {name: sum of sums / sum of 
     return {name: sum(float(p[name][0]) for p in parts) / max(1.0, sum(float(p[name][1]) for p in parts)) for name in parts[0]}
 
 
-def compressors(val):  # (N,) uint8 -> "zlib 2.1, ..." bits per byte of the validation bytes as one stream
-    text = to_bytes(val[:COMPRESSED].cpu())
+def compressors(data):  # (N,) uint8 -> what the standard library's compressors make of it, as one stream, in words
+    text = to_bytes(data[:COMPRESSED].cpu())
     sizes = {"zlib": len(zlib.compress(text, 9)), "bz2": len(bz2.compress(text)), "lzma": len(lzma.compress(text))}
-    return ", ".join(f"{name} {8 * size / len(text):.3f}" for name, size in sizes.items())
+    part = f"all {len(text):,}" if len(text) == len(data) else f"the first {len(text):,} of {len(data):,}"
+    return f"{', '.join(f'{name} {8 * size / len(text):.3f}' for name, size in sizes.items())} bits/byte on {part} bytes as one stream"
 
 
 def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is installed
@@ -511,70 +523,71 @@ def main(argv=None):  # -> exit code
     hp = get_config(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
+    handlers, precision = {}, torch.get_float32_matmul_precision()
+    try:
+        return train(hp, handlers)
+    finally:                                    # a notebook gets its process back as it was
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_float32_matmul_precision(precision)
+
+
+def train(hp, handlers):  # -> exit code
     device, run = torch.device(hp.device), members(hp)
     precision = set_precision(device)
 
     # the folder, the corpus
     hp.out_dir = hp.out_dir if hp.resume else choose_out_dir(hp)
-    corpus = open_corpus(hp.data, hp.out_dir)
+    corpus = open_corpus(hp.data, hp.out_dir, hp.resume)
     for m in run:
         check_sizes(corpus, m["n"], hp.block_size, lambda T: m["window"](T, hp))
-    sources = [[s["name"], s["size"], s["crc"]] for s in corpus]
+    sources = [[s["name"], s["size"], s["crc"], s["weight"]] for s in corpus]
     if device.type == "cuda" and sum(s["size"] for s in corpus) < torch.cuda.mem_get_info(device)[0] / 4:
         for s in corpus:
             s["train"], s["val"] = s["train"].to(device), s["val"].to(device)
 
     # the model, its optimizer, what a checkpoint says of them
     model, heads = build(hp)
+    params = [*model.parameters(), *heads.parameters()]
     opt = make_optimizer(model, heads, hp)
     start, seconds, best, kept = 0, 0.0, math.inf, 0
-    origin = hp.out_dir if hp.resume else hp.init_from
-    if origin:
-        ckpt = load_checkpoint(origin)
-        restore(model, heads, ckpt, origin)
+    if hp.init_from and not hp.resume:
+        restore(model, heads, load_checkpoint(hp.init_from), hp.init_from)
     if hp.resume:
-        if [s[1:] for s in ckpt["sources"]] != [s[1:] for s in sources]:
-            fail(f"--data {' '.join(hp.data)}: is not the corpus that the run in {hp.out_dir} was trained on. Try the same bytes, or --init_from {hp.out_dir}")
-        start, seconds, best, kept = (ckpt[k] for k in ("step", "seconds", "best", "metrics_bytes"))
-        opt["adamw"].load_state_dict(ckpt["adamw"])
-        for (_, momentum), saved in zip(opt["muon"].values(), ckpt["muon"]):
-            momentum.copy_(saved)
-        if hp.max_iters != ckpt["config"]["max_iters"]:
-            print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: the learning rate follows the new plan")
-    params = [*model.parameters(), *heads.parameters()]
+        ckpt = load_checkpoint(hp.out_dir)
+        start, seconds, best, kept = resume(ckpt, model, heads, opt, sources, hp)
     validation = validation_list(run, corpus, hp)
 
     # what is about to happen
     metrics = open_metrics(hp.out_dir, kept)
-    if not kept:
+    if metrics.tell() == 0:
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__, "python": platform.python_version(),
                              "threads": torch.get_num_threads(), "parameters": sum(p.numel() for p in params), "sources": sources})
     print(f"{hp.objective} | {sum(p.numel() for p in params):,} parameters | {', '.join(f'{s[0]} {s[1]:,} bytes' for s in sources)} | {hp.out_dir}")
     print(f"{hp.device}, {torch.get_num_threads()} threads | activations {hp.dtype}, {precision}")
     key = lambda step: f"{hp.seed},{step}"
     rows = lambda m: m["rows"] * hp.accum
-    if start == 0:
-        show_example(run, draw_batches(run, corpus, "train", rows, key(0), hp))
     losses = {m["name"]: m["loss"] for m in run}
-    if hp.compile:
-        losses = compile_losses(run, model, heads, draw_batches(run, corpus, "train", rows, key(0), hp), hp)
+    if start == 0 or hp.compile:
+        batches = draw_batches(run, corpus, "train", rows, key(start), hp)
+        show_example(run, batches)
+        losses = compile_losses(run, model, heads, batches, hp) if hp.compile else losses
 
     stop = []                                   # signals so far: the step in progress is finished, then the state is saved
-    handlers = catch_signals(stop)
+    handlers.update(catch_signals(stop))
     first_bad = torch.full((), -1, device=device)               # first step whose loss or gradient was not finite
     def state(step):
         return dict(version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources, metrics_bytes=metrics.tell(),
                     model=model.state_dict(), heads={k: h.state_dict() for k, h in heads.items()},
                     adamw=opt["adamw"].state_dict(), muon=[momentum for _, momentum in opt["muon"].values()],
                     held_out=corpus[0]["val"][:HELD_OUT].cpu().clone())
-    ckpt_path = os.path.join(hp.out_dir, "ckpt.pt")
     bar = tqdm(total=hp.max_iters, initial=start, disable=None, unit="step", dynamic_ncols=True)
     clock, clock_step, printed, bpb = time.perf_counter(), start, 0.0, None
 
     # the loop runs once more than there are steps: the last pass only evaluates and saves
     for step in range(start, hp.max_iters + 1):
-        due = step % hp.eval_interval == 0 or step == hp.max_iters
-        if (due or stop) and (step > start or not hp.resume):
+        due, halt = step % hp.eval_interval == 0 or step == hp.max_iters, bool(stop)
+        if (due or halt) and (step > start or not hp.resume):
             if int(first_bad) >= 0:
                 break
             seconds += time.perf_counter() - clock
@@ -585,13 +598,12 @@ def main(argv=None):  # -> exit code
                     bpb = r["bpb"] if r["bpb"] is not None else bpb
                     bar.write(describe(step, r))
                 mean = sum(r["loss"] for r in records) / len(records)
-            improved = due and mean < best
-            best = min(best, mean) if due else best
-            save_checkpoint(ckpt_path, state(step))
-            if improved:
-                save_checkpoint(os.path.join(hp.out_dir, "best.pt"), state(step))
+                if mean < best:                 # first best.pt: if the run is killed in between, it writes it once more
+                    best = mean
+                    save_checkpoint(os.path.join(hp.out_dir, "best.pt"), state(step))
+            save_checkpoint(os.path.join(hp.out_dir, "ckpt.pt"), state(step))
             clock, clock_step = time.perf_counter(), step
-        if step == hp.max_iters or stop:
+        if step == hp.max_iters or halt:
             break
 
         # ---- TRAINING STEP BEGIN
@@ -617,14 +629,14 @@ def main(argv=None):  # -> exit code
 
         bar.update()
         if step % hp.log_interval == 0:         # reads from the device, every so many steps
-            value, bad = float(loss), int(first_bad) >= 0
-            if bad:
+            value = float(loss)
+            if int(first_bad) >= 0:
                 break
             now = time.perf_counter()
             speed = (step + 1 - clock_step) * hp.batch_size * hp.accum * hp.block_size / (now - clock)
+            share = sum(targets(m, b, hp) for m, b in zip(run, batches)) / (sum(rows(m) for m in run) * hp.block_size)
             write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": value,
-                                 "bpb": value / math.log(2) if hp.objective == "clm" else None,
-                                 "targets": sum(targets(m, b, hp) for m, b in zip(run, batches)) / (sum(rows(m) for m in run) * hp.block_size),
+                                 "bpb": value / math.log(2) if hp.objective in ("clm", "mdlm") else None, "targets": share,
                                  "lr": lr, "grad_norm": float(norm), "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)})
             line = f"loss {value:.3f}" + (f", {bpb:.3f} bits/byte on validation" if bpb else "") + f", {speed / 1e3:.1f} kB/s"
             bar.set_postfix_str(line)
@@ -634,20 +646,40 @@ def main(argv=None):  # -> exit code
 
     bar.close()
     metrics.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     if int(first_bad) >= 0:
-        print(f"error: loss or gradient not finite at step {int(first_bad)}; nothing after it was kept. {ckpt_path} holds the last good state. "
-              "Try a lower --learning_rate, or --dtype float32", file=sys.stderr)
+        print(f"error: loss or gradient not finite at step {int(first_bad)}; nothing after it was kept, {hp.out_dir} holds the last good state. "
+              f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
         return 1
-    if stop:
+    if halt and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
         return 128 + stop[0]
-    finish(hp, corpus)
+    for s in corpus:
+        print(f"compressors on the validation split of {s['name']}: {compressors(s['val'])}")
+    plot(os.path.join(hp.out_dir, "metrics.jsonl"))
+    print(f"done: {hp.out_dir}/ckpt.pt. What it can do: python sample.py --help\n")
+    import sample  # here and not on top, since sample.py reads runs and so imports this file
+    sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
     return 0
 
 
-def catch_signals(stop):  # -> the handlers that were there before
+def resume(ckpt, model, heads, opt, sources, hp):  # -> step, seconds, best validation loss, bytes of metrics.jsonl
+    if [s[1:] for s in ckpt["sources"]] != [s[1:] for s in sources]:
+        fail(f"--data {' '.join(hp.data)}: is not the corpus, or not the weights, of the run in {hp.out_dir}. Try the same, or --init_from {hp.out_dir}")
+    if hp.max_iters < ckpt["step"]:
+        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']} already. Try a larger number")
+    if hp.max_iters != ckpt["config"]["max_iters"]:
+        print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: the learning rate follows the new plan")
+    restore(model, heads, ckpt, hp.out_dir)
+    try:
+        opt["adamw"].load_state_dict(ckpt["adamw"])
+        for (_, momentum), saved in zip(opt["muon"].values(), ckpt["muon"], strict=True):
+            momentum.copy_(saved)
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
+        fail(f"{hp.out_dir}: its optimizer's state does not fit its settings ({type(e).__name__}). Try --init_from {hp.out_dir}")
+    return ckpt["step"], ckpt["seconds"], ckpt["best"], ckpt["metrics_bytes"]
+
+
+def catch_signals(stop):  # -> {signal: the handler that was there before}
     def handler(number, frame):
         stop.append(number)
         signal.signal(number, signal.SIG_DFL)                   # the second one ends at once
@@ -662,16 +694,6 @@ def describe(step, r):  # -> a line for a record of evaluate
     terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
     perplexity = f", perplexity {math.exp(r['terms']['nll']):.2f}" if "nll" in r["terms"] else ""
     return f"step {step:6d} | validation on {r['data']}: {r['objective']} loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
-
-
-def finish(hp, corpus):
-    for s in corpus:
-        size = min(len(s["val"]), COMPRESSED)
-        print(f"compressors on {s['name']}, all {size:,} validation bytes as one stream, in bits/byte: {compressors(s['val'])}")
-    plot(os.path.join(hp.out_dir, "metrics.jsonl"))
-    print(f"done: {hp.out_dir}/ckpt.pt. More with: python sample.py --out_dir {hp.out_dir} --help\n")
-    import sample                               # here, since sample.py reads runs and so imports this file
-    sample.main(["--out_dir", hp.out_dir])
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_standard_input_is_kept_for_the_resumed_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe" * 10)))
     [first] = open_corpus(["-"], out_dir=str(tmp_path / "run"))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    [again] = open_corpus(["-"], out_dir=str(tmp_path / "run"))
+    [again] = open_corpus(["-"], out_dir=str(tmp_path / "run"), resume=True)
     assert first["crc"] == again["crc"] and first["size"] == again["size"] == 110
 
 

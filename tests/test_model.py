@@ -89,7 +89,7 @@ def test_prefix_0_is_causal_and_prefix_T_is_bidirectional(name, prefix):
 def test_the_attention_paths_agree_with_loops(name):
     g = generator("qkv")
     q, k, v = (torch.randn(B, 2, T, 4, generator=g, requires_grad=True) for _ in range(3))
-    seen = M.resolve_mask(MASKS[name], B, T, T, torch.device("cpu"))
+    seen = M.resolve_mask(MASKS[name], B, T, T, 4, torch.device("cpu"))
     want = torch.zeros(B, 2, T, 4)
     for b in range(B):
         for h in range(2):
@@ -149,6 +149,36 @@ def test_several_bytes_at_once_may_follow_a_cache_and_be_taken_back():
     net(ids(1)[:, :4], "causal", cache=cache)                       # a draft that is rejected
     cache["length"] = 3
     torch.testing.assert_close(net(x[:, 3:], "causal", cache=cache), full[:, 3:], atol=1e-5, rtol=1e-4)
+
+
+def other_mask(monkeypatch, wrong):  # the model resolves every mask as another one
+    resolve = M.resolve_mask
+    monkeypatch.setattr(M, "resolve_mask", lambda mask, B, T_q, T_k, D, device, doc=None: resolve(wrong, B, T_q, T_k, D, device, doc)
+                        if T_q > 1 else resolve(mask, B, T_q, T_k, D, device, doc))
+
+
+@pytest.mark.parametrize("test, wrong", [
+    (lambda: test_cached_decoding_equals_the_full_forward_at_every_length("causal", 3), "bidirectional"),
+    (lambda: test_cached_decoding_equals_the_full_forward_at_every_length("prefix", 3), "bidirectional"),
+    (lambda: test_several_bytes_at_once_may_follow_a_cache_and_be_taken_back(), "bidirectional")])
+def test_the_cache_tests_reject_a_broken_mask(test, wrong, monkeypatch):
+    other_mask(monkeypatch, wrong)
+    with pytest.raises(AssertionError):
+        test()
+
+
+@pytest.mark.parametrize("name, prefix", [("causal", 0), ("bidirectional", T)])
+def test_the_prefix_equalities_reject_a_broken_rule(name, prefix, monkeypatch):
+    monkeypatch.setattr(M, "allow", BROKEN_RULES["sees one too far" if name == "causal" else "prefix ignored"])
+    with pytest.raises(AssertionError):
+        test_prefix_0_is_causal_and_prefix_T_is_bidirectional(name, prefix)
+
+
+@pytest.mark.parametrize("rule", BROKEN_RULES)
+def test_the_loops_reject_broken_rules(rule, monkeypatch):
+    monkeypatch.setattr(M, "allow", BROKEN_RULES[rule])
+    with pytest.raises(AssertionError):
+        test_the_attention_paths_agree_with_loops("prefix 3, 5")
 
 
 def test_a_cache_with_a_broken_offset_is_noticed(monkeypatch):

@@ -7,7 +7,7 @@ from conftest import TINY, randomized
 
 import sample
 import train
-from data import EOT, MASK, from_bytes, generator
+from data import EOT, MASK, generator
 from objectives import OBJECTIVES
 
 T = 12
@@ -108,7 +108,7 @@ def test_filling_leaves_no_mask_and_touches_nothing_else(order):
 
 
 def test_parallel_is_one_pass_and_confident_the_surest_byte_first():
-    net, x = randomized(), ids(T)
+    net, x = randomized().requires_grad_(False), ids(T)
     x[0, [2, 6, 9]] = MASK
     p, best = net.logits(net(x, "bidirectional"))[0, :, :256].softmax(-1).max(-1)
     parallel = sample.fill(net, x, [None], "parallel", **GREEDY)

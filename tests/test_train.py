@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import os
@@ -95,7 +96,7 @@ def test_muon_equals_torch_for_every_shape_at_once():
     for step in range(3):
         for p in ours:
             p.grad = torch.randn(p.shape, generator=generator(f"g{step}{p.shape}"))
-        for p, g in zip(theirs, [g for p in ours for g in p.grad]):
+        for p, g in zip(theirs, [g for mine in ours for g in mine.grad]):
             p.grad = g.clone()
         for params, momentum in opt["muon"].values():
             train.muon_step(params, momentum, 0.02, torch.tensor(False), hp)
@@ -132,7 +133,7 @@ def test_every_parameter_has_one_optimizer():
 
 # ---- equalities
 
-@every
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "contrastive"])      # which compares the rows of a micro-batch
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_8_rows_equal_4_micro_batches_of_2(name, optimizer, text):
     for out, batch, accum in (("whole", 8, 1), ("parts", 2, 4)):
@@ -243,13 +244,72 @@ def test_a_run_is_a_folder_with_all_it_needs(text, capsys):
     out = capsys.readouterr().out
     assert sorted(os.listdir("out")) == ["prefix", "prefix-2"]
     assert {"ckpt.pt", "best.pt", "metrics.jsonl"} <= set(os.listdir("out/prefix"))
-    for word in ("one row of prefix", "input", "target", "positions see each other", "lzma", "bits/byte", "perplexity", "--- the model's continuation"):
+    for word in ("the first row", "prefix inp", "prefix tgt", "positions see each other", "lzma", "bits/byte", "perplexity", "the model's continuation"):
         assert word in out, word
     train_line, val_line = (next(r for r in metrics("out/prefix", clock=True) if r["split"] == s) for s in ("train", "val"))
     assert {"step", "split", "data", "objective", "loss", "bpb", "targets", "lr", "grad_norm", "tok_per_s", "seconds"} <= set(train_line)
     assert val_line["bpb"] == pytest.approx(9.0) and val_line["loss"] == pytest.approx(math.log(512))
     assert 0.3 < train_line["targets"] < 0.7
     assert train.newest_run() in ("out/prefix-2", os.path.join("out", "prefix-2"))
+
+
+def test_validation_text_is_held_out(text, tmp_path):
+    split = tmp_path / "split.txt"
+    split.write_bytes(b"a" * 9000 + b"b" * 1000)
+    run(str(split), "a", "--max_iters", "3")
+    assert set(train.load_checkpoint("a")["held_out"].tolist()) == {ord("b")}
+    hp = train.get_config([*TINY, "--data", str(split)])
+    corpus = train.open_corpus([str(split)])
+    assert set(train.validation_list(train.members(hp), corpus, hp)[0][2][0]["inp"].flatten().tolist()) == {ord("b")}
+    assert set(train.draw_batches(train.members(hp), corpus, "train", lambda m: 8, "1,1", hp)[0]["inp"].flatten().tolist()) == {ord("a")}
+
+
+def test_the_best_checkpoint_is_that_of_the_least_validation_loss(text):
+    run(text, "a", "--max_iters", "30", "--eval_interval", "5", "--learning_rate", "3", "--lr_decay", "0")
+    val = [(r["loss"], r["step"]) for r in metrics("a") if r["split"] == "val"]
+    best = train.load_checkpoint("a/best.pt")
+    assert (best["best"], best["step"]) == min(val) and min(val) != val[-1]
+
+
+def test_standard_input_is_read_anew_until_there_is_a_run(text, monkeypatch, capsys):
+    for words, works in ((b"too short", False), (b"long enough " * 200, True)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(words)))
+        if works:
+            run("-", "a", "--max_iters", "2")
+        else:
+            with pytest.raises(SystemExit):
+                run("-", "a")
+    assert train.main(["--resume", "--out_dir", "a", "--max_iters", "3"]) == 0
+
+
+def test_the_process_is_left_as_it_was(text):
+    precision, rng = torch.get_float32_matmul_precision(), torch.get_rng_state()
+    run(text, "a", "--max_iters", "1")
+    assert torch.get_float32_matmul_precision() == precision and torch.equal(torch.get_rng_state(), rng)
+
+
+def test_old_domain_and_new_are_both_followed(text, tmp_path):
+    """Continual pre-training: at step 0 the old domain's loss is the parent's last one; then an objective follows another."""
+    new = tmp_path / "new.txt"
+    new.write_bytes(b"An entirely different text, again and again. " * 300)
+    run(text, "parent", "--max_iters", "5", "--objective", "mlm")
+    flags = ["--init_from", "parent", "--device", "cpu", "--dtype", "float32", "--eval_iters", "1", "--batch_size", "4", "--max_iters", "20"]
+    assert train.main([*flags, "--data", str(new), text + ":.25", "--objective", "mlm", "--out_dir", "child"]) == 0
+    last = [r for r in metrics("parent") if r["split"] == "val"][-1]
+    first = [r for r in metrics("child") if r["split"] == "val"][:2]
+    assert [r["data"] for r in first] == [str(new), text] and first[1]["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert losses("child", split="val")[-2] < losses("child", split="val")[0] - 0.5
+    assert train.main([*flags, "--data", text, "--objective", "contrastive", "--out_dir", "other", "--max_iters", "3"]) == 0
+
+
+def test_document_masks_reach_training_and_validation(text, tmp_path):
+    many = tmp_path / "many"
+    many.mkdir()
+    for i in range(40):
+        (many / f"{i}.txt").write_text(f"document {i} " * 3)
+    for out, flags in (("plain", []), ("masked", ["--doc_mask"])):
+        run(str(many), out, "--objective", "clm:.5,mdlm:.5", "--max_iters", "12", "--learning_rate", ".05", *flags)
+    assert losses("plain")[1:] != losses("masked")[1:] and losses("plain", split="val")[2:] != losses("masked", split="val")[2:]
 
 
 def test_bits_per_byte_of_prefix_are_those_of_clm(text):
@@ -311,7 +371,7 @@ def test_a_compiler_that_fails_is_one_line(text, capsys, monkeypatch):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_non_finite_step_never_reaches_the_weights(where, text, monkeypatch, capsys):
     loss = OBJECTIVES["clm"]["loss"]
-    calls = []
+    calls, before = [], signal.getsignal(signal.SIGINT)
     def poisoned(model, heads, batch, hp):
         terms = loss(model, heads, batch, hp)
         if torch.is_grad_enabled():
@@ -326,6 +386,7 @@ def test_a_non_finite_step_never_reaches_the_weights(where, text, monkeypatch, c
     err = capsys.readouterr().err
     assert "not finite at step 7" in err and err.count("\n") == 1
     assert len(calls) == 9, "read at step 8, the next one that is logged"
+    assert signal.getsignal(signal.SIGINT) is before
     ckpt = train.load_checkpoint("a")
     assert ckpt["step"] == 5 and all(p.isfinite().all() for p in ckpt["model"].values())
     monkeypatch.setitem(OBJECTIVES["clm"], "loss", loss)
@@ -360,6 +421,22 @@ BAD = {
     "unknown dtype": (["--dtype", "float8"], "Try float32"),
     "unknown optimizer": (["--optimizer", "sgd"], "Try muon or adamw"),
     "an existing run": (["--out_dir", "run"], "--resume"),
+    "a run without its last checkpoint": (["--out_dir", "half"], "--resume"),
+    "fewer steps than done": (["--resume", "--out_dir", "run", "--max_iters", "0"], "at step 1 already"),
+    "resume other weights": (["--resume", "--out_dir", "run", "--data", "text.txt", "other.txt:.1"], "not the weights"),
+    "a pipe": (["--data", "pipe"], "not a regular file"),
+    "a checkpoint without its parts": (["--init_from", "parts.pt"], "not a checkpoint"),
+    "resume a checkpoint of other sizes": (["--resume", "--out_dir", "sizes"], "do not fit"),
+    "resume another optimizer's state": (["--resume", "--out_dir", "state"], "does not fit"),
+    "documents where order is lost": (["--objective", "bart", "--doc_mask"], "--doc_mask"),
+    "touching spans": (["--objective", "span", "--span_rate", ".9", "--span_mean", "1"], "would touch"),
+    "too many spans": (["--objective", "span", "--block_size", "4096", "--span_mean", "1"], "sentinels"),
+    "a denoiser without a row": (["--objective", "ul2", "--batch_size", "2"], "--batch_size 4"),
+    "unknown denoiser": (["--objective", "ul2", "--ul2_weights", "R:.5,Q:.5"], "--ul2_weights"),
+    "unknown noise": (["--objective", "bart", "--bart_noise", "infill,shuffle"], "infill,permute"),
+    "unknown negatives": (["--objective", "nsp", "--nsp_negatives", "hard"], "swap"),
+    "nothing to contrast": (["--objective", "contrastive", "--batch_size", "1"], "--batch_size 8"),
+    "a hybrid of one kind": (["--objective", "hybrid", "--hybrid_ratio", ".1"], "--hybrid_ratio"),
     "a file as folder": (["--out_dir", "text.txt"], "--out_dir"),
     "resume nothing": (["--resume", "--out_dir", "bare"], "no checkpoint"),
     "resume without runs": (["--resume"], "no run under out/"),
@@ -390,6 +467,12 @@ def bad_place(tmp_path_factory):  # a folder with a run, and with everything tha
         cut.write(f.read()[:50000])
     ckpt = train.load_checkpoint("run")
     train.save_checkpoint("newer.pt", dict(ckpt, version=train.VERSION + 1))
+    train.save_checkpoint("parts.pt", dict(version=1, config={}))
+    narrow = {k: v[..., :1] for k, v in ckpt["model"].items()}
+    for name, change in (("half", {}), ("sizes", dict(model=narrow)), ("state", dict(muon=ckpt["muon"][:1]))):
+        os.mkdir(name)
+        train.save_checkpoint(f"{name}/{'best' if name == 'half' else 'ckpt'}.pt", {**ckpt, **change})
+    os.mkfifo("pipe")
     class Payload:
         def __reduce__(self):
             return os.mkdir, ("executed",)
