@@ -435,8 +435,8 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     bart_noise names any of: mask, delete, replace (by a random byte), infill (spans of Poisson length, each one MASK;
     those of length 0 insert one), permute (sentences), rotate (another byte comes first). Order: permute, infill,
     the others, rotate. mask, delete, infill and replace share bart_rate equally, each an exact number of bytes.
-    Departure: infilled spans never overlap, where fairseq's do and miss their rate. L = (T - 1) // 2 bytes fit a row
-    under every noise."""
+    Departures: infilled spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a
+    random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise."""
     B, L = x.shape
     noises, i = hp.bart_noise.split(","), torch.arange(x.size(1), device=x.device)
     k = bart_count(L, hp)
@@ -479,7 +479,7 @@ def permute_sentences(x, g):  # (B, L) -> the same sentences in another order
 
 
 def place_infills(B, L, M, mean, g):  # -> keep (B, L), start (B, K), used (B, K): spans that cover exactly M bytes
-    """Lengths are Poisson until they add up to M, the last cut to fit; uniform over all places without overlap."""
+    """Lengths are Poisson until they add up to M, the last cut to fit; each span at a uniform gap between kept bytes."""
     K = M + 8                                   # draws enough at mean >= 2; a row without spans of length 0 uses at most M
     pmf = torch.tensor([math.exp(-mean + j * math.log(mean) - math.lgamma(j + 1)) for j in range(64)], dtype=torch.double)
     cdf = pmf.cumsum(0).float().to(g.device)
@@ -642,11 +642,15 @@ def mdlm_counts(batch, hp):
     return {"bound": batch["inp"].numel()}
 
 
-def mdlm_loss(model, heads, batch, hp):
+def mdlm_bounds(model, batch):  # -> (B,): an estimate of each row's bound, in nats
     h = model(batch["inp"], batch["mask"], batch.get("doc"))
     logits = model.logits(h)[..., :N_BYTES]
     each = F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten(), ignore_index=IGNORE, reduction="none")
-    return {"bound": ((each.view_as(batch["inp"]).sum(1) * batch["weight"]).sum(), mdlm_counts(batch, hp)["bound"], 1.0)}
+    return each.view_as(batch["inp"]).sum(1) * batch["weight"]
+
+
+def mdlm_loss(model, heads, batch, hp):
+    return {"bound": (mdlm_bounds(model, batch).sum(), mdlm_counts(batch, hp)["bound"], 1.0)}
 
 
 # ---- rotation: find the seam

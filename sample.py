@@ -1,9 +1,18 @@
-"""Use a trained model for what it was trained to do.
+"""Use a trained model for what it was trained to do. Without input it shows itself on held-out text.
 
-    python sample.py                                          the newest run shows itself on held-out text
-    python sample.py --prompt "def main(" --num_samples 3     clm, prefix: continue a text
-    python sample.py --prompt "import [MASK:2], sys"          mlm: fill the holes of a text
-    python sample.py --score book.txt                         clm, prefix: bits per byte of a file
+    clm mtp hybrid     python sample.py --prompt "def main(" --num_samples 3
+    prefix             python sample.py --prompt "import os, sys"
+    mtp                python sample.py --prompt "for i in " --speculate
+    mlm hybrid         python sample.py --prompt "import [MASK:2], sys" --order left
+    mdlm               python sample.py --prompt "class [MASK:40]:" --steps 20 --show
+    span ul2           python sample.py --prompt "for i in <extra_id_0>: print(<extra_id_1>)"
+    fim                python sample.py --prefix "def add(a, b):" --suffix "return c"
+    bart               python sample.py --prompt "a noizy tex"
+    electra            python sample.py --prompt "a text with a typq in it"
+    nsp                python sample.py --prefix "Once upon a time" --suffix "there was a king."
+    contrastive        python sample.py --query "open a file" --corpus book.txt
+    rotation           python sample.py --prompt "dog. The quick brown fox jumps over the lazy "
+    with a likelihood  python sample.py --score book.txt
 """
 # N samples, n ids so far, T = block_size positions of the model, V vocabulary
 import argparse
@@ -12,65 +21,92 @@ import itertools
 import math
 import re
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
 
-from data import EOT, MASK, decode, encode, fail, generator, map_file
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, decode, encode, fail, generator, map_file
 from model import new_cache
-from objectives import IGNORE, OBJECTIVES
+from objectives import GAP, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
 from train import (Parser, build, compressors, load_checkpoint, members, newest_run, pick_device, pick_dtype,
                    restore, set_precision)
 
-N_BYTES = 256                                   # only bytes are ever written, ids above them never
+N_BYTES = 256                                   # nothing above is ever written, but a sentinel where holes are filled
 SCORE_ROWS = 64                                 # windows scored at once
 
 FLAGS = {
     "out_dir": ("", "run folder or checkpoint file; without it the newest run under out/"),
     "objective": ("", "of a mixture, the member to use; without it the first"),
-    "prompt": (None, "the text to continue or to fill; without it a demonstration on held-out text"),
+    "prompt": ("", "the text to continue, fill, repair or examine"),
+    "prefix": ("", "fim: the text before; nsp: the first text"),
+    "suffix": ("", "fim: the text behind; nsp: the second text"),
+    "spm": (False, "fim: give the suffix first"),
+    "hole": ("", "marker of a hole, in place of <extra_id_0> or, for bytes one by one, [MASK] and [MASK:4]"),
+    "mode": ("", "ul2: R (short holes), X (long holes) or S (continue); without it R where there is a hole, else S"),
+    "order": ("", "mlm, hybrid: confident, left or parallel [confident]; mdlm: ancestral or confident [ancestral]"),
+    "steps": (0, "mlm, hybrid, mdlm: passes in which holes are filled; 0 for one a byte (mdlm: at most 64)", 0, 1 << 20),
+    "show": (False, "mdlm: play the unmasking"),
+    "speculate": (False, "mtp: heads 2, 3, ... draft, head 1 verifies"),
+    "query": ("", "contrastive: the text to look for"),
+    "corpus": ("", "contrastive: file whose lines are embedded, or searched for --query"),
+    "score": ("", "file whose bits per byte to print"),
+    "stride": (0, "with --score: bytes scored per window, block_size for disjoint cold windows; 0 for half a block", 0, 1 << 24),
     "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
-    "num_samples": (1, "samples, drawn as one batch", 1, 1 << 16),
+    "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
     "temperature": (0.8, "0 takes the most likely byte", 0.0, 1e6),
     "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
     "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
-    "seed": (1, "sample i draws from (seed, i)", 0, 2 ** 31),
-    "hole": ("", "mlm: marker of a masked byte, in place of [MASK] or, for 4 bytes, [MASK:4]"),
-    "order": ("confident", "mlm: fill most-confident-first, or all in parallel"),
-    "score": ("", "file whose bits per byte to print"),
-    "stride": (0, "with --score: bytes scored per window, block_size for disjoint cold windows; 0 for half a block", 0, 1 << 24),
+    "seed": (1, "of the samples", 0, 2 ** 31),
     "device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
     "dtype": ("auto", "of activations and weights: auto, float32, bfloat16"),
 }
+COMMON = {"out_dir", "objective", "score", "stride", "seed", "device", "dtype"}
+DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
 
 
-# ---- sampling
+# ---- drawing a byte
 
-def pick(logits, gens, temperature=1.0, top_k=0, top_p=1.0):  # (N, ..., V) -> ids (N, ...), one generator per sample
-    """Temperature 0 takes the most likely byte; top_k is cut before top_p, which counts what was there before the cut.
-    Probabilities are inverted in float64, on the CPU, since float32 would lose their tails and mps has no other."""
-    device, logits = logits.device, logits[..., :N_BYTES].cpu().double()
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (..., V) -> p (..., 256 + len(extra)) float64
+    """Probabilities of the bytes, then of the extra ids allowed; at temperature 0 all on the most likely. top_k cuts
+    before top_p, which counts what was there before the cut. In float64, since float32 loses tails (Zheng et al. 2024),
+    and on the CPU, since mps has no float64."""
+    logits = torch.cat((logits[..., :N_BYTES], logits[..., list(extra)]), dim=-1).cpu().double()
     if temperature == 0:
-        return logits.argmax(-1).to(device)
+        return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
     p = (logits / temperature).softmax(-1)
-    p, ids = p.sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        p[..., top_k:] = 0
-    p = p.where(p.cumsum(-1) - p < top_p, 0) if top_p < 1 else p                     # the first byte always stays
-    p[..., 0].clamp_(min=1e-300)
+    if top_k and top_k < p.size(-1) or top_p < 1:
+        p, ids = p.sort(dim=-1, descending=True, stable=True)
+        before, p = p.cumsum(-1) - p, p.clone()
+        p[..., top_k or p.size(-1):] = 0
+        p[..., 1:] = p[..., 1:].where(before[..., 1:] < top_p, 0)                   # the first always stays
+        p = torch.zeros_like(p).scatter(-1, ids, p)
+    return p / p.sum(-1, keepdim=True)
+
+
+def invert(p, u):  # p (..., M), u (...) in [0, 1) -> index (...): the inverse of the distribution function
     cdf = p.cumsum(-1)
-    u = torch.stack([torch.rand(p.shape[1:-1], generator=g, dtype=torch.double) for g in gens])
-    at = torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True).clamp(max=N_BYTES - 1)
-    return ids.gather(-1, at)[..., 0].to(device)
+    return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
 
 
-def sample_generators(seed, n):  # one on the CPU for each sample, so that it does not depend on the others
+def uniforms(shape, gens):  # -> (N, *shape) float64: row i from generator i, so that it does not depend on the others
+    return torch.stack([torch.rand(shape, generator=g, dtype=torch.double) for g in gens])
+
+
+def pick(logits, gens, extra=(), **how):  # (N, ..., V) -> ids (N, ...)
+    at = invert(distribution(logits, extra=extra, **how), uniforms(logits.shape[1:-1], gens))
+    return torch.tensor([*range(N_BYTES), *extra])[at].to(logits.device)
+
+
+def sample_generators(seed, n):
     return [generator(f"{seed},{i},sample") for i in range(n)]
 
 
+# ---- continuing
+
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True, **how):  # prompt (N, n) -> yields (N,)
-    """Continues each row of a prompt, a byte a row at a time; a row that wrote EOT goes on with EOT.
+def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True, extra=(), **how):  # prompt (N, n) -> yields (N,)
+    """Continues each row of a prompt, an id a row at a time; a row that wrote EOT goes on with EOT.
 
     mask "causal": when the context is full, its last half is encoded again, with the cache or without.
     mask "prefix": the prompt is read in both directions; ends with the block, for which the prompt must leave room."""
@@ -87,9 +123,8 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
             cache = new_cache(model, N, T)
         new = ids[:, start + (cache["length"] if cached else 0):]
         causal = mask == "causal" or (cached and cache["length"] > 0)
-        seen = "causal" if causal else torch.full((N,), n, device=ids.device)
-        h = model(new, seen, cache=cache)
-        byte = pick(model.logits(h[:, -1]), gens, **how).masked_fill(ended, EOT)
+        h = model(new, "causal" if causal else torch.full((N,), n, device=ids.device), cache=cache)
+        byte = pick(model.logits(h[:, -1]), gens, extra, **how).masked_fill(ended, EOT)
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
         yield byte
@@ -98,19 +133,76 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
 
 
 @torch.inference_mode()
-def fill(model, ids, gens, order="confident", **how):  # ids (N, n) with MASKs -> (N, n) without, all else unchanged
-    """Fills the masked positions: "parallel" all from one forward pass, each as if alone; "confident" one a pass
-    and row, where the model is surest (as in Ghazvininejad et al. 2019, with one byte a pass)."""
-    ids = ids.clone()
-    while (ids == MASK).any():
-        logits = model.logits(model(ids, "bidirectional"))                          # (N, n, V)
-        holes = ids == MASK
-        if order == "confident":
-            sure = logits[..., :N_BYTES].softmax(-1).amax(-1).masked_fill(~holes, -1)
-            holes = holes & (torch.arange(ids.size(1), device=ids.device) == sure.argmax(1, keepdim=True))
-        ids = torch.where(holes, pick(logits, gens, **how), ids)
-    return ids
+def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, **how):  # ids -> yields ids, as many a pass as are accepted
+    """Self-speculative decoding: heads 2.. draft, head 1 verifies the draft in one pass (Stern et al. 2018). A draft d
+    is kept with probability min(1, p(d) / q(d)), else (p - q)+ is drawn from (Leviathan et al. 2023): at temperature 0
+    the text is that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept)."""
+    ids, drafts, q = list(prompt), [], None     # drafts d_2 .. d_n that follow ids[-1], and what they were drawn from
+    start, cache, written = max(0, len(ids) - T), new_cache(model, 1, T), 0
+    draw = lambda p: int(invert(p, torch.rand((), generator=g, dtype=torch.double)))
+    while written < max_new_tokens:
+        if len(ids) - start > T:
+            start, cache = len(ids) - T // 2, new_cache(model, 1, T)
+        drafts = drafts[:min(T - (len(ids) - start), max_new_tokens - written - 1)]
+        new = ids[start + cache["length"]:] + drafts
+        h = model(torch.tensor([new], device=model.embed.weight.device), "causal", cache=cache)[0]       # (len(new), C)
+        p = distribution(model.logits(h[len(new) - len(drafts) - 1:]), **how)       # (drafts + 1, 256): what follows ids[-1], d_2, ...
+        kept, u = 0, torch.rand(len(drafts), generator=g, dtype=torch.double)
+        while kept < len(drafts) and u[kept] * q[kept, drafts[kept]] < p[kept, drafts[kept]]:
+            kept += 1
+        rest = p[kept] if kept == len(drafts) else (p[kept] - q[kept]).clamp(min=0)
+        out = drafts[:kept] + [draw(rest if rest.sum() > 0 else p[kept])]
+        if tally is not None:
+            tally.append((len(drafts), kept))
+        cache["length"] -= len(drafts) - kept   # the rejected ones are forgotten
+        last = h[len(new) - len(drafts) - 1 + kept]
+        q = distribution(model.logits(far_states(heads, last)), **how) if "mtp" in heads else None       # (n - 1, 256)
+        drafts = [draw(row) for row in q] if q is not None else []
+        for i in out:
+            ids.append(i)
+            written += 1
+            yield i
+            if i == EOT:
+                return
 
+
+# ---- filling masked bytes
+
+@torch.inference_mode()
+def unmask(model, ids, gens, steps=0, order="confident", shift=False, **how):  # ids (N, n) with MASKs -> yields (N, n) after each pass
+    """Fills the masked positions in so many passes (0: one for each), leaving everything else.
+
+    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left; parallel: one pass, each
+    as if alone; ancestral: MDLM's sampler, which at time t on its way from 1 to 0 unmasks each with probability
+    (t - s) / t. shift: position i - 1 predicts byte i, as in hybrid."""
+    ids = ids.clone()
+    steps = 1 if order == "parallel" else steps or max(1, int((ids == MASK).sum(1).max()))
+    at = torch.arange(ids.size(1), device=ids.device)
+    for i in range(steps):
+        holes = ids == MASK
+        if not holes.any():
+            return
+        if shift:
+            start = ids.new_full((len(ids), 1), EOT)
+            logits = model.logits(model(torch.cat((start, ids), dim=1), "bidirectional"))[:, :-1]
+        else:
+            logits = model.logits(model(ids, "bidirectional"))                      # (N, n, V)
+        new = pick(logits, gens, **how)
+        if order == "ancestral":                # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
+            now = uniforms(ids.shape[1:], gens).to(ids.device) * (steps - i) < 1
+        else:
+            urgency = logits[..., :N_BYTES].float().softmax(-1).amax(-1) if order == "confident" else -at.float().expand(ids.shape)
+            rank = urgency.masked_fill(~holes, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+            now = rank < -(-holes.sum(1, keepdim=True) // (steps - i))              # an equal share of what is left
+        ids = torch.where(holes & now, new, ids)
+        yield ids
+
+
+def fill(*args, **kwargs):  # unmask, its last state alone
+    return [args[1], *unmask(*args, **kwargs)][-1]
+
+
+# ---- scoring
 
 @torch.inference_mode()
 def score(model, data, T, stride):  # data (n,) uint8 -> bits of the whole text, left to right
@@ -133,6 +225,32 @@ def score_rows(model, data, rows, length):  # rows [(first, first scored, end)] 
     return sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
 
 
+@torch.inference_mode()
+def score_bound(model, data, T, seed, draws=16):  # data (n,) uint8 -> bits at most, standard error; in windows of T
+    """The bound of masked diffusion, with `draws` numbers of masked bytes from as many strata for each window."""
+    g, bits, variance = generator(f"{seed},bound"), 0.0, 0.0
+    for x in data.split(T):
+        batch = mdlm(x.long().expand(draws, -1), g, None)
+        batch = {k: v if isinstance(v, str) else v.to(model.embed.weight.device) for k, v in batch.items()}
+        each = mdlm_bounds(model, batch).double() / math.log(2)                     # (draws,)
+        bits, variance = bits + float(each.mean()), variance + float(each.var()) / draws
+    return bits, variance ** 0.5
+
+
+@torch.inference_mode()
+def score_pseudo(model, data, T):  # data (n,) uint8 -> bits: each byte from all the others of its window of T
+    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others."""
+    bits = 0.0
+    for x in data.split(T):
+        x = x.long().to(model.embed.weight.device)
+        for i in range(0, len(x), SCORE_ROWS):
+            at = torch.arange(i, min(i + SCORE_ROWS, len(x)), device=x.device)
+            rows = x.repeat(len(at), 1).scatter(1, at[:, None], MASK)
+            h = model(rows, "bidirectional")[torch.arange(len(at), device=x.device), at]
+            bits += float(F.cross_entropy(model.logits(h), x[at], reduction="sum")) / math.log(2)
+    return bits
+
+
 # ---- a run
 
 def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, checkpoint; for inference
@@ -143,39 +261,19 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, c
     hp.device, hp.dtype = str(device), pick_dtype("float32" if (dtype, device.type) == ("auto", "cpu") else dtype, device)
     model, heads = build(hp)
     restore(model, heads, ckpt, path)
-    kind = getattr(torch, hp.dtype)
-    return model.to(kind).requires_grad_(False), heads.requires_grad_(False), hp, ckpt
+    return model.to(getattr(torch, hp.dtype)).requires_grad_(False), heads.requires_grad_(False), hp, ckpt
 
 
-# ---- what each objective is for. Each mode: (model, heads, hp, flags, ids or None, held-out bytes) -> prints
+def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
+    return torch.as_tensor(ids).long().to(hp.device)[None]
 
-def how(flags):
+
+def drawing(flags):
     return dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p)
 
 
-def continue_mode(model, heads, hp, flags, prompt, held_out):
-    mask = "prefix" if flags.objective == "prefix" else "causal"
-    T, demo = hp.block_size, prompt is None
-    if demo:
-        prompt = held_out[:T // 2].tolist()
-        print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
-        print(f"{decode(held_out[:T].tolist())}\n--- the model's continuation:")
-    prompt = prompt or [EOT]                    # an empty prompt is the start of a document
-    if mask == "prefix":
-        prompt = prompt[-max(1, T - min(flags.max_new_tokens, T // 2)):]
-    N, gens = flags.num_samples, sample_generators(flags.seed, flags.num_samples)
-    x = torch.tensor(prompt, device=hp.device).expand(N, -1)
-    stream = Stream(prompt) if N == 1 else None
-    rows = []
-    for byte in generate(model, x, flags.max_new_tokens, T, gens, mask, **how(flags)):
-        rows.append(byte.tolist())
-        if stream:
-            stream.write(rows[-1][0])
-    if stream:
-        return stream.end()
-    for i in range(N):
-        print(f"--- sample {i + 1}")
-        print(decode(j for j in prompt + [row[i] for row in rows] if j != EOT))
+def one_row(flags, i):  # the generator of sample i, as a list of one
+    return [sample_generators(flags.seed, i + 1)[i]]
 
 
 class Stream:
@@ -193,68 +291,356 @@ class Stream:
         print(self.decoder.decode(b"", final=True), flush=True)
 
 
-def fill_mode(model, heads, hp, flags, prompt, held_out):
-    T = hp.block_size
-    if prompt is None:
-        x = held_out[None, :min(T, len(held_out))].long().to(hp.device)
-        batch = OBJECTIVES[flags.objective]["make"](x, generator("demonstration", hp.device), hp)
-        asked = batch["tgt"] != IGNORE
-        masked = x.masked_fill(asked, MASK)
-        print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{decode(masked[0])}\n--- filled:")
-        out = fill(model, masked, sample_generators(flags.seed, 1), flags.order, **how(flags))
-        print(decode(out[0]))
-        right = int((out == x)[asked].sum())
-        return print(f"--- {right} of {int(asked.sum())} masked bytes are the original ones")
-    if MASK not in prompt:
-        fail(f"--prompt: has no hole. Try one with {flags.hole or '[MASK] or [MASK:4]'} in it")
-    N, gens = flags.num_samples, sample_generators(flags.seed, flags.num_samples)
-    ids = torch.tensor(prompt, device=hp.device).repeat(N, 1)
-    while (ids[0] == MASK).any():               # a text longer than the block is filled window by window
-        at = int((ids[0] == MASK).byte().argmax())
-        a = max(0, min(at - T // 4, ids.size(1) - T))
-        ids[:, a:a + T] = fill(model, ids[:, a:a + T], gens, flags.order, **how(flags))
-    for i in range(N):
-        print((f"--- sample {i + 1}\n" if N > 1 else "") + decode(ids[i]))
+def marked(parts):  # [(ids, is new)] -> text, on a terminal with the new parts in reverse
+    tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    return "".join(tint[0] + decode(ids) + tint[1] if new else decode(ids) for ids, new in parts)
 
 
-def parse_holes(text, marker):  # bytes -> ids; [MASK] and [MASK:4], or the marker given, become MASK ids
-    pattern = re.escape(marker) if marker else rb"\[MASK(?::(\d{1,6}))?\]"
-    ids, end = [], 0
-    for match in re.finditer(pattern, text):
-        count = int(match[1]) if not marker and match[1] else 1
-        ids += encode(text[end:match.start()]) + [MASK] * count
+def headings(flags):  # -> yields the number of each sample, with a heading where there are several
+    for i in range(flags.num_samples):
+        if flags.num_samples > 1:
+            print(f"--- sample {i + 1}")
+        yield i
+
+
+def parse_holes(text, marker, pattern):  # bytes -> [ids or hole length]: literal pieces and holes, in turn
+    """[MASK] and [MASK:4] or <extra_id_0>, by the pattern, or the user's marker. Nothing else is special."""
+    pieces, end = [], 0
+    for match in re.finditer(re.escape(marker) if marker else pattern, text):
+        pieces += [encode(text[end:match.start()]), int(match[1]) if not marker and match.re.groups and match[1] else 1]
         end = match.end()
-    return ids + encode(text[end:])
+    return pieces + [encode(text[end:])]
+
+
+MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_\d+>"
+
+
+# ---- what each objective is for. Each mode: (model, heads, hp, flags, held-out bytes) -> prints. A flag is None when not given
+
+def continue_mode(model, heads, hp, flags, held_out):
+    name, T = flags.objective, hp.block_size
+    prompt = held_out[:T // 2].tolist() if flags.prompt is None else encode(flags.prompt)
+    if flags.prompt is None:
+        print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
+        print(f"{decode(held_out[:T].tolist())}\n--- the model's continuation:")
+    prompt = prompt or [EOT]                    # an empty prompt is the start of a document
+    before, behind = ([MODE_S], [SEP]) if name == "ul2" else ([], [])
+    if name in ("prefix", "ul2"):
+        prompt = prompt[-max(1, T - 2 * len(before) - min(flags.max_new_tokens, T // 2)):]
+    ids = torch.tensor(before + prompt + behind, device=hp.device).expand(flags.num_samples, -1)
+    mask = "prefix" if name in ("prefix", "ul2") else "causal"
+    if flags.speculate:
+        return speculate_mode(model, heads, hp, flags, prompt)
+    steps = generate(model, ids, flags.max_new_tokens, T, sample_generators(flags.seed, flags.num_samples), mask, **drawing(flags))
+    if flags.num_samples == 1:
+        stream = Stream(prompt)
+        for byte in steps:
+            stream.write(int(byte))
+        return stream.end()
+    rows = [byte.tolist() for byte in steps]
+    for i in headings(flags):
+        print(decode(j for j in prompt + [row[i] for row in rows] if j != EOT))
+
+
+def speculate_mode(model, heads, hp, flags, prompt):
+    times, texts, tally = [], [], []
+    for i in headings(flags):
+        stream, begin, out = Stream(prompt), time.perf_counter(), []
+        for byte in speculate(model, heads, prompt, flags.max_new_tokens, hp.block_size, one_row(flags, i)[0], tally, **drawing(flags)):
+            stream.write(byte)
+            out.append(byte)
+        stream.end()
+        times.append(time.perf_counter() - begin)
+        texts.append(out)
+    begin = time.perf_counter()
+    plain = [int(b) for b in generate(model, tensor(prompt, hp), len(texts[0]), hp.block_size, one_row(flags, 0), **drawing(flags))]
+    seconds = time.perf_counter() - begin
+    n = sum(map(len, texts))
+    each = [sum(kept >= k for drafted, kept in tally if drafted >= k) / max(1, sum(drafted >= k for drafted, _ in tally)) for k in range(1, hp.mtp_heads)]
+    print(f"--- {n / max(1, len(tally)):.2f} bytes per pass; kept of head {', '.join(f'{k + 2}: {a:.0%}' for k, a in enumerate(each))}; "
+          f"{n / sum(times):.0f} bytes/s against {len(plain) / max(seconds, 1e-9):.0f} plain", file=sys.stderr)
+
+
+def fill_mode(model, heads, hp, flags, held_out):
+    """mlm, hybrid, mdlm: fill masked bytes; mdlm also continues a prompt, or writes from nothing."""
+    name, T = flags.objective, hp.block_size
+    order = flags.order or ("ancestral" if name == "mdlm" else "confident")
+    if order not in (("ancestral", "confident") if name == "mdlm" else ("confident", "left", "parallel")):
+        fail(f"--order {order}: {name} has {'ancestral and confident' if name == 'mdlm' else 'confident, left and parallel'}. Try one of them")
+    steps = flags.steps or (64 if name == "mdlm" else 0)
+    how = dict(steps=steps, order=order, shift=name == "hybrid", **drawing(flags))
+    if flags.prompt is None:
+        x = tensor(held_out[:T - (name == "hybrid")], hp)
+        g = generator("demonstration")
+        asked = torch.rand(x.shape, generator=g).to(hp.device) < (0.5 if name == "mdlm" else hp.mask_rate)
+        masked = x.masked_fill(asked, MASK)
+        out = fill(model, masked, one_row(flags, 0), **how)
+        print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{decode(masked[0])}\n--- filled:\n{decode(out[0])}")
+        print(f"--- {int((out == x)[asked].sum())} of {int(asked.sum())} masked bytes are the original ones")
+        return
+    pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), MASKS)
+    ids = [i for p in pieces for i in ([MASK] * p if isinstance(p, int) else p)]
+    if MASK not in ids and name != "mdlm":
+        fail(f"--prompt: has no hole. Try one with {flags.hole or '[MASK] or [MASK:4]'} in it")
+    if MASK not in ids:                         # mdlm: what follows the prompt, in the same block
+        ids = ids[-(T // 2):]
+        ids += [MASK] * max(0, min(flags.max_new_tokens, T - len(ids)))
+    for i in headings(flags):
+        x, gens, T1 = tensor(ids, hp), one_row(flags, i), T - (name == "hybrid")
+        while (x == MASK).any():                # a text longer than the block is filled window by window
+            at = int((x[0] == MASK).byte().argmax())
+            a = max(0, min(at - T1 // 4, x.size(1) - T1))
+            for state in unmask(model, x[:, a:a + T1], gens, **how):
+                if flags.show:
+                    show_frame(state[0])
+            x[:, a:a + T1] = state
+        new = torch.tensor(ids) == MASK
+        print(marked([(x[0, j:j + 1].tolist(), bool(new[j])) for j in range(len(ids))] if sys.stdout.isatty() else [(x[0].tolist(), False)]))
+
+
+def show_frame(ids):
+    text = decode([0x5F if i == MASK else i for i in ids.tolist()])                 # a mask is shown as _
+    print(f"\033[2J\033[H{text}" if sys.stdout.isatty() else f"--- pass\n{text}", flush=True)
+    time.sleep(0.05 if sys.stdout.isatty() else 0)
+
+
+def holes_mode(model, heads, hp, flags, held_out):
+    """span, ul2: fill the holes of a text; ul2 without a hole continues it."""
+    name, T = flags.objective, hp.block_size
+    if flags.mode not in (None, "R", "S", "X"):
+        fail(f"--mode {flags.mode}: unknown. Try R, S or X")
+    if flags.prompt is None:
+        n = min(len(held_out), OBJECTIVES["span"]["window"](T - 1, hp))
+        cuts = sorted(torch.randperm(n // 8, generator=generator("holes"))[:max(1, n // 40)].tolist())
+        pieces, end = [], 0
+        for c in cuts:                          # a hole of 4 bytes in some of the text's eighths
+            pieces, end = pieces + [held_out[end:8 * c + 2].tolist(), 1], 8 * c + 6
+        pieces += [held_out[end:n].tolist()]
+        print(f"clean:\n{decode(held_out[:n])}\n--- with holes:\n" + "".join(decode(p) if isinstance(p, list) else "[..]" for p in pieces) + "\n--- filled:")
+    else:
+        pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), HOLES)
+    holes = len(pieces) // 2
+    if name == "ul2" and (flags.mode == "S" or flags.mode is None and not holes):
+        return continue_mode(model, heads, hp, flags, held_out)
+    if not holes:
+        fail(f"--prompt: has no hole. Try one with {flags.hole or '<extra_id_0>'} in it")
+    mode = [] if name == "span" else [MODE_X if flags.mode == "X" else MODE_R]
+    source = mode + [i for k, p in enumerate(pieces) for i in (p if isinstance(p, list) else [SENTINEL + k // 2])] + [SEP]
+    if len(source) + holes + 1 > T:
+        fail(f"--prompt: {len(source)} positions with its holes leave no room in a block of {T}. Try a shorter text")
+    for i in headings(flags):
+        spans, whole = infill_spans(model, source, holes, flags.max_new_tokens, T, one_row(flags, i), **drawing(flags))
+        print(marked([(spans[k // 2], True) if k % 2 else (p, False) for k, p in enumerate(pieces)]) + ("" if whole else "\n--- stopped before the end"))
+
+
+def infill_spans(model, source, holes, max_new_tokens, T, gens, **how):  # ids -> [bytes of each hole], did it end by itself
+    """Writes sentinel 0, then lets the model write spans and sentinels until EOT. A hole it leaves out stays empty."""
+    extra = range(SENTINEL + 1, SENTINEL + holes)
+    spans, k, whole = [[] for _ in range(holes)], 0, False
+    x = torch.tensor([source + [SENTINEL]], device=model.embed.weight.device)
+    for (i,) in (row.tolist() for row in generate(model, x, max_new_tokens, T, gens, "prefix", extra=extra, **how)):
+        whole = i == EOT
+        if i >= SENTINEL:
+            k = i - SENTINEL
+        elif i != EOT:
+            spans[k].append(i)
+    return spans, whole
+
+
+def fim_mode(model, heads, hp, flags, held_out):
+    T = hp.block_size
+    if flags.prompt is not None:
+        pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), HOLES)
+        if len(pieces) != 3:
+            fail(f"--prompt: has {len(pieces) // 2} holes, fim fills one. Try one {flags.hole or '<extra_id_0>'}")
+        prefix, suffix = pieces[0], pieces[2]
+    elif flags.prefix is not None or flags.suffix is not None:
+        prefix, suffix = encode(flags.prefix or ""), encode(flags.suffix or "")
+    else:
+        n = min(len(held_out), T // 2)
+        prefix, middle, suffix = (held_out[a:b].tolist() for a, b in ((0, n // 2), (n // 2, n // 2 + 16), (n // 2 + 16, n)))
+        print(f"clean:\n{decode(prefix + middle + suffix)}\n--- with a hole:\n{decode(prefix)}[..]{decode(suffix)}\n--- filled:")
+    room = max(2, T - 4 - min(flags.max_new_tokens, T // 3))                        # for both sides; each keeps what is nearest
+    keep = max(room // 2, room - len(suffix))
+    left, right = prefix[-keep:], suffix[:room - min(len(prefix), keep)]
+    ids = [PRE, SUF, *right, MID, *left] if flags.spm else [PRE, *left, SUF, *right, MID]
+    for i in headings(flags):
+        steps = generate(model, tensor(ids, hp), min(flags.max_new_tokens, T + 1 - len(ids)), T, one_row(flags, i), **drawing(flags))
+        middle = [int(b) for b in steps]
+        whole = bool(middle) and middle[-1] == EOT
+        print(marked([(prefix, False), (middle[:len(middle) - whole], True), (suffix, False)]) + ("" if whole else "\n--- stopped before EOT"))
+
+
+def repair_mode(model, heads, hp, flags, held_out):
+    T, L = hp.block_size, (hp.block_size - 1) // 2
+    if flags.prompt is None:
+        x = tensor(held_out[:L], hp)
+        if x.size(1) < L:
+            fail("the checkpoint's held-out text is shorter than a row. Try --prompt")
+        batch = OBJECTIVES["bart"]["make"](x.cpu(), generator("demonstration"), hp)
+        noisy = batch["inp"][0, :int(batch["mask"][0]) - 1].tolist()
+        print(f"clean:\n{decode(x[0])}\n--- noisy:\n{decode(noisy)}\n--- repaired:")
+    else:
+        noisy = [i for p in parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), MASKS) for i in ([MASK] * p if isinstance(p, int) else p)]
+    for i in headings(flags):
+        gens, out = one_row(flags, i), []
+        for a in range(0, len(noisy), L):       # a longer text is repaired piece by piece
+            ids = tensor(noisy[a:a + L] + [SEP], hp)
+            out += [int(b) for b in generate(model, ids, min(flags.max_new_tokens, L + 1), T, gens, "prefix", **drawing(flags)) if int(b) != EOT]
+        print(decode(out))
+
+
+@torch.inference_mode()
+def suspicion(model, heads, ids, T):  # ids (n,) long -> (n,): probability that each byte was replaced
+    return torch.cat([heads["replaced"](model(x[None], "bidirectional").float())[0, :, 0].sigmoid() for x in ids.split(T)])
+
+
+def suspicious_mode(model, heads, hp, flags, held_out):
+    x = tensor(held_out[:hp.block_size] if flags.prompt is None else encode(flags.prompt) or [EOT], hp)[0]
+    if flags.prompt is None:
+        g = generator("demonstration")
+        bad = torch.rand(x.shape, generator=g).to(x.device) < 0.05
+        clean, x = x, torch.where(bad, random_bytes(x.shape, g).to(x.device), x)
+        bad = x != clean
+        print(f"clean:\n{decode(clean)}\n--- {int(bad.sum())} bytes replaced at random:\n{decode(x)}\n--- marked where the model thinks so:")
+    p = suspicion(model, heads, x, hp.block_size)
+    found = p > 0.5
+    tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else ("«", "»")
+    print("".join(tint[0] + decode([i]) + tint[1] if f else decode([i]) for i, f in zip(x.tolist(), found.tolist())))
+    for i in p.argsort(descending=True)[:10].tolist():
+        print(f"  byte {i:4d}  {decode([int(x[i])])!r:6s} replaced with probability {float(p[i]):.2f}")
+    if flags.prompt is None:
+        hits = int((found & bad).sum())
+        print(f"--- {hits} of {int(bad.sum())} replaced bytes found, {hits} of {int(found.sum())} marks right")
+
+
+@torch.inference_mode()
+def follows(model, heads, first, second, hp):  # ids, ids -> probability that the second text follows the first
+    """As in training the pieces are at most h bytes, and GAP bytes are skipped between them."""
+    h = (hp.block_size - 3) // 2
+    second = second[GAP:GAP + h] if len(second) > 2 * GAP else second[:h]
+    row = tensor([CLS, *first[-h:], SEP, *second, SEP], hp)
+    return float(heads["follows"](model(row, "bidirectional")[:, 0].float()).sigmoid())
+
+
+def follows_mode(model, heads, hp, flags, held_out):
+    if flags.prefix is None and flags.suffix is None:
+        n = min(len(held_out) // 2, hp.block_size // 2)
+        first, true, other = (held_out[a:a + n].tolist() for a in (0, n, len(held_out) - n))
+        print(f"first text:\n{decode(first)}")
+        for title, second in (("its continuation", true), ("a later passage", other)):
+            print(f"--- {title}, which follows with probability {follows(model, heads, first, second, hp):.3f}:\n{decode(second)}")
+    else:
+        print(f"{follows(model, heads, encode(flags.prefix or ''), encode(flags.suffix or ''), hp):.4f}")
+
+
+@torch.inference_mode()
+def embeddings(model, texts, T):  # list of ids -> (N, C) float32 of length 1; a text longer than a block by its beginning
+    out = [None] * len(texts)
+    by_length = sorted(range(len(texts)), key=lambda i: len(texts[i][:T]))
+    for _, group in itertools.groupby(by_length, lambda i: len(texts[i][:T])):
+        group = list(group)
+        for i in range(0, len(group), SCORE_ROWS):
+            x = torch.tensor([texts[j][:T] or [EOT] for j in group[i:i + SCORE_ROWS]], device=model.embed.weight.device)
+            for j, e in zip(group[i:i + SCORE_ROWS], embed(model, x)):
+                out[j] = e
+    return torch.stack(out)
+
+
+def search_mode(model, heads, hp, flags, held_out):
+    Lc = max(1, round(hp.crop * hp.block_size))
+    if flags.corpus:
+        try:
+            with open(flags.corpus, "rb") as f:
+                texts = [list(line) for line in f.read().splitlines() if line.strip()]
+        except OSError as e:
+            fail(f"--corpus {flags.corpus}: cannot be read ({e.strerror}). Try another file")
+        if not texts:
+            fail(f"--corpus {flags.corpus}: has no line of text. Try another file")
+    else:
+        texts = [p.tolist() for p in held_out.split(Lc) if len(p) == Lc] or [held_out.tolist()]
+    if flags.prompt is not None:                # an embedding, as numbers
+        return print(" ".join(f"{v:.5f}" for v in embeddings(model, [encode(flags.prompt)], hp.block_size)[0].tolist()))
+    if flags.query is None and flags.corpus:
+        for text, e in zip(texts, embeddings(model, texts, hp.block_size)):
+            print(" ".join(f"{v:.5f}" for v in e.tolist()), decode(text), sep="\t")
+        return
+    query = encode(flags.query) if flags.query is not None else held_out[Lc // 2:Lc // 2 + Lc].tolist()
+    near = embeddings(model, texts, hp.block_size) @ embeddings(model, [query], hp.block_size)[0]
+    print(f"query:\n{decode(query)}")
+    for i in near.argsort(descending=True)[:3].tolist():
+        print(f"--- similarity {float(near[i]):.3f}, passage {i + 1} of {len(texts)}:\n{decode(texts[i])}")
+
+
+@torch.inference_mode()
+def seam(model, heads, ids, hp):  # ids -> index of the byte that came first before the rotation, probability
+    p = heads["seam"](model(tensor(ids, hp), "bidirectional").float())[0, :, 0].softmax(0)
+    return int(p.argmax()), float(p.max())
+
+
+def seam_mode(model, heads, hp, flags, held_out):
+    ids = encode(flags.prompt) or [EOT] if flags.prompt is not None else held_out[:hp.block_size].roll(hp.block_size // 3).tolist()
+    ids = ids[:hp.block_size]
+    at, p = seam(model, heads, ids, hp)
+    print(f"rotated:\n{decode(ids)}\n--- rolled back at byte {at} (probability {p:.2f}" +
+          (f", the right one is {min(hp.block_size // 3, len(ids))}" if flags.prompt is None else "") + f"):\n{decode(ids[at:] + ids[:at])}")
 
 
 def score_mode(model, hp, flags):
+    name, T = flags.objective, hp.block_size
     try:
-        T, data = hp.block_size, map_file(flags.score, "--score")
+        data = map_file(flags.score, "--score")
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
     stride = flags.stride or max(1, T // 2)
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
-    bits = score(model, data, T, stride)
-    print(f"{flags.score}: {bits / len(data):.4f} bits per byte ({bits * math.log(2) / len(data):.4f} nats) over {len(data):,} bytes, "
-          f"windows of {T}, stride {stride}; {compressors(data)}")
+    if OBJECTIVES[name].get("bpb") == "exact":
+        bits, note = score(model, data, T, stride), f"windows of {T}, stride {stride}"
+    elif name == "mdlm":
+        bits, error = score_bound(model, data, T, flags.seed)
+        note = f"at most, standard error {error / len(data):.4f}, cold windows of {T}"
+    elif name == "mlm":
+        bits, note = score_pseudo(model, data, T), f"pseudo: every byte given all others of its window of {T}"
+    else:
+        fail(f"--score: {name} defines no probability of a text. Try a run trained as {' '.join(n for n, e in OBJECTIVES.items() if 'bpb' in e)} mlm")
+    print(f"{flags.score}: {bits / len(data):.4f} bits per byte ({bits * math.log(2) / len(data):.4f} nats), {len(data):,} bytes, {note}; {compressors(data)}")
 
 
-MODES = {"clm": continue_mode, "prefix": continue_mode, "mlm": fill_mode}
+# name: (mode, the flags it reads beside COMMON)
+MODES = {
+    **dict.fromkeys(("clm", "prefix"), (continue_mode, {"prompt", "max_new_tokens"} | DRAWING)),
+    "mtp": (continue_mode, {"prompt", "max_new_tokens", "speculate"} | DRAWING),
+    "mlm": (fill_mode, {"prompt", "hole", "order", "steps"} | DRAWING),
+    "mdlm": (fill_mode, {"prompt", "hole", "order", "steps", "show", "max_new_tokens"} | DRAWING),
+    "hybrid": (fill_mode, {"prompt", "hole", "order", "steps", "max_new_tokens"} | DRAWING),
+    "span": (holes_mode, {"prompt", "hole", "max_new_tokens"} | DRAWING),
+    "ul2": (holes_mode, {"prompt", "hole", "mode", "max_new_tokens"} | DRAWING),
+    "fim": (fim_mode, {"prompt", "hole", "prefix", "suffix", "spm", "max_new_tokens"} | DRAWING),
+    "bart": (repair_mode, {"prompt", "hole", "max_new_tokens"} | DRAWING),
+    "electra": (suspicious_mode, {"prompt"}),
+    "nsp": (follows_mode, {"prefix", "suffix"}),
+    "contrastive": (search_mode, {"prompt", "query", "corpus"}),
+    "rotation": (seam_mode, {"prompt"}),
+}
 
 
-def parse(argv):
+def encoded(text):  # str or None -> bytes
+    return bytes(encode(text or ""))
+
+
+def parse(argv):  # -> Namespace of every flag; texts that were not given are None
     parser = Parser(prog="sample.py", usage="python sample.py [flags below]", description=__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+                    argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text, *_) in FLAGS.items():
-        shown = "" if default in ("", None) else f" [{default}]"
-        parser.add_argument(f"--{flag}", default=default, type=str if default is None else type(default), metavar="X", help=text + shown)
-    flags = parser.parse_args(argv)
+        how = dict(action="store_true") if default is False else dict(type=type(default), metavar="X")
+        parser.add_argument(f"--{flag}", help=text + (f" [{default}]" if default not in ("", 0) else ""), **how)
+    given = vars(parser.parse_args(argv))
+    flags = argparse.Namespace(**{flag: None if default == "" else default for flag, (default, *_) in FLAGS.items()} | given)
     for flag, spec in FLAGS.items():
         if len(spec) == 4 and not spec[2] <= getattr(flags, flag) <= spec[3]:
             fail(f"--{flag} {getattr(flags, flag)}: must lie between {spec[2]} and {spec[3]}. Try the default")
-    if flags.order not in ("confident", "parallel"):
-        fail(f"--order {flags.order}: unknown. Try confident or parallel")
+    flags.given = set(given)
     return flags
 
 
@@ -263,22 +649,26 @@ def main(argv=None):  # -> exit code
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     path = flags.out_dir or newest_run()
+    precision = torch.get_float32_matmul_precision()
     set_precision(pick_device(flags.device))
-    model, heads, hp, ckpt = load_run(path, flags.device, flags.dtype)
-    names = [m["name"] for m in members(hp)]
-    flags.objective = flags.objective or names[0]
-    if flags.objective not in names:
-        fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
-    if flags.score:
-        if OBJECTIVES[flags.objective].get("bpb") != "exact":
-            fail(f"--score: {flags.objective} does not code text from the left. Try a run trained as clm or prefix")
-        return score_mode(model, hp, flags)
-    prompt = None if flags.prompt is None else encode(flags.prompt)
-    if prompt is not None and MODES.get(flags.objective) is fill_mode:
-        prompt = parse_holes(bytes(prompt), flags.hole.encode())
-    if flags.objective not in MODES:
-        return print(f"{path}: sample.py has no mode for {flags.objective} yet")
-    MODES[flags.objective](model, heads, hp, flags, prompt, ckpt["held_out"])
+    try:
+        model, heads, hp, ckpt = load_run(path, flags.device, flags.dtype)
+        names = [m["name"] for m in members(hp)]
+        flags.objective = flags.objective or names[0]
+        if flags.objective not in names:
+            fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
+        if flags.score:
+            return score_mode(model, hp, flags)
+        if flags.objective not in MODES:
+            fail(f"{path}: sample.py has no mode for {flags.objective}. Try adding one to MODES")
+        mode, read = MODES[flags.objective]
+        for flag in sorted(flags.given - read - COMMON):
+            fail(f"--{flag}: not used by {flags.objective}. Try a run trained as {' '.join(n for n, (_, r) in MODES.items() if flag in r)}")
+        if flags.objective == "hybrid" and flags.prompt is not None and not re.search(re.escape(encoded(flags.hole)) or MASKS, encoded(flags.prompt)):
+            mode = continue_mode                # without a hole a hybrid model continues
+        mode(model, heads, hp, flags, ckpt["held_out"])
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@ import os
 
 import pytest
 import torch
-from conftest import TINY, randomized
+import torch.nn.functional as F
+from conftest import TINY, randomize, randomized, settings
 
 import sample
 import train
-from data import EOT, MASK, generator
+from data import EOT, MASK, SENTINEL, SEP, generator
+from model import Sizes
 from objectives import OBJECTIVES
 
 T = 12
@@ -69,7 +71,7 @@ def test_the_cache_changes_nothing_for_a_prefix_which_ends_with_the_block(n):
 
 def test_a_full_context_is_cut_to_its_last_half():
     net, x = randomized(), ids(T)
-    out = text_of(net, x, 2, T, [None], **GREEDY)
+    out = text_of(net, x, 2, T, sample.sample_generators(1, 1), **GREEDY)
     row = torch.cat((x, out), 1)
     argmax = lambda context: int(net.logits(net(context, "causal")[:, -1])[0, :256].argmax())
     assert [argmax(row[:, :T]), argmax(row[:, 1 + T // 2:T + 1])] == out[0].tolist()
@@ -77,7 +79,7 @@ def test_a_full_context_is_cut_to_its_last_half():
 
 def test_the_prompt_of_a_prefix_model_is_read_both_ways():
     net, x = randomized(), ids(6)
-    first = text_of(net, x, 1, T, [None], mask="prefix", **GREEDY)
+    first = text_of(net, x, 1, T, sample.sample_generators(1, 1), mask="prefix", **GREEDY)
     logits = lambda mask: net.logits(net(x, mask)[:, -1])[0, :256]
     assert int(first) == int(logits(torch.tensor([6])).argmax())
     assert (logits(torch.tensor([6])) - logits("causal")).abs().max() > 1e-3
@@ -97,13 +99,133 @@ def test_a_row_that_ended_stays_ended():
     assert text_of(net, ids(3, 2), 9, T, sample.sample_generators(1, 2)).tolist() == [[EOT], [EOT]]
 
 
+# ---- speculation
+
+def drafting(n, seed=0):  # a model and heads that agree often enough for drafts to be kept now and then
+    net = randomized(seed=seed)
+    torch.manual_seed(seed)
+    heads = OBJECTIVES["mtp"]["heads"](net.sizes, settings("mtp", T, mtp_heads=n))
+    return net.requires_grad_(False), {k: randomize(h, seed).requires_grad_(False) for k, h in heads.items()}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+def test_speculation_at_temperature_0_is_plain_decoding(n):
+    """200 prompts over the n tried, of all lengths, past the end of the block."""
+    passes = written = 0
+    for seed in range(50):
+        net, heads = drafting(n, seed % 5)
+        x, tally = ids(1 + seed % (2 * T), seed=seed), []
+        plain = [int(b) for b in sample.generate(net, x, 25, T, sample.sample_generators(1, 1), **GREEDY)]
+        drafted = list(sample.speculate(net, heads, x[0].tolist(), 25, T, generator("s"), tally, **GREEDY))
+        assert drafted == plain
+        assert all(0 <= kept <= drafted <= n - 1 for drafted, kept in tally)
+        passes, written = passes + len(tally), written + len(plain)
+    assert passes <= written <= n * passes
+
+
+def test_speculation_keeps_a_perfect_draft():
+    """Every head says the same byte for ever: all drafts are kept, n bytes a pass after the first."""
+    net, heads = drafting(4)
+    net.logits = lambda h: F.one_hot(torch.full(h.shape[:-1], 65), 512) * 100.0
+    tally = []
+    assert list(sample.speculate(net, heads, [66], 41, 99, generator("s"), tally, **GREEDY)) == [65] * 41
+    assert len(tally) == 11
+
+
+@pytest.mark.parametrize("how", [dict(temperature=1.0), dict(temperature=0.7, top_k=3)])
+def test_speculation_draws_from_the_plain_distribution(how):
+    """Pairs of bytes after one prompt, from a model of 4 bytes: the second is drafted, kept or replaced."""
+    net, heads = drafting(3)
+    logits = net.logits
+    only = torch.full((512,), -1e9)
+    only[65:69] = 0
+    net.logits = lambda h: logits(h) / 8 + only
+    x, count = ids(5), 1500
+    exact = torch.zeros(4, 4, dtype=torch.double)
+    first = sample.distribution(net.logits(net(x, "causal")[:, -1]), **how)[0, 65:69]
+    for i in range(4):
+        longer = torch.cat((x, torch.tensor([[65 + i]])), 1)
+        exact[i] = first[i] * sample.distribution(net.logits(net(longer, "causal")[:, -1]), **how)[0, 65:69]
+    seen, tally = torch.zeros(4, 4), []
+    for s in range(count):
+        a, b, _ = sample.speculate(net, heads, x[0].tolist(), 3, T, generator(f"{s}"), tally, **how)
+        seen[a - 65, b - 65] += 1
+    want = exact * count
+    assert float(((seen - want) ** 2 / want.clamp(min=1e-9))[want > 1].sum()) < 50 and seen[want < 1e-6].sum() == 0      # 15 degrees of freedom at most
+    assert 0 < sum(k for _, k in tally) < sum(d for d, _ in tally), "some are kept, some are not"
+
+
+def test_speculation_without_rejection_would_be_noticed(monkeypatch):
+    net, heads = drafting(4)
+    x = ids(5)
+    plain = [int(b) for b in sample.generate(net, x, 25, T, sample.sample_generators(1, 1), **GREEDY)]
+    invert = sample.invert
+    monkeypatch.setattr(sample.torch, "rand", lambda *shape, **k: torch.zeros(shape[0] if shape[0] != () else (), dtype=torch.double) - 1)
+    monkeypatch.setattr(sample, "invert", lambda p, u: invert(p, u.clamp(min=0)))
+    assert list(sample.speculate(net, heads, x[0].tolist(), 25, T, generator("s"), **GREEDY)) != plain
+
+
 # ---- filling
 
-@pytest.mark.parametrize("order", ["parallel", "confident"])
+class Oracle:
+    """A denoiser that knows the distribution: each byte by itself, 4 values."""
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    passes = 0
+
+    def __call__(self, ids, mask):
+        self.passes += 1
+        return ids
+
+    def logits(self, ids):
+        out = torch.full((*ids.shape, 512), -1e9)
+        out[..., 65:69] = self.p.log()
+        return out
+
+
+@pytest.mark.parametrize("steps", [1, 5, 40])
+def test_the_ancestral_sampler_reproduces_its_oracle(steps):
+    oracle, N, n = Oracle(), 300, 20
+    x = torch.full((N, n), MASK)
+    x[:, 3] = 90
+    states = [x, *sample.unmask(oracle, x, sample.sample_generators(1, N), steps, "ancestral")]
+    for before, after in zip(states, states[1:]):
+        assert torch.equal(after[before != MASK], before[before != MASK]), "a byte was changed again"
+    assert oracle.passes <= steps and not (states[-1] == MASK).any()
+    counts = torch.bincount(states[-1][:, [i for i in range(n) if i != 3]].flatten(), minlength=69)[65:69]
+    want = Oracle.p * N * (n - 1)
+    assert counts.sum() == N * (n - 1) and float(((counts - want) ** 2 / want).sum()) < 25
+    if steps == 40:                             # (t - s) / t unmasks an equal share a pass
+        first = float((states[1] != MASK).float().mean()) - 1 / n
+        assert abs(first - (n - 1) / n / 40) < 5 * (1 / 40 / N / n) ** 0.5
+
+
+def test_a_shifted_model_predicts_from_the_position_before():
+    net, x = randomized(), ids(T)
+    x[0, [0, 5]] = MASK
+    out = sample.fill(net, x, sample.sample_generators(1, 1), order="parallel", shift=True, **GREEDY)
+    row = torch.cat((torch.tensor([[EOT]]), x), 1)
+    logits = net.logits(net(row, "bidirectional"))[0, :, :256]
+    assert out[0, 0] == logits[0].argmax() and out[0, 5] == logits[5].argmax()
+
+
+def test_spans_are_split_at_their_sentinels():
+    script = [70, SENTINEL + 1, 71, 72, SENTINEL + 2, EOT]
+    class Writes:
+        embed = torch.nn.Embedding(512, 4)
+        sizes, dtype = Sizes(1, 1, 4), torch.float32
+        def __call__(self, ids, mask, cache):
+            cache["length"] += ids.size(1)
+            return ids
+        def logits(self, ids):
+            return F.one_hot(torch.tensor([script.pop(0)]), 512) * 100.0
+    spans, whole = sample.infill_spans(Writes(), [65, SENTINEL, 66, SEP], 3, 50, 99, sample.sample_generators(1, 1))
+    assert spans == [[70], [71, 72], []] and whole
+
+@pytest.mark.parametrize("order", ["parallel", "confident", "left", "ancestral"])
 def test_filling_leaves_no_mask_and_touches_nothing_else(order):
     net, x = randomized(), ids(T, 3)
     x[0, 2:5], x[1, 7], x[2, :] = MASK, MASK, MASK
-    out = sample.fill(net, x, sample.sample_generators(1, 3), order)
+    out = sample.fill(net, x, sample.sample_generators(1, 3), order=order)
     assert (out[x == MASK] < 256).all() and torch.equal(out[x != MASK], x[x != MASK])
 
 
@@ -111,20 +233,26 @@ def test_parallel_is_one_pass_and_confident_the_surest_byte_first():
     net, x = randomized().requires_grad_(False), ids(T)
     x[0, [2, 6, 9]] = MASK
     p, best = net.logits(net(x, "bidirectional"))[0, :, :256].softmax(-1).max(-1)
-    parallel = sample.fill(net, x, [None], "parallel", **GREEDY)
+    gens = sample.sample_generators(1, 1)
+    parallel = sample.fill(net, x, gens, order="parallel", **GREEDY)
     assert parallel[0, [2, 6, 9]].tolist() == best[[2, 6, 9]].tolist()
     want = x.clone()
     while (want == MASK).any():
         p, best = net.logits(net(want, "bidirectional"))[0, :, :256].softmax(-1).max(-1)
         at = max((i for i in range(T) if want[0, i] == MASK), key=lambda i: float(p[i]))
         want[0, at] = best[at]
-    assert torch.equal(sample.fill(net, x, [None], "confident", **GREEDY), want)
+    assert torch.equal(sample.fill(net, x, gens, order="confident", **GREEDY), want)
+    left = x.clone()
+    for i in (2, 6, 9):
+        left[0, i] = net.logits(net(left, "bidirectional"))[0, i, :256].argmax()
+    assert torch.equal(sample.fill(net, x, gens, order="left", **GREEDY), left)
 
 
 def test_only_the_marker_is_special():
-    assert sample.parse_holes(b"a[MASK]b[MASK:3]", b"") == [97, MASK, 98, MASK, MASK, MASK]
-    assert sample.parse_holes(b"<MASK> [MASK:x] [mask]", b"") == list(b"<MASK> [MASK:x] [mask]")
-    assert sample.parse_holes(b"a__[MASK]", b"_") == [97, MASK, MASK, *b"[MASK]"]
+    assert sample.parse_holes(b"a[MASK]b[MASK:3]", b"", sample.MASKS) == [[97], 1, [98], 3, []]
+    assert sample.parse_holes(b"<MASK> [MASK:x] [mask]", b"", sample.MASKS) == [list(b"<MASK> [MASK:x] [mask]")]
+    assert sample.parse_holes(b"a__[MASK]", b"_", sample.MASKS) == [[97], 1, [], 1, list(b"[MASK]")]
+    assert sample.parse_holes(b"<extra_id_7>b<extra_id_>", b"", sample.HOLES) == [[], 1, list(b"b<extra_id_>")]
 
 
 # ---- scoring
@@ -157,6 +285,9 @@ def place(tmp_path_factory):  # a folder with a run of every objective
     os.chdir(path)
     with open(train.argparse.__file__, "rb") as f, open("text.txt", "wb") as g:
         g.write(f.read())
+    for name, content in (("blank.txt", b"\n\n"), ("void.txt", b""), ("short.txt", b"import argparse\n" * 40)):
+        with open(name, "wb") as g:
+            g.write(content)
     for name in [*OBJECTIVES, "clm:.5,mlm:.5"]:
         assert train.main([*TINY, "--data", "text.txt", "--objective", name, "--max_iters", "2"]) == 0
     os.chdir(here)
@@ -184,6 +315,43 @@ def test_every_run_shows_itself(name, runs, capsys):
 def test_without_a_folder_the_newest_run_is_used(runs, capsys):
     os.utime("out/mlm/ckpt.pt")
     assert "masked" in say(capsys)
+
+
+def test_help_shows_every_objective(capsys):
+    with pytest.raises(SystemExit):
+        sample.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in [*OBJECTIVES, *(f"--{flag}" for flag in sample.FLAGS)])
+    assert set(sample.MODES) == set(OBJECTIVES)
+
+
+MODE_FLAGS = {
+    "mtp": [["--prompt", "for", "--speculate"], ["--prompt", "", "--speculate", "--num_samples", "2"],
+            ["--prompt", "x" * 99, "--speculate", "--temperature", "0"], ["--prompt", "x", "--speculate", "--max_new_tokens", "0"], ["--prompt", "x"]],
+    "hybrid": [["--prompt", "a[MASK:3]"], ["--prompt", "a plain prompt"], ["--prompt", "[MASK]" + "x" * 80, "--order", "left"]],
+    "mdlm": [["--prompt", ""], ["--prompt", "import "], ["--prompt", "a[MASK:9]b", "--steps", "3"], ["--prompt", "[MASK:90]", "--order", "confident"],
+             ["--prompt", "[MASK:4]", "--show"], ["--prompt", "x" * 99], ["--prompt", "é\0"]],
+    "span": [["--prompt", "a<extra_id_0>b<extra_id_1>"], ["--prompt", "<extra_id_0>"], ["--prompt", "a__b", "--hole", "__", "--num_samples", "2"]],
+    "ul2": [["--prompt", "a<extra_id_0>b"], ["--prompt", "a<extra_id_0>b", "--mode", "X"], ["--prompt", "go on", "--mode", "S"],
+            ["--prompt", ""], ["--prompt", "x" * 99]],
+    "fim": [["--prefix", "a", "--suffix", "b"], ["--prefix", "x" * 99, "--suffix", "y" * 99, "--spm"], ["--prompt", "a<extra_id_0>b"], ["--suffix", "b"],
+            ["--prefix", "", "--suffix", ""]],
+    "bart": [["--prompt", "a noizy tex"], ["--prompt", "x" * 99], ["--prompt", "a[MASK]b"], ["--prompt", ""]],
+    "electra": [["--prompt", "some text"], ["--prompt", "x" * 99], ["--prompt", ""], ["--prompt", "\udcff"]],
+    "nsp": [["--prefix", "a", "--suffix", "b"], ["--prefix", "x" * 99, "--suffix", "y" * 99], ["--prefix", ""]],
+    "contrastive": [["--query", "a"], ["--query", "", "--corpus", "text.txt"], ["--prompt", "a text"], ["--corpus", "text.txt"], ["--query", "x" * 99]],
+    "rotation": [["--prompt", "b a"], ["--prompt", ""], ["--prompt", "x" * 99]],
+}
+
+
+@pytest.mark.parametrize("name, flags", [(n, f) for n, each in MODE_FLAGS.items() for f in each], ids=lambda v: v if isinstance(v, str) else " ".join(v)[:30])
+def test_every_mode_takes_any_input(name, flags, runs, capsys):
+    short = ["--max_new_tokens", "20"] if "max_new_tokens" in sample.MODES[name][1] and "--max_new_tokens" not in flags else []
+    out = say(capsys, "--out_dir", f"out/{name}", *flags, *short)
+    assert "<MASK>" not in out and "<PRE>" not in out and "<SEP>" not in out
+    if name in ("span", "ul2", "fim") and "--prompt" in flags and "<extra" in flags[1]:
+        before, _, behind = flags[1].partition("<extra_id_0>")
+        assert out.startswith(before) and behind.partition("<extra")[0] in out
 
 
 PROMPTS = {"empty": "", "long": "x" * 500, "not UTF-8": os.fsdecode(b"\xff\xfe\x80"), "NUL": "a\0b", "look-alike": "<MASK><extra_id_0>", "emoji": "🙂"}
@@ -221,11 +389,31 @@ def test_a_mixture_does_what_its_members_do(runs, capsys):
     assert "a" in say(capsys, "--out_dir", folder, "--objective", "mlm", "--prompt", "a[MASK]")
 
 
-@pytest.mark.parametrize("name", ["clm", "prefix"])
+def test_a_pseudo_score_masks_one_byte_at_a_time():
+    net, x = randomized(), ids(T + 3)[0]
+    bits = 0.0
+    for a in (0, T):
+        window = x[a:a + T]
+        for i in range(len(window)):
+            row = window.clone()
+            row[i] = MASK
+            bits -= float(net.logits(net(row[None], "bidirectional"))[0, i].log_softmax(-1)[window[i]].detach()) / math.log(2)
+    assert sample.score_pseudo(net, x.byte(), T) == pytest.approx(bits, rel=1e-5)
+
+
+def test_the_bound_of_an_untrained_model_is_8_bits_a_byte():
+    torch.manual_seed(0)
+    net = sample.build(train.get_config([*TINY]))[0]
+    bits, error = sample.score_bound(net, ids(70)[0].byte(), 32, 1)
+    assert bits / 70 == pytest.approx(8.0, abs=1e-5) and error < 1e-3
+
+
+@pytest.mark.parametrize("name", ["clm", "prefix", "mtp", "fim", "hybrid", "mdlm", "mlm"])
 def test_score_prints_bits_per_byte_beside_compressors(name, runs, capsys):
-    out = say(capsys, "--out_dir", f"out/{name}", "--score", "text.txt", "--stride", "32")
+    out = say(capsys, "--out_dir", f"out/{name}", "--score", "short.txt", "--stride", "32")
     bits = float(out.split(": ")[1].split()[0])
     assert 2 < bits < 9.5 and "lzma" in out and "nats" in out
+    assert ("at most" in out, "pseudo" in out) == (name == "mdlm", name == "mlm")
 
 
 BAD = {
@@ -236,11 +424,20 @@ BAD = {
     "no run": (["--out_dir", "nowhere"], "no checkpoint"),
     "no checkpoint": (["--out_dir", "text.txt"], "not a checkpoint"),
     "an objective that was not trained": (["--out_dir", "out/clm", "--objective", "mlm"], "Try --objective clm"),
-    "score under mlm": (["--out_dir", "out/mlm", "--score", "text.txt"], "clm or prefix"),
+    "score without a likelihood": (["--out_dir", "out/bart", "--score", "text.txt"], "clm prefix"),
     "score of nothing": (["--out_dir", "out/clm", "--score", "nothing.txt"], "nothing.txt"),
     "a stride beyond the block": (["--out_dir", "out/clm", "--score", "text.txt", "--stride", "33"], "--stride 32"),
     "nothing to fill": (["--out_dir", "out/mlm", "--prompt", "no hole"], "[MASK]"),
     "an unknown order": (["--out_dir", "out/mlm", "--order", "sideways"], "parallel"),
+    "a flag of another objective": (["--out_dir", "out/clm", "--suffix", "x"], "fim nsp"),
+    "no hole for span": (["--out_dir", "out/span", "--prompt", "no hole"], "<extra_id_0>"),
+    "no hole for ul2 in mode R": (["--out_dir", "out/ul2", "--prompt", "no hole", "--mode", "R"], "<extra_id_0>"),
+    "an unknown mode": (["--out_dir", "out/ul2", "--mode", "Q"], "R, S or X"),
+    "two holes for fim": (["--out_dir", "out/fim", "--prompt", "<extra_id_0><extra_id_1>"], "2 holes"),
+    "a text too long for its block": (["--out_dir", "out/span", "--prompt", "x" * 99 + "<extra_id_0>"], "shorter text"),
+    "a corpus that is not there": (["--out_dir", "out/contrastive", "--corpus", "nowhere"], "--corpus nowhere"),
+    "an empty corpus": (["--out_dir", "out/contrastive", "--corpus", "blank.txt"], "no line"),
+    "an empty score": (["--out_dir", "out/clm", "--score", "void.txt"], "is empty"),
 }
 
 

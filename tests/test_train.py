@@ -314,7 +314,8 @@ def test_document_masks_reach_training_and_validation(text, tmp_path):
 
 def test_bits_per_byte_of_prefix_are_those_of_clm(text):
     run(text, "p", "--objective", "prefix", "--max_iters", "5")
-    assert train.main(["--init_from", "p", "--data", text, "--max_iters", "0", "--eval_iters", "1", "--out_dir", "c", "--dtype", "float32", "--device", "cpu"]) == 0
+    assert train.main(["--init_from", "p", "--data", text, "--max_iters", "0", "--eval_iters", "1", "--out_dir", "c", "--dtype", "float32",
+                       "--device", "cpu"]) == 0
     assert losses("c", "bpb", "val")[0] == pytest.approx(losses("p", "bpb", "val")[-1], rel=1e-6)
     assert losses("c", "loss", "val")[0] / math.log(2) == pytest.approx(losses("c", "bpb", "val")[0])
 
