@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +195,15 @@ def test_rope_scores_depend_on_distance_alone():
     def score(i, j):
         return float((M.rotate(q, *M.rotations(i, 1, 8, "cpu")) * M.rotate(k, *M.rotations(j, 1, 8, "cpu"))).sum())
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4) != pytest.approx(score(9, 5), abs=1e-2)
+
+
+def test_the_readme_shows_the_rule():
+    with open(os.path.join(os.path.dirname(M.__file__), "README.md"), encoding="utf-8") as f:
+        readme = f.read()
+    grids = [[" ".join("■" if seen else "·" for seen in row) for row in M.dense_mask(torch.tensor([p]), T, T)[0, 0].tolist()]
+             for p in (0, 3, T)]
+    for rows in zip(*grids):
+        assert (" " * 8).join(rows) in readme
 
 
 def test_fresh_weights_predict_every_id_alike_and_the_block_has_no_length_limit():
