@@ -872,7 +872,8 @@ def test_mdlm_equals_the_integral_over_t():
         m = sum(mask)
         if m:
             hidden = torch.tensor([mask])
-            logp = net.requires_grad_(False).logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[..., :256].log_softmax(-1).gather(2, x[..., None])[..., 0]
+            logits = net.requires_grad_(False).logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[..., :256]
+            logp = logits.log_softmax(-1).gather(2, x[..., None])[..., 0]
             f = -float(logp[hidden].sum())
             exact += f * math.gamma(m) * math.gamma(L - m + 1) / math.gamma(L + 1)
             by_l += f / math.comb(L, m) / L * (L / m)
