@@ -97,6 +97,18 @@ def test_make_never_waits_for_the_device_nor_loops_over_rows(name):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@every
+def test_make_never_synchronises_on_cuda(name):
+    hp = settings(name, T)
+    x, g = clean_windows(name, 4, T, hp).cuda(), generator("w", "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        OBJECTIVES[name]["make"](x, g, hp)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_the_watch_sees_what_it_refuses():
     x = torch.arange(8)
     for bad in (lambda: x[x > 3], lambda: x.sum().item(), lambda: x.nonzero(), lambda: x.masked_select(x > 3)):
