@@ -82,9 +82,9 @@ def resolve_mask(mask, B, T_q, T_k, D, device, doc=None):
 # ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
 
 def attend(q, k, v, seen):
-    """seen: what resolve_mask returns. Written out on CPU and mps, where that is the fastest form at the sizes
-    of this repository and the exact one; the fused kernels on CUDA."""
-    if q.device.type == "cuda":
+    """seen: what resolve_mask returns. The fused kernels on CUDA, and for the single query of a decoding step on the
+    CPU; else written out, which on the CPU is the faster form at the sizes of this repository."""
+    if q.device.type == "cuda" or q.device.type == "cpu" and q.size(2) == 1:
         return attend_fused(q, k, v, seen)
     return attend_plain(q, k, v, seen)
 
@@ -127,8 +127,8 @@ def rotations(start, T, D, device):  # -> cos, sin (T, D / 2) for positions star
     return angle.cos(), angle.sin()
 
 
-def rotate(x, cos, sin):  # (B, H, T, D) -> the same, each pair (i, i + D/2) turned by its position's angle
-    a, b = x.float().chunk(2, dim=-1)                                               # (B, H, T, D / 2) each
+def rotate(x, cos, sin):  # (..., T, D) -> the same, each pair (i, i + D/2) turned by its position's angle
+    a, b = x.float().chunk(2, dim=-1)                                               # (..., T, D / 2) each
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
@@ -157,8 +157,8 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, seen, cache=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                        # (B, H, T, D) each
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+        qkv = qkv.permute(2, 0, 3, 1, 4)                                            # (3, B, H, T, D)
+        (q, k), v = rotate(norm(qkv[:2]), cos, sin), qkv[2]
         if cache is not None:
             k, v = extend(cache, k, v)                                              # (B, H, T_k, D)
         y = attend(q, k, v, seen)

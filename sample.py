@@ -59,7 +59,7 @@ FLAGS = {
     "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
     "seed": (1, "of the samples", 0, 2 ** 31),
     "device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
-    "dtype": ("auto", "of activations and weights: auto, float32, bfloat16"),
+    "dtype": ("auto", "of activations and weights: auto, float32 (exact to rounding), bfloat16"),
 }
 COMMON = {"out_dir", "objective", "score", "stride", "seed", "device", "dtype"}
 DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
@@ -254,11 +254,10 @@ def score_pseudo(model, data, T):  # data (n,) uint8 -> bits: each byte from all
 # ---- a run
 
 def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, checkpoint; for inference
-    """On the CPU float32 by default: there the cache, batches and scores are exact to rounding."""
     ckpt = load_checkpoint(path)
     hp = argparse.Namespace(**ckpt["config"])
     device = pick_device(device)
-    hp.device, hp.dtype = str(device), pick_dtype("float32" if (dtype, device.type) == ("auto", "cpu") else dtype, device)
+    hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
     model, heads = build(hp)
     restore(model, heads, ckpt, path)
     return model.to(getattr(torch, hp.dtype)).requires_grad_(False), heads.requires_grad_(False), hp, ckpt
@@ -652,7 +651,8 @@ def main(argv=None):  # -> exit code
     precision = torch.get_float32_matmul_precision()
     set_precision(pick_device(flags.device))
     try:
-        model, heads, hp, ckpt = load_run(path, flags.device, flags.dtype)
+        exact = flags.score and flags.dtype == "auto"           # a score is worth the slower float32
+        model, heads, hp, ckpt = load_run(path, flags.device, "float32" if exact else flags.dtype)
         names = [m["name"] for m in members(hp)]
         flags.objective = flags.objective or names[0]
         if flags.objective not in names:

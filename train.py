@@ -470,7 +470,8 @@ def validation_list(run, corpus, hp):  # -> [(source, member, batches, causal ba
 @torch.no_grad()
 def evaluate(model, heads, validation, hp):  # -> one record for each source and member
     """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold start; for
-    mdlm a bound from above; None where the objective does not define it. stats: the objective's own figures."""
+    mdlm a bound from above; None where the objective does not define it. tokens_per_target: row positions for the
+    training signal of one position of clm. terms: the loss's terms and the objective's own figures."""
     records = []
     for source, m, batches, causal in validation:
         terms = [m["loss"](model, heads, b, hp) for b in batches]
@@ -480,8 +481,8 @@ def evaluate(model, heads, validation, hp):  # -> one record for each source and
         if "stats" in m:
             figures |= means([m["stats"](model, heads, b, hp) for b in batches])
         share = sum(targets(m, b, hp) for b in batches) / (len(batches) * EVAL_ROWS * hp.block_size)
-        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
-                        "bpb": nats / math.log(2) if "bpb" in m else None, "targets": share, "terms": figures})
+        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss, "bpb": nats / math.log(2) if "bpb" in m else None,
+                        "targets": share, "tokens_per_target": 1 / share, "terms": figures})
     return records
 
 

@@ -43,14 +43,27 @@ def total(terms):
 
 # ---- generic
 
-@every
-def test_a_batch_is_a_function_of_its_generator(name):
-    hp = settings(name, T)
+def check_purity(make, name, hp):
     x = clean_windows(name, 4, T, hp)
     kept = x.clone()
-    batch = [OBJECTIVES[name]["make"](x, generator(key), hp) for key in "aab"]
-    assert same(batch[0], batch[1]) and torch.equal(x, kept), "the caller's windows were changed"
+    batch = [make(x, generator(key), hp) for key in "aab"]
+    assert torch.equal(x, kept), "the caller's windows were changed"
+    assert same(batch[0], batch[1])
     assert name in ("clm", "mtp") or not same(batch[0], batch[2])
+
+
+@every
+def test_a_batch_is_a_function_of_its_generator(name):
+    check_purity(OBJECTIVES[name]["make"], name, settings(name, T))
+
+
+def test_masking_in_place_would_be_noticed():
+    def in_place(x, g, hp):                     # the seeds write the masks into the caller's tensor
+        batch = O.mlm(x, g, hp)
+        x.copy_(batch["inp"])
+        return batch
+    with pytest.raises(AssertionError, match="caller"):
+        check_purity(in_place, "mlm", settings("mlm", T))
 
 
 @every
@@ -180,9 +193,16 @@ def test_one_batch_can_be_learned_by_heart(name):
 
 # ---- clm
 
+def check_clm(x, batch):
+    assert torch.equal(batch["inp"], x[:, :-1]) and torch.equal(batch["tgt"], x[:, 1:]) and batch["mask"] == "causal"
+
+
 def test_clm_shifts_once():
     x, batch, _ = make("clm")
-    assert torch.equal(batch["inp"], x[:, :-1]) and torch.equal(batch["tgt"], x[:, 1:]) and batch["mask"] == "causal"
+    check_clm(x, batch)
+    twice = dict(batch, inp=batch["inp"][:, :-1], tgt=batch["tgt"][:, 1:])          # the seeds: labels "already shifted", shifted again
+    with pytest.raises(AssertionError):
+        check_clm(x, twice)
 
 
 # ---- mlm
@@ -459,14 +479,6 @@ def test_ul2_figures_are_its_denoisers_means():
 
 # ---- fim
 
-def sections(row):  # ids of one row -> kind, prefix, middle, suffix
-    at = {i: row.index(i) for i in (PRE, SUF, MID)}
-    assert row[-1] == EOT and row[0] == PRE and all(row.count(i) == 1 for i in at)
-    if at[SUF] == 1 and at[MID] < len(row):
-        return at[SUF] + 1, at[MID]
-    return None
-
-
 def fim_rows(**changes):
     x, batch, hp = make("fim", B=6000, T=33, **changes)
     z = torch.cat((batch["inp"], batch["tgt"][:, -1:]), dim=1)
@@ -490,10 +502,7 @@ def test_fim_psm_can_be_put_together_again_and_has_thirds():
     check_psm(*fim_rows(fim_rate=1.0, fim_spm_rate=0.0))
 
 
-def test_fim_spm_is_the_papers_second_variant():
-    """PRE SUF suffix MID prefix middle EOT: with the same cuts, the bytes of PSM in another order."""
-    x, spm = fim_rows(fim_rate=1.0, fim_spm_rate=1.0)
-    _, psm = fim_rows(fim_rate=1.0, fim_spm_rate=0.0)
+def check_spm(x, spm, psm):
     n, empty = x.size(1) - 4, 0
     for raw, row, other in zip(x.tolist(), spm.tolist(), psm.tolist()):
         m = row.index(MID)
@@ -505,6 +514,19 @@ def test_fim_spm_is_the_papers_second_variant():
             assert row == other
             empty += 1
     assert empty > 0
+
+
+def test_fim_spm_is_the_papers_second_variant():
+    """PRE SUF suffix MID prefix middle EOT: with the same cuts, the bytes of PSM in another order."""
+    x, spm = fim_rows(fim_rate=1.0, fim_spm_rate=1.0)
+    _, psm = fim_rows(fim_rate=1.0, fim_spm_rate=0.0)
+    check_spm(x, spm, psm)
+    first = []                                  # the seeds' variant: SUF suffix PRE prefix MID middle
+    for row in psm.tolist():
+        s, m = row.index(SUF), row.index(MID)
+        first.append(row[s:m] + row[:s] + row[m:])
+    with pytest.raises(AssertionError):
+        check_spm(x, torch.tensor(first), psm)
 
 
 def test_fim_rates_are_shares_of_rows():
@@ -559,13 +581,23 @@ def test_mtp_heads_do_not_see_ahead():
             assert (grad[0, t + 1:] == 0).all() and (grad[0, :t + 1].abs().amax(1) > 0).all()
 
 
-def test_mtp_loss_equals_separate_heads():
+def check_mtp_sum(net, heads, x, batch, terms):
+    h = net(batch["inp"], "causal")
+    want = F.cross_entropy(net.logits(h).flatten(0, 1), x[:, 1:T + 1].flatten())
+    for k, W in enumerate(heads["mtp"].weight, start=2):
+        each = F.cross_entropy(net.logits(O.norm(h + h @ W.T)).flatten(0, 1), x[:, k:T + k].flatten())
+        torch.testing.assert_close(terms[f"head{k}"][0] / terms[f"head{k}"][1], each)
+        want = want + each
+    torch.testing.assert_close(total(terms), want)
+
+
+def test_mtp_loss_is_the_sum_of_separate_heads():
     x, batch, hp = make("mtp")
     net, heads = randomized(), heads_of("mtp", hp)
-    h = net(batch["inp"], "causal")
-    for k, W in enumerate(heads["mtp"].weight, start=2):
-        want = F.cross_entropy(net.logits(O.norm(h + h @ W.T)).flatten(0, 1), x[:, k:T + k].flatten(), reduction="sum")
-        torch.testing.assert_close(O.mtp_loss(net, heads, batch, hp)[f"head{k}"][0], want, rtol=1e-4, atol=1e-2)
+    terms = O.mtp_loss(net, heads, batch, hp)
+    check_mtp_sum(net, heads, x, batch, terms)
+    with pytest.raises(AssertionError):         # the seeds divide by the number of heads
+        check_mtp_sum(net, heads, x, batch, {k: (s, n, c / 4) for k, (s, n, c) in terms.items()})
 
 
 def test_mtp_learns_a_periodic_text_with_every_head():
@@ -608,23 +640,24 @@ def electra_case(B=6):
     return x, batch, hp, randomized(), heads_of("electra", hp)
 
 
+def check_labels(x, batch, labels, right):
+    assert (labels.sum(1) == (0 if right else round(0.15 * T))).all()
+    assert right or torch.equal(labels, torch.zeros_like(x).scatter(1, batch["at"], 1))
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_electra_labels_only_what_differs(right):
     x, batch, hp, net, heads = electra_case()
     _, clean, labels, _ = O.electra_forward(net, dict(heads, generator=Says(x if right else x % 255 + 1)), batch)
-    k = round(0.15 * T)
     assert torch.equal(clean, x.gather(1, batch["at"]))
-    assert (labels.sum(1) == (0 if right else k)).all()
-    chosen = torch.zeros_like(x).scatter(1, batch["at"], 1)
-    assert right or torch.equal(labels, chosen)
+    check_labels(x, batch, labels, right)
 
 
 def test_the_seeds_electra_labels_would_be_noticed():
     """Compared with the masked input, every masked position counts as replaced, a right guess too."""
     x, batch, hp, net, heads = electra_case()
-    fake = x                                                        # the generator was right everywhere
-    wrong = (fake != batch["inp"]).long()
-    assert wrong.sum() > 0 == (fake != x).sum()
+    with pytest.raises(AssertionError):
+        check_labels(x, batch, (x != batch["inp"]).long(), right=True)
 
 
 def test_electra_masks_85_percent_of_an_exact_number():
