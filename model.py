@@ -43,14 +43,11 @@ def allow(q, k, prefix, doc_q=None, doc_k=None):
     return seen if doc_q is None else seen & (doc_q == doc_k)
 
 
-def dense_mask(prefix, T_q, T_k, doc=None):  # prefix (B,) -> (B, 1, T_q, T_k) bool, True = may attend
-    """Queries are the last T_q of the T_k positions, as when a KV cache holds the others."""
-    k = torch.arange(T_k, device=prefix.device)
-    q = k[T_k - T_q:, None]                                                         # (T_q, 1)
-    prefix = prefix[:, None, None, None]
+def dense_mask(prefix, q, T_k, doc=None):  # prefix (B,), positions q (T_q,) -> (B, 1, T_q, T_k) bool, True = may attend
+    k, prefix = torch.arange(T_k, device=prefix.device), prefix[:, None, None, None]
     if doc is None:
-        return allow(q, k, prefix)
-    return allow(q, k, prefix, doc[:, None, T_k - T_q:, None], doc[:, None, None, :])
+        return allow(q[:, None], k, prefix)
+    return allow(q[:, None], k, prefix, doc[:, None, q, None], doc[:, None, None, :])
 
 
 def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask, which new lengths do not recompile
@@ -62,21 +59,23 @@ def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask, which new leng
     return create_block_mask(rule, len(prefix), None, T, T, device=prefix.device)
 
 
-def resolve_mask(mask, B, T_q, T_k, D, device, doc=None):
+def resolve_mask(mask, B, q, T_k, D, doc=None, static=False):
     """What attend takes, built once per forward pass: "causal" or "bidirectional" where the kernels know the
     mask by name, else a dense mask, or a BlockMask where FlexAttention has a kernel (CUDA, Triton, D >= 16).
-    mask: those two names, or prefix lengths (B,)."""
+    mask: those two names, or prefix lengths (B,). q: the queries' positions (T_q,), the last of the T_k unless the
+    keys are a static cache, which has room behind them."""
+    T_q, device = len(q), q.device
     if isinstance(mask, str):
         assert mask in ("causal", "bidirectional"), mask
-        if doc is None and (mask == "bidirectional" or T_q == 1):
+        if doc is None and not static and (mask == "bidirectional" or T_q == 1):
             return "bidirectional"              # a single query is the last position and sees every key
-        if doc is None and T_q == T_k:
+        if doc is None and not static and T_q == T_k:
             return "causal"
         mask = torch.full((B,), 0 if mask == "causal" else T_k, device=device)
     assert mask.shape == (B,), f"prefix lengths {tuple(mask.shape)}, batch of {B} rows"
     if device.type == "cuda" and D >= 16 and T_q == T_k and importlib.util.find_spec("triton"):
         return block_mask(mask, T_q, doc)
-    return dense_mask(mask, T_q, T_k, doc)
+    return dense_mask(mask, q, T_k, doc)
 
 
 # ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
@@ -121,9 +120,9 @@ def norm(x):  # (..., C) -> (..., C) of root mean square 1
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotations(start, T, D, device):  # -> cos, sin (T, D / 2) for positions start .. start + T - 1
-    freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=device, dtype=torch.float32) / D)
-    angle = torch.outer(torch.arange(start, start + T, device=device, dtype=torch.float32), freq)
+def rotations(at, D):  # positions (T,) -> cos, sin (T, D / 2)
+    freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=at.device, dtype=torch.float32) / D)
+    angle = torch.outer(at.float(), freq)
     return angle.cos(), angle.sin()
 
 
@@ -183,12 +182,16 @@ class Transformer(nn.Module):
         inside a document. cache: what new_cache returned; idx then continues what it holds."""
         B, T = idx.shape
         start, D = 0 if cache is None else cache["length"], self.sizes.n_embd // self.sizes.n_head
-        seen = resolve_mask(mask, B, T, start + T, D, idx.device, doc)
-        cos, sin = rotations(start, T, D, idx.device)
+        static = isinstance(start, torch.Tensor)
+        at = start + torch.arange(T, device=idx.device)                             # (T,)
+        seen = resolve_mask(mask, B, at, cache["k"].size(3) if static else start + T, D, doc, static)
+        cos, sin = rotations(at, D)
         x = norm(self.embed(idx).to(self.dtype))
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, seen, None if cache is None else (cache["k"][i], cache["v"][i], start))
-        if cache is not None:
+            x = block(x, cos, sin, seen, None if cache is None else (cache["k"][i], cache["v"][i], start, at))
+        if static:
+            start.add_(T)
+        elif cache is not None:
             cache["length"] = start + T
         return norm(x)
 
@@ -199,15 +202,20 @@ class Transformer(nn.Module):
 
 # ---- KV cache
 
-def new_cache(model, B, T):  # -> room for T positions of B rows; setting "length" back forgets the positions after it
+def new_cache(model, B, T, static=False):  # -> room for T positions of B rows
+    """Setting "length" back forgets the positions after it. static: the length is a tensor and every step attends over
+    all T positions under a mask, so that no shape depends on the length and a step can be compiled."""
     sizes, device = model.sizes, model.embed.weight.device
     shape = sizes.n_layer, B, sizes.n_head, T, sizes.n_embd // sizes.n_head
     return dict(k=torch.zeros(shape, dtype=model.dtype, device=device),
-                v=torch.zeros(shape, dtype=model.dtype, device=device), length=0)
+                v=torch.zeros(shape, dtype=model.dtype, device=device),
+                length=torch.zeros((), dtype=torch.long, device=device) if static else 0)
 
 
-def extend(cache, k, v):  # one layer's (keys, values, length) -> all keys and values up to here (B, H, T_k, D)
-    keys, values, start = cache
+def extend(cache, k, v):  # one layer's (keys, values, length, positions) -> all keys and values (B, H, T_k, D)
+    keys, values, start, at = cache
+    if isinstance(start, torch.Tensor):
+        return keys.index_copy_(2, at, k), values.index_copy_(2, at, v)
     end = start + k.size(2)
     assert end <= keys.size(2), f"the cache has room for {keys.size(2)} positions, not {end}"
     keys[:, :, start:end], values[:, :, start:end] = k, v

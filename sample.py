@@ -52,6 +52,7 @@ FLAGS = {
     "corpus": ("", "contrastive: file whose lines are embedded, or searched for --query"),
     "score": ("", "file whose bits per byte to print"),
     "stride": (0, "with --score: bytes scored per window, block_size for disjoint cold windows; 0 for half a block", 0, 1 << 24),
+    "compile": (False, "torch.compile the decoding step: slow to start, faster for long texts"),
     "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
     "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
     "temperature": (0.8, "0 takes the most likely byte", 0.0, 1e6),
@@ -105,31 +106,47 @@ def sample_generators(seed, n):
 # ---- continuing
 
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True, extra=(), **how):  # prompt (N, n) -> yields (N,)
-    """Continues each row of a prompt, an id a row at a time; a row that wrote EOT goes on with EOT.
+def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True, extra=(), step=None, **how):  # prompt (N, n) -> yields (N,)
+    """Continues each row of a prompt, an id a row at a time; a row that wrote EOT goes on with EOT. step: what compile_step
+    returned, to take the steps behind the prompt.
 
     mask "causal": when the context is full, its last half is encoded again, with the cache or without.
     mask "prefix": the prompt is read in both directions; ends with the block, for which the prompt must leave room."""
     N, n = prompt.shape
     assert n > 0 and (mask == "causal" or n <= T), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=prompt.device)
-    start, cache = max(0, n - T), None
+    start, fed, cache = max(0, n - T), 0, None  # fed: ids behind start that the cache holds
     for _ in range(max_new_tokens):
         if ids.size(1) - start > T:
             if mask == "prefix":
                 return
-            start, cache = ids.size(1) - T // 2, None
-        if cached and cache is None:
-            cache = new_cache(model, N, T)
-        new = ids[:, start + (cache["length"] if cached else 0):]
-        causal = mask == "causal" or (cached and cache["length"] > 0)
-        h = model(new, "causal" if causal else torch.full((N,), n, device=ids.device), cache=cache)
-        byte = pick(model.logits(h[:, -1]), gens, extra, **how).masked_fill(ended, EOT)
+            start, fed = ids.size(1) - T // 2, 0
+        if cached and not fed:
+            cache = new_cache(model, N, T, static=step is not None)
+        new = ids[:, start + fed:]
+        if step is not None and fed:
+            logits = step(byte[:, None], cache)     # not the slice of ids, whose strides grow
+        else:
+            seen = "causal" if mask == "causal" or fed else torch.full((N,), n, device=ids.device)
+            logits = model.logits(model(new, seen, cache=cache)[:, -1])
+        fed += new.size(1) if cached else 0
+        byte = pick(logits, gens, extra, **how).masked_fill(ended, EOT)
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
         yield byte
         if ended.all():
             return
+
+
+@torch.inference_mode()
+def compile_step(model, N, T):  # -> step for N rows and a block of T, or None where torch.compile cannot
+    step = torch.compile(lambda byte, cache: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False)
+    try:
+        step(torch.zeros(N, 1, dtype=torch.long, device=model.embed.weight.device), new_cache(model, N, T, static=True))
+    except Exception as e:                      # no compiler, an old one, an operating system without support
+        print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it", file=sys.stderr)
+        return None
+    return step
 
 
 @torch.inference_mode()
@@ -330,7 +347,8 @@ def continue_mode(model, heads, hp, flags, held_out):
     mask = "prefix" if name in ("prefix", "ul2") else "causal"
     if flags.speculate:
         return speculate_mode(model, heads, hp, flags, prompt)
-    steps = generate(model, ids, flags.max_new_tokens, T, sample_generators(flags.seed, flags.num_samples), mask, **drawing(flags))
+    step = compile_step(model, flags.num_samples, T) if flags.compile else None
+    steps = generate(model, ids, flags.max_new_tokens, T, sample_generators(flags.seed, flags.num_samples), mask, step=step, **drawing(flags))
     if flags.num_samples == 1:
         stream = Stream(prompt)
         for byte in steps:
@@ -608,11 +626,11 @@ def score_mode(model, hp, flags):
 
 # name: (mode, the flags it reads beside COMMON)
 MODES = {
-    **dict.fromkeys(("clm", "prefix"), (continue_mode, {"prompt", "max_new_tokens"} | DRAWING)),
-    "mtp": (continue_mode, {"prompt", "max_new_tokens", "speculate"} | DRAWING),
+    **dict.fromkeys(("clm", "prefix"), (continue_mode, {"prompt", "max_new_tokens", "compile"} | DRAWING)),
+    "mtp": (continue_mode, {"prompt", "max_new_tokens", "compile", "speculate"} | DRAWING),
     "mlm": (fill_mode, {"prompt", "hole", "order", "steps"} | DRAWING),
     "mdlm": (fill_mode, {"prompt", "hole", "order", "steps", "show", "max_new_tokens"} | DRAWING),
-    "hybrid": (fill_mode, {"prompt", "hole", "order", "steps", "max_new_tokens"} | DRAWING),
+    "hybrid": (fill_mode, {"prompt", "hole", "order", "steps", "max_new_tokens", "compile"} | DRAWING),
     "span": (holes_mode, {"prompt", "hole", "max_new_tokens"} | DRAWING),
     "ul2": (holes_mode, {"prompt", "hole", "mode", "max_new_tokens"} | DRAWING),
     "fim": (fim_mode, {"prompt", "hole", "prefix", "suffix", "spm", "max_new_tokens"} | DRAWING),
