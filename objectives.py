@@ -25,6 +25,7 @@ from model import Linear, Sizes, Transformer, norm
 
 IGNORE = -100                                   # in a target: no loss at this position
 N_BYTES = 256
+EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
 
 
 # ---- building blocks: drawing
@@ -41,6 +42,11 @@ def compose(B, m, k, g):  # -> (B, k) long: positive parts that add up to m, all
 def stratified(B, g):  # -> (B,) in [0, 1): one number from each B-th of the range, in random order
     order = torch.rand(B, generator=g, device=g.device).argsort()
     return (order + torch.rand(B, generator=g, device=g.device)) / B
+
+
+def lengths(B, low, high, g):  # -> (B, 1) long: high in half of the rows, in the others uniform over low..high
+    u = torch.rand(2, B, 1, generator=g, device=g.device)
+    return torch.where(u[0] < 0.5, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
 
 
 def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, never a special id
@@ -269,7 +275,7 @@ def denoisers(T, hp):  # -> [(mode id, weight, n, N, S)]
 
 def ul2_window(T, hp):
     parts = denoisers(T, hp)
-    if min(apportion([d[1] for d in parts], hp.batch_size * hp.accum)) == 0:
+    if min(apportion([d[1] for d in parts], min(hp.batch_size * hp.accum, EVAL_ROWS))) == 0:
         fail(f"--batch_size {hp.batch_size}: leaves a denoiser of --ul2_weights {hp.ul2_weights} without a row. "
              f"Try --batch_size {math.ceil(sum(d[1] for d in parts) / min(d[1] for d in parts))}")
     return max(d[2] for d in parts)
@@ -294,20 +300,21 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
     Two cuts uniform over all places, so that each section is a third on average; a row is rearranged with probability
     fim_rate, of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie within
-    one document where they can (context-level FIM)."""
+    one document where they can (context-level FIM). Half of the rearranged rows are so to their end; in the others
+    plain text follows EOT, as another document would: else EOT would be known by its place in the row."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes of a row
-    cut = torch.randint(0, n + 1, (B, 2), generator=g, device=g.device).sort(dim=1).values
-    a, b, i = cut[:, :1], cut[:, 1:], torch.arange(n, device=g.device)              # prefix i < a, middle, suffix i >= b
-    suffix = n - b
-    psm = 1 + i + torch.where(i < a, 0, torch.where(i < b, suffix + 2, 1 + a - b))  # where byte i goes
+    i, m = torch.arange(n, device=g.device), lengths(B, 1, n, g)                    # m (B, 1) bytes are rearranged
+    cut = (torch.rand(B, 2, generator=g, device=g.device) * (m + 1)).long().sort(dim=1).values
+    a, b = cut[:, :1], cut[:, 1:]                                                   # prefix i < a, middle, suffix b <= i < m
+    suffix = m - b
+    psm = torch.where(i < a, 1 + i, torch.where(i < b, 3 + suffix + i, 2 + a + i - b))          # where byte i goes
     spm = torch.where(i < b, 3 + suffix + i, 2 + i - b)
-    ids = x.new_tensor([PRE, SUF, MID, EOT]).expand(B, 4)
-    zero = torch.zeros_like(a)
-    psm = torch.cat((psm, zero, 1 + a, 2 + a + suffix, zero + n + 3), dim=1)
-    spm = torch.cat((spm, zero, zero + 1, 2 + suffix, zero + n + 3), dim=1)
+    zero, rest = torch.zeros_like(a), i >= m
+    psm = torch.cat((torch.where(rest, i + 4, psm), zero, 1 + a, 2 + a + suffix, m + 3), dim=1)
+    spm = torch.cat((torch.where(rest, i + 4, spm), zero, zero + 1, 2 + suffix, m + 3), dim=1)
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
     at = torch.where(u[:, 0] < hp.fim_spm_rate, spm, psm)
-    moved = torch.zeros_like(x).scatter(1, at, torch.cat((x[:, :n], ids), dim=1))
+    moved = torch.zeros_like(x).scatter(1, at, torch.cat((x[:, :n], *(column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1))
     return clm(torch.where(u[:, 1] < hp.fim_rate, moved, x), g, hp)
 
 
@@ -381,8 +388,8 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), at (B, k), u (B, k)
 
 
 def electra_heads(sizes, hp):
-    H = max(1, round(sizes.n_head * hp.gen_scale))                                  # as many layers, fewer heads of the same width
-    small = Sizes(sizes.n_layer, H, H * (sizes.n_embd // sizes.n_head))
+    H = max(1, round(sizes.n_head * hp.gen_scale))
+    small = Sizes(sizes.n_layer, H, 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H))))
     return {"generator": Transformer(small, getattr(torch, hp.dtype)), "replaced": readout(sizes.n_embd)}
 
 
@@ -415,11 +422,12 @@ def electra_stats(model, heads, batch, hp):
     return {"auc": (auc(replaced.flatten(), labels.flatten()), 1), "replaced": (labels.sum(), labels.numel())}
 
 
-def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores above a 0, ties counted half
-    order = scores.double().sort().values
-    rank = (torch.searchsorted(order, scores.double()) + torch.searchsorted(order, scores.double(), right=True) + 1) / 2
-    ones = labels.sum().double()
-    return ((rank * labels).sum() - ones * (ones + 1) / 2) / (ones * (len(labels) - ones)).clamp(min=1)
+def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores above a 0, ties counted half; .5 without both
+    scores, labels = scores.cpu().double(), labels.cpu().double()                   # mps has no float64
+    order, ones = scores.sort().values, labels.sum()
+    rank = (torch.searchsorted(order, scores) + torch.searchsorted(order, scores, right=True) + 1) / 2
+    pairs = ones * (len(labels) - ones)
+    return ((rank * labels).sum() - ones * (ones + 1) / 2) / pairs if pairs else torch.tensor(0.5)
 
 
 # ---- bart: denoising
@@ -436,71 +444,75 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     those of length 0 insert one), permute (sentences), rotate (another byte comes first). Order: permute, infill,
     the others, rotate. mask, delete, infill and replace share bart_rate equally, each an exact number of bytes.
     Departures: infilled spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a
-    random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise."""
+    random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise; half of the
+    rows hold as many, the others fewer: else EOT would be known by its place in the row."""
     B, L = x.shape
-    noises, i = hp.bart_noise.split(","), torch.arange(x.size(1), device=x.device)
-    k = bart_count(L, hp)
-    y, keep = x, torch.ones_like(x, dtype=torch.bool)
+    noises, i, m = hp.bart_noise.split(","), torch.arange(L, device=x.device), lengths(B, min(8, L), L, g)
+    k = bart_counts(m, hp)                                                          # (B, 1)
+    y, present = x, i < m                                                           # (B, L)
+    keep = present
     if "permute" in noises:
-        y = permute_sentences(y, g)
+        y = permute_sentences(y, present, g)
     if "infill" in noises:
-        keep, start, used = place_infills(B, L, k, hp.poisson_lambda, g)            # (B, L), (B, K), (B, K)
+        keep, start, used = place_infills(present, k, 8 + int(hp.bart_rate * L + 1), hp.poisson_lambda, g)       # (B, L), (B, K), (B, K)
     point = [noise for noise in ("mask", "delete", "replace") if noise in noises]
-    if point:                                   # distinct bytes outside the infilled spans, so many for each noise
-        at = torch.rand(B, L, generator=g, device=g.device).masked_fill(~keep, -1).topk(k * len(point), dim=1).indices
-        for noise, where in zip(point, at.split(k, dim=1)):
+    if point:                                   # distinct bytes outside the infilled spans, k for each noise
+        order = torch.rand(B, L, generator=g, device=g.device).masked_fill(~keep, 2).argsort(dim=1)
+        rank = torch.zeros_like(x).scatter(1, order, i.expand(B, L))
+        for j, noise in enumerate(point):
+            struck = (rank >= j * k) & (rank < (j + 1) * k)
             if noise == "delete":
-                keep = keep.scatter(1, where, False)
+                keep = keep & ~struck
             else:
-                y = y.scatter(1, where, MASK if noise == "mask" else random_bytes(where.shape, g))
+                y = torch.where(struck, MASK if noise == "mask" else random_bytes((B, L), g), y)
     if "infill" in noises:                      # byte i has the slot behind all spans that start at or before it
         K = start.size(1)
         before = torch.zeros(B, L + 1, dtype=torch.long, device=x.device).scatter_add(1, start, used.long()).cumsum(1)[:, :L]
-        spans = torch.arange(K, device=x.device)
-        slots = torch.cat((i + before, torch.where(used, start + spans, L + K)), dim=1)
+        slots = torch.cat((i + before, torch.where(used, start + torch.arange(K, device=x.device), L + K)), dim=1)
         wide = torch.full((B, L + K + 1), PAD, dtype=x.dtype, device=x.device)
         keep = torch.zeros_like(wide, dtype=torch.bool).scatter(1, slots, torch.cat((keep, used), dim=1))[:, :L + K]
         y = wide.scatter(1, slots, torch.cat((y, torch.full_like(start, MASK)), dim=1))[:, :L + K]
     if "rotate" in noises:
         y, length = pack(y, keep, L), keep.sum(1, keepdim=True)
         turn = 1 + (torch.rand(B, 1, generator=g, device=g.device) * (length - 1)).long()
-        y, keep = y.gather(1, ((i + turn) % length).where(i < length, i)), i < length
-    return seq2seq(y, keep, x, torch.ones_like(x, dtype=torch.bool), hp.block_size)
+        y, keep = y.gather(1, ((i + turn) % length.clamp(min=1)).where(i < length, i)), i < length
+    return seq2seq(y, keep, x, present, hp.block_size)
 
 
-def permute_sentences(x, g):  # (B, L) -> the same sentences in another order
+def permute_sentences(x, present, g):  # (B, L) -> the same sentences in another order, what is not present behind them
     """A sentence ends with a newline, or with white space behind a full stop, question or exclamation mark."""
     space = (x == 32) | ((x >= 9) & (x <= 13))
     stop = (x == ord(".")) | (x == ord("?")) | (x == ord("!"))
     end = (x == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
     sentence = end.cumsum(1) - end.long()                                           # (B, L): an end belongs to its sentence
-    key = torch.rand(x.shape, generator=g, device=g.device).gather(1, sentence)
+    key = torch.rand(x.shape, generator=g, device=g.device).gather(1, sentence).masked_fill(~present, 2)
     return x.gather(1, key.argsort(dim=1, stable=True))
 
 
-def place_infills(B, L, M, mean, g):  # -> keep (B, L), start (B, K), used (B, K): spans that cover exactly M bytes
-    """Lengths are Poisson until they add up to M, the last cut to fit; each span at a uniform gap between kept bytes."""
-    K = M + 8                                   # draws enough at mean >= 2; a row without spans of length 0 uses at most M
-    pmf = torch.tensor([math.exp(-mean + j * math.log(mean) - math.lgamma(j + 1)) for j in range(64)], dtype=torch.double)
-    cdf = pmf.cumsum(0).float().to(g.device)
+def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> keep (B, L), start (B, K), used (B, K)
+    """At most K spans that cover exactly M of the present bytes: lengths are Poisson until they add up to M, the last
+    cut to fit; each span lies at a uniform gap between kept bytes."""
+    (B, L), m = present.shape, present.sum(1, keepdim=True)
+    j = torch.arange(64, device=g.device)       # the Poisson distribution, by the inverse of its distribution function
+    cdf = (j * math.log(mean) - mean - torch.lgamma(j + 1.0)).exp().cumsum(0)
     length = torch.searchsorted(cdf, torch.rand(B, K, generator=g, device=g.device), right=True).clamp(max=63)
     before = length.cumsum(1) - length
     used = before < M
     length = torch.where(used, length.minimum(M - before), 0)
     full = (used & (length > 0)).sum(1, keepdim=True)
     used &= (length > 0) | ((used & (length == 0)).cumsum(1) <= M - full)           # the source never outgrows the text
-    gap = torch.randint(0, L - M + 1, (B, K), generator=g, device=g.device)
+    gap = (torch.rand(B, K, generator=g, device=g.device) * (m - M + 1)).long()
     order = torch.where(used, gap, L).sort(dim=1)                                   # unused spans last; kept bytes before each
     used, length = used.gather(1, order.indices), length.gather(1, order.indices)
     start = (order.values + length.cumsum(1) - length).clamp(max=L)
     edge = torch.zeros(B, L + 1, dtype=torch.long, device=g.device)
     edge = edge.scatter_add(1, start, used.long()).scatter_add(1, (start + length).clamp(max=L), -used.long())
-    return edge[:, :L].cumsum(1) == 0, start, used
+    return (edge[:, :L].cumsum(1) == 0) & present, start, used
 
 
-def bart_count(L, hp):  # -> bytes that each of the noises with a rate strikes
+def bart_counts(m, hp):  # bytes of the rows (B, 1) -> bytes that each of the noises with a rate strikes (B, 1)
     rated = len({"mask", "delete", "infill", "replace"} & set(hp.bart_noise.split(",")))
-    return max(1, int(hp.bart_rate * L / max(1, rated) + 0.5))
+    return (m * (hp.bart_rate / max(1, rated)) + 0.5).long().clamp(min=1)
 
 
 def bart_window(T, hp):
@@ -590,6 +602,8 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
 
 
 def contrastive_window(T, hp):
+    if round(hp.crop * T) >= T:
+        fail(f"--crop {hp.crop:g}: both crops would be the whole window. Try --crop 0.5")
     if hp.batch_size < 2:
         fail(f"--batch_size {hp.batch_size}: contrastive compares the rows of a micro-batch. Try --batch_size 8")
     return T
@@ -707,9 +721,9 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
 
 
 def hybrid_window(T, hp):
-    rows = int(hp.batch_size * hp.accum * hp.hybrid_ratio + 1e-6)
-    if not 0 < rows < hp.batch_size * hp.accum and 0 < hp.hybrid_ratio < 1:
-        fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row at --batch_size {hp.batch_size}. Try a larger batch")
+    for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
+        if not 0 < int(rows * hp.hybrid_ratio + 1e-6) < rows and 0 < hp.hybrid_ratio < 1:
+            fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. Try a ratio nearer to .5")
     if round(hp.mask_rate * T) > T - 1:
         fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
     return next_byte(T, hp)

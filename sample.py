@@ -26,7 +26,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, decode, encode, fail, generator, map_file
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF, decode, encode, fail, generator, map_file
 from model import new_cache
 from objectives import GAP, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
 from train import (Parser, build, compressors, load_checkpoint, members, newest_run, pick_device, pick_dtype,
@@ -62,7 +62,7 @@ FLAGS = {
     "device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
     "dtype": ("auto", "of activations and weights: auto, float32 (exact to rounding), bfloat16"),
 }
-COMMON = {"out_dir", "objective", "score", "stride", "seed", "device", "dtype"}
+COMMON = {"out_dir", "objective", "seed", "device", "dtype"}
 DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
 
 
@@ -106,16 +106,17 @@ def sample_generators(seed, n):
 # ---- continuing
 
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True, extra=(), step=None, **how):  # prompt (N, n) -> yields (N,)
-    """Continues each row of a prompt, an id a row at a time; a row that wrote EOT goes on with EOT. step: what compile_step
-    returned, to take the steps behind the prompt.
+def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True, prefix=0, extra=(), step=None, **how):
+    """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on with EOT.
+    extra: ids that may be written beside bytes. step: what compile_step returned, to take the steps behind the prompt.
 
     mask "causal": when the context is full, its last half is encoded again, with the cache or without.
-    mask "prefix": the prompt is read in both directions; ends with the block, for which the prompt must leave room."""
+    mask "prefix": the prompt, or its first `prefix` positions, is read in both directions; ends with the block, for
+    which the prompt must leave room."""
     N, n = prompt.shape
     assert n > 0 and (mask == "causal" or n <= T), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=prompt.device)
-    start, fed, cache = max(0, n - T), 0, None  # fed: ids behind start that the cache holds
+    start, fed, cache, byte = max(0, n - T), 0, None, None     # fed: ids behind start that the cache holds
     for _ in range(max_new_tokens):
         if ids.size(1) - start > T:
             if mask == "prefix":
@@ -127,7 +128,7 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
         if step is not None and fed:
             logits = step(byte[:, None], cache)     # not the slice of ids, whose strides grow
         else:
-            seen = "causal" if mask == "causal" or fed else torch.full((N,), n, device=ids.device)
+            seen = "causal" if mask == "causal" or fed else torch.full((N,), prefix or n, device=ids.device)
             logits = model.logits(model(new, seen, cache=cache)[:, -1])
         fed += new.size(1) if cached else 0
         byte = pick(logits, gens, extra, **how).masked_fill(ended, EOT)
@@ -206,7 +207,7 @@ def unmask(model, ids, gens, steps=0, order="confident", shift=False, **how):  #
             logits = model.logits(model(ids, "bidirectional"))                      # (N, n, V)
         new = pick(logits, gens, **how)
         if order == "ancestral":                # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
-            now = uniforms(ids.shape[1:], gens).to(ids.device) * (steps - i) < 1
+            now = (uniforms(ids.shape[1:], gens) * (steps - i) < 1).to(ids.device)
         else:
             urgency = logits[..., :N_BYTES].float().softmax(-1).amax(-1) if order == "confident" else -at.float().expand(ids.shape)
             rank = urgency.masked_fill(~holes, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
@@ -249,7 +250,7 @@ def score_bound(model, data, T, seed, draws=16):  # data (n,) uint8 -> bits at m
     for x in data.split(T):
         batch = mdlm(x.long().expand(draws, -1), g, None)
         batch = {k: v if isinstance(v, str) else v.to(model.embed.weight.device) for k, v in batch.items()}
-        each = mdlm_bounds(model, batch).double() / math.log(2)                     # (draws,)
+        each = mdlm_bounds(model, batch).cpu().double() / math.log(2)               # (draws,)
         bits, variance = bits + float(each.mean()), variance + float(each.var()) / draws
     return bits, variance ** 0.5
 
@@ -307,9 +308,13 @@ class Stream:
         print(self.decoder.decode(b"", final=True), flush=True)
 
 
-def marked(parts):  # [(ids, is new)] -> text, on a terminal with the new parts in reverse
-    tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    return "".join(tint[0] + decode(ids) + tint[1] if new else decode(ids) for ids, new in parts)
+def marked(parts, plain=("", "")):  # [(ids, is new)] -> text, on a terminal with the new parts in reverse
+    tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
+    return "".join(tint[0] + decode(ids) + tint[1] if new and ids else decode(ids) for ids, new in parts)
+
+
+def runs(ids, flags):  # n ids, n bools -> [(ids, flag)]: characters of several bytes stay in one piece
+    return [([i for i, _ in group], flag) for flag, group in itertools.groupby(zip(ids, flags), lambda pair: pair[1])]
 
 
 def headings(flags):  # -> yields the number of each sample, with a heading where there are several
@@ -342,7 +347,10 @@ def continue_mode(model, heads, hp, flags, held_out):
     prompt = prompt or [EOT]                    # an empty prompt is the start of a document
     before, behind = ([MODE_S], [SEP]) if name == "ul2" else ([], [])
     if name in ("prefix", "ul2"):
-        prompt = prompt[-max(1, T - 2 * len(before) - min(flags.max_new_tokens, T // 2)):]
+        room = max(1, T - 2 * len(before) - min(flags.max_new_tokens, T // 2))
+        if len(prompt) > room:
+            print(f"--- the last {room} of {len(prompt)} bytes of the prompt, which leave room in the block")
+        prompt = prompt[-room:]
     ids = torch.tensor(before + prompt + behind, device=hp.device).expand(flags.num_samples, -1)
     mask = "prefix" if name in ("prefix", "ul2") else "causal"
     if flags.speculate:
@@ -382,6 +390,8 @@ def fill_mode(model, heads, hp, flags, held_out):
     """mlm, hybrid, mdlm: fill masked bytes; mdlm also continues a prompt, or writes from nothing."""
     name, T = flags.objective, hp.block_size
     order = flags.order or ("ancestral" if name == "mdlm" else "confident")
+    if order == "parallel" and flags.steps:
+        fail("--steps: --order parallel is one pass. Try --order confident")
     if order not in (("ancestral", "confident") if name == "mdlm" else ("confident", "left", "parallel")):
         fail(f"--order {order}: {name} has {'ancestral and confident' if name == 'mdlm' else 'confident, left and parallel'}. Try one of them")
     steps = flags.steps or (64 if name == "mdlm" else 0)
@@ -391,15 +401,20 @@ def fill_mode(model, heads, hp, flags, held_out):
         g = generator("demonstration")
         asked = torch.rand(x.shape, generator=g).to(hp.device) < (0.5 if name == "mdlm" else hp.mask_rate)
         masked = x.masked_fill(asked, MASK)
-        out = fill(model, masked, one_row(flags, 0), **how)
-        print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{decode(masked[0])}\n--- filled:\n{decode(out[0])}")
-        print(f"--- {int((out == x)[asked].sum())} of {int(asked.sum())} masked bytes are the original ones")
+        print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{decode(masked[0])}")
+        for i in range(flags.num_samples):
+            for out in unmask(model, masked, one_row(flags, i), **how):
+                if flags.show:
+                    show_frame(out[0])
+            print(f"--- filled, {int((out == x)[asked].sum())} of {int(asked.sum())} masked bytes as in the original:\n{decode(out[0])}")
         return
     pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), MASKS)
     ids = [i for p in pieces for i in ([MASK] * p if isinstance(p, int) else p)]
     if MASK not in ids and name != "mdlm":
         fail(f"--prompt: has no hole. Try one with {flags.hole or '[MASK] or [MASK:4]'} in it")
     if MASK not in ids:                         # mdlm: what follows the prompt, in the same block
+        if len(ids) > T // 2:
+            print(f"--- the last {T // 2} of {len(ids)} bytes of the prompt, which leave room in the block")
         ids = ids[-(T // 2):]
         ids += [MASK] * max(0, min(flags.max_new_tokens, T - len(ids)))
     for i in headings(flags):
@@ -412,7 +427,7 @@ def fill_mode(model, heads, hp, flags, held_out):
                     show_frame(state[0])
             x[:, a:a + T1] = state
         new = torch.tensor(ids) == MASK
-        print(marked([(x[0, j:j + 1].tolist(), bool(new[j])) for j in range(len(ids))] if sys.stdout.isatty() else [(x[0].tolist(), False)]))
+        print(marked(runs(x[0].tolist(), new.tolist())) if sys.stdout.isatty() else decode(x[0]))
 
 
 def show_frame(ids):
@@ -427,10 +442,10 @@ def holes_mode(model, heads, hp, flags, held_out):
     if flags.mode not in (None, "R", "S", "X"):
         fail(f"--mode {flags.mode}: unknown. Try R, S or X")
     if flags.prompt is None:
-        n = min(len(held_out), OBJECTIVES["span"]["window"](T - 1, hp))
-        cuts = sorted(torch.randperm(n // 8, generator=generator("holes"))[:max(1, n // 40)].tolist())
+        n = min(len(held_out), T * 3 // 4)
+        cuts = sorted(torch.randperm(max(1, n // 8), generator=generator("holes"))[:max(1, n // 40)].tolist())
         pieces, end = [], 0
-        for c in cuts:                          # a hole of 4 bytes in some of the text's eighths
+        for c in cuts:                          # a hole of 4 bytes in some of the pieces of 8
             pieces, end = pieces + [held_out[end:8 * c + 2].tolist(), 1], 8 * c + 6
         pieces += [held_out[end:n].tolist()]
         print(f"clean:\n{decode(held_out[:n])}\n--- with holes:\n" + "".join(decode(p) if isinstance(p, list) else "[..]" for p in pieces) + "\n--- filled:")
@@ -442,7 +457,10 @@ def holes_mode(model, heads, hp, flags, held_out):
     if not holes:
         fail(f"--prompt: has no hole. Try one with {flags.hole or '<extra_id_0>'} in it")
     mode = [] if name == "span" else [MODE_X if flags.mode == "X" else MODE_R]
-    source = mode + [i for k, p in enumerate(pieces) for i in (p if isinstance(p, list) else [SENTINEL + k // 2])] + [SEP]
+    if holes >= N_SENTINELS:
+        fail(f"--prompt: has {holes} holes, there are {N_SENTINELS} sentinels. Try a shorter text")
+    source = mode + [i for k, p in enumerate(pieces) for i in (p if isinstance(p, list) else [SENTINEL + k // 2])]
+    source += [SENTINEL + holes, SEP]           # one more hole at the end: its sentinel, not EOT, ends the last span
     if len(source) + holes + 1 > T:
         fail(f"--prompt: {len(source)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for i in headings(flags):
@@ -450,23 +468,29 @@ def holes_mode(model, heads, hp, flags, held_out):
         print(marked([(spans[k // 2], True) if k % 2 else (p, False) for k, p in enumerate(pieces)]) + ("" if whole else "\n--- stopped before the end"))
 
 
-def infill_spans(model, source, holes, max_new_tokens, T, gens, **how):  # ids -> [bytes of each hole], did it end by itself
-    """Writes sentinel 0, then lets the model write spans and sentinels until EOT. A hole it leaves out stays empty."""
-    extra = range(SENTINEL + 1, SENTINEL + holes)
-    spans, k, whole = [[] for _ in range(holes)], 0, False
-    x = torch.tensor([source + [SENTINEL]], device=model.embed.weight.device)
-    for (i,) in (row.tolist() for row in generate(model, x, max_new_tokens, T, gens, "prefix", extra=extra, **how)):
-        whole = i == EOT
-        if i >= SENTINEL:
-            k = i - SENTINEL
-        elif i != EOT:
-            spans[k].append(i)
-    return spans, whole
+def infill_spans(model, source, holes, max_new_tokens, T, gens, **how):  # ids -> [bytes of each hole], did all end by themselves
+    """Writes sentinel 0, then lets the model write each span up to the next sentinel. The source has a sentinel behind
+    its last hole: rows of one length have taught the model to write EOT at one place alone."""
+    spans, x = [], torch.tensor([source], device=model.embed.weight.device)
+    prefix = x.size(1)
+    for k in range(holes):
+        spans.append([])
+        x = torch.cat((x, x.new_tensor([[SENTINEL + k]])), dim=1)
+        for i in generate(model, x, max_new_tokens, T, gens, "prefix", prefix=prefix, extra=[SENTINEL + k + 1], **how):
+            if int(i) == SENTINEL + k + 1 or int(i) == EOT:
+                break
+            spans[-1].append(int(i))
+            x = torch.cat((x, i[:, None]), dim=1)
+        else:
+            return spans + [[] for _ in range(holes - k - 1)], False
+    return spans, True
 
 
 def fim_mode(model, heads, hp, flags, held_out):
     T = hp.block_size
     if flags.prompt is not None:
+        if flags.prefix is not None or flags.suffix is not None:
+            fail("--prompt: holds both sides of its hole. Try it without --prefix and --suffix")
         pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), HOLES)
         if len(pieces) != 3:
             fail(f"--prompt: has {len(pieces) // 2} holes, fim fills one. Try one {flags.hole or '<extra_id_0>'}")
@@ -522,8 +546,7 @@ def suspicious_mode(model, heads, hp, flags, held_out):
         print(f"clean:\n{decode(clean)}\n--- {int(bad.sum())} bytes replaced at random:\n{decode(x)}\n--- marked where the model thinks so:")
     p = suspicion(model, heads, x, hp.block_size)
     found = p > 0.5
-    tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else ("«", "»")
-    print("".join(tint[0] + decode([i]) + tint[1] if f else decode([i]) for i, f in zip(x.tolist(), found.tolist())))
+    print(marked(runs(x.tolist(), found.tolist()), ("«", "»")))
     for i in p.argsort(descending=True)[:10].tolist():
         print(f"  byte {i:4d}  {decode([int(x[i])])!r:6s} replaced with probability {float(p[i]):.2f}")
     if flags.prompt is None:
@@ -597,18 +620,22 @@ def seam(model, heads, ids, hp):  # ids -> index of the byte that came first bef
 
 def seam_mode(model, heads, hp, flags, held_out):
     ids = encode(flags.prompt) or [EOT] if flags.prompt is not None else held_out[:hp.block_size].roll(hp.block_size // 3).tolist()
-    ids = ids[:hp.block_size]
+    if len(ids) > hp.block_size:
+        print(f"--- the first {hp.block_size} of {len(ids)} bytes, which fill the block")
+        ids = ids[:hp.block_size]
     at, p = seam(model, heads, ids, hp)
     print(f"rotated:\n{decode(ids)}\n--- rolled back at byte {at} (probability {p:.2f}" +
           (f", the right one is {min(hp.block_size // 3, len(ids))}" if flags.prompt is None else "") + f"):\n{decode(ids[at:] + ids[:at])}")
 
 
-def score_mode(model, hp, flags):
+def score_mode(model, heads, hp, flags, held_out):
     name, T = flags.objective, hp.block_size
     try:
         data = map_file(flags.score, "--score")
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
+    if flags.stride and OBJECTIVES[name].get("bpb") != "exact":
+        fail(f"--stride: {name} scores windows of the block as a whole. Try without it")
     stride = flags.stride or max(1, T // 2)
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
@@ -675,13 +702,12 @@ def main(argv=None):  # -> exit code
         flags.objective = flags.objective or names[0]
         if flags.objective not in names:
             fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
-        if flags.score:
-            return score_mode(model, hp, flags)
-        if flags.objective not in MODES:
+        if flags.objective not in MODES and not flags.score:
             fail(f"{path}: sample.py has no mode for {flags.objective}. Try adding one to MODES")
-        mode, read = MODES[flags.objective]
+        mode, read = (score_mode, {"score", "stride"}) if flags.score else MODES[flags.objective]
         for flag in sorted(flags.given - read - COMMON):
-            fail(f"--{flag}: not used by {flags.objective}. Try a run trained as {' '.join(n for n, (_, r) in MODES.items() if flag in r)}")
+            those = [n for n, (_, r) in MODES.items() if flag in r] if not flags.score else ["no --score"]
+            fail(f"--{flag}: not used {'with --score' if flags.score else 'by ' + flags.objective}. Try it with {' '.join(those) or '--score'}")
         if flags.objective == "hybrid" and flags.prompt is not None and not re.search(re.escape(encoded(flags.hole)) or MASKS, encoded(flags.prompt)):
             mode = continue_mode                # without a hole a hybrid model continues
         mode(model, heads, hp, flags, ckpt["held_out"])

@@ -26,11 +26,10 @@ from tqdm import tqdm
 from data import CLS, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
 from data import check_sizes, documents, draw, fail, gather, generator, open_corpus, to_bytes
 from model import Sizes, Transformer
-from objectives import IGNORE, OBJECTIVES, apportion, token_loss
+from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, apportion, token_loss
 
 VERSION = 1                                     # of the checkpoint's layout
 CHECKPOINT = {"config", "step", "seconds", "best", "sources", "metrics_bytes", "model", "heads", "adamw", "muon", "held_out"}
-EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
@@ -190,7 +189,8 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
     if min(rows) == 0:
         fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
              f"Try --batch_size {math.ceil(1 / min(weights))}")
-    return [dict(OBJECTIVES[name], name=name, weight=w, rows=r, n=OBJECTIVES[name]["window"](hp.block_size, hp))
+    own = lambda r: argparse.Namespace(**{**vars(hp), "batch_size": r})             # an objective sees the rows that are its own
+    return [dict(OBJECTIVES[name], name=name, weight=w, rows=r, n=OBJECTIVES[name]["window"](hp.block_size, own(r)))
             for (name, _, _), w, r in zip(parts, weights, rows)]
 
 
@@ -348,7 +348,7 @@ def draw_batches(run, corpus, split, rows, key, hp):  # -> one batch per member,
         x = gather(corpus, split, source.to(where), offset.to(where), m["n"], m.get("whole", False)).to(hp.device)
         batches.append(m["make"](x, generator(f"{key},{m['name']}", hp.device), hp))
         if hp.doc_mask:
-            batches[-1]["doc"] = documents(x[:, :hp.block_size])
+            batches[-1]["doc"] = documents(batches[-1]["inp"])      # of what the model sees: a masked EOT ends nothing
     return batches
 
 
@@ -659,7 +659,10 @@ def train(hp, handlers):  # -> exit code
     plot(os.path.join(hp.out_dir, "metrics.jsonl"))
     print(f"done: {hp.out_dir}/ckpt.pt. What it can do: python sample.py --help\n")
     import sample  # here and not on top, since sample.py reads runs and so imports this file
-    sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
+    try:
+        sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
+    except SystemExit:                          # it said why; the run is done all the same
+        pass
     return 0
 
 

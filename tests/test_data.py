@@ -32,6 +32,10 @@ def test_every_byte_string_survives_encode_and_decode_never_fails():
     assert encode(os.fsdecode(b"a\xffb")) == [97, 255, 98]          # what a shell hands over, whatever its bytes
 
 
+def test_an_end_belongs_to_its_own_document():
+    assert data.documents(torch.tensor([[5, 0, 6, 6, 0, 0, 7]])).tolist() == [[0, 0, 1, 1, 1, 2, 3]]
+
+
 # ---- sources
 
 def test_a_file_is_mapped_and_its_last_tenth_is_validation(tmp_path):

@@ -218,7 +218,7 @@ def test_a_shifted_model_predicts_from_the_position_before():
 
 
 def test_spans_are_split_at_their_sentinels():
-    script = [70, SENTINEL + 1, 71, 72, SENTINEL + 2, EOT]
+    script = [70, SENTINEL + 1, 71, 72, SENTINEL + 2, SENTINEL + 3]
     class Writes:
         embed = torch.nn.Embedding(512, 4)
         sizes, dtype = Sizes(1, 1, 4), torch.float32
@@ -227,7 +227,7 @@ def test_spans_are_split_at_their_sentinels():
             return ids
         def logits(self, ids):
             return F.one_hot(torch.tensor([script.pop(0)]), 512) * 100.0
-    spans, whole = sample.infill_spans(Writes(), [65, SENTINEL, 66, SEP], 3, 50, 99, sample.sample_generators(1, 1))
+    spans, whole = sample.infill_spans(Writes(), [65, SENTINEL, 66, SENTINEL + 1, SENTINEL + 2, SENTINEL + 3, SEP], 3, 50, 99, sample.sample_generators(1, 1))
     assert spans == [[70], [71, 72], []] and whole
 
 @pytest.mark.parametrize("order", ["parallel", "confident", "left", "ancestral"])
@@ -388,6 +388,29 @@ def test_any_text_can_be_filled(prompt, order, runs, capsys):
     assert "x" * 200 in out or "x" * 200 not in prompt
 
 
+def test_characters_of_several_bytes_stay_whole(runs, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "suspicion", lambda model, heads, ids, T: (ids > 127).float())
+    assert "na«ï»ve caf«é»" in say(capsys, "--out_dir", "out/electra", "--prompt", "naïve café")
+
+
+def test_a_prompt_is_read_as_its_objective_was_trained(runs, capsys, monkeypatch):
+    """What the model is given: both ways for prefix; the mode of ul2; the order of fim."""
+    seen = []
+    forward = train.Transformer.forward
+    monkeypatch.setattr(train.Transformer, "forward", lambda self, idx, mask, *a, **k: seen.append((idx, mask)) or forward(self, idx, mask, *a, **k))
+    first = lambda *flags: (seen.clear(), say(capsys, "--max_new_tokens", "3", *flags), seen[0])[-1]
+    idx, mask = first("--out_dir", "out/prefix", "--prompt", "abc")
+    assert mask.tolist() == [3] == [idx.size(1)]
+    assert first("--out_dir", "out/clm", "--prompt", "abc")[1] == "causal"
+    for mode, i in (("R", 263), ("X", 265)):
+        idx, mask = first("--out_dir", "out/ul2", "--prompt", "a<extra_id_0>b", "--mode", mode)
+        assert idx.tolist() == [[i, 97, SENTINEL, 98, SENTINEL + 1, SEP, SENTINEL]] and mask.tolist() == [6]
+    idx, mask = first("--out_dir", "out/ul2", "--prompt", "abc", "--mode", "S")
+    assert idx.tolist() == [[264, 97, 98, 99, SEP]] and mask.tolist() == [5]
+    assert first("--out_dir", "out/fim", "--prefix", "a", "--suffix", "b")[0].tolist() == [[260, 97, 261, 98, 262]]
+    assert first("--out_dir", "out/fim", "--prefix", "a", "--suffix", "b", "--spm")[0].tolist() == [[260, 261, 98, 262, 97]]
+
+
 def test_a_hole_may_have_another_marker(runs, capsys):
     assert "[MASK]" in say(capsys, "--out_dir", "out/mlm", "--prompt", "a__b[MASK]", "--hole", "__")
 
@@ -419,7 +442,7 @@ def test_the_bound_of_an_untrained_model_is_8_bits_a_byte():
 
 @pytest.mark.parametrize("name", ["clm", "prefix", "mtp", "fim", "hybrid", "mdlm", "mlm"])
 def test_score_prints_bits_per_byte_beside_compressors(name, runs, capsys):
-    out = say(capsys, "--out_dir", f"out/{name}", "--score", "short.txt", "--stride", "32")
+    out = say(capsys, "--out_dir", f"out/{name}", "--score", "short.txt", *([] if name in ("mlm", "mdlm") else ["--stride", "32"]))
     bits = float(out.split(": ")[1].split()[0])
     assert 2 < bits < 9.5 and "lzma" in out and "nats" in out
     assert ("at most" in out, "pseudo" in out) == (name == "mdlm", name == "mlm")
@@ -438,6 +461,12 @@ BAD = {
     "a stride beyond the block": (["--out_dir", "out/clm", "--score", "text.txt", "--stride", "33"], "--stride 32"),
     "nothing to fill": (["--out_dir", "out/mlm", "--prompt", "no hole"], "[MASK]"),
     "an unknown order": (["--out_dir", "out/mlm", "--order", "sideways"], "parallel"),
+    "a stride where there is none": (["--out_dir", "out/mdlm", "--score", "text.txt", "--stride", "8"], "as a whole"),
+    "a stride without a score": (["--out_dir", "out/clm", "--stride", "8"], "--score"),
+    "a score with a prompt": (["--out_dir", "out/clm", "--score", "text.txt", "--prompt", "x"], "no --score"),
+    "passes of a parallel fill": (["--out_dir", "out/mlm", "--order", "parallel", "--steps", "3"], "--order confident"),
+    "a text and its sides": (["--out_dir", "out/fim", "--prompt", "a<extra_id_0>", "--prefix", "b"], "without --prefix"),
+    "too many holes": (["--out_dir", "out/span", "--prompt", "<extra_id_0>" * 250], "250 holes"),
     "a flag of another objective": (["--out_dir", "out/clm", "--suffix", "x"], "fim nsp"),
     "no hole for span": (["--out_dir", "out/span", "--prompt", "no hole"], "<extra_id_0>"),
     "no hole for ul2 in mode R": (["--out_dir", "out/ul2", "--prompt", "no hole", "--mode", "R"], "<extra_id_0>"),

@@ -302,6 +302,14 @@ def test_old_domain_and_new_are_both_followed(text, tmp_path):
     assert train.main([*flags, "--data", text, "--objective", "contrastive", "--out_dir", "other", "--max_iters", "3"]) == 0
 
 
+def test_a_masked_end_of_document_does_not_show_in_the_mask(tmp_path):
+    (tmp_path / "nul.txt").write_bytes(b"ab\0" * 2000)
+    hp = train.get_config([*TINY, "--data", str(tmp_path / "nul.txt"), "--objective", "mdlm", "--doc_mask"])
+    batch = train.draw_batches(train.members(hp), train.open_corpus(hp.data), "train", lambda m: 64, "1,1", hp)[0]
+    ends = (batch["inp"] == 0).long()
+    assert (batch["tgt"] == 0).any() and torch.equal(batch["doc"], ends.cumsum(1) - ends)
+
+
 def test_document_masks_reach_training_and_validation(text, tmp_path):
     many = tmp_path / "many"
     many.mkdir()
@@ -468,6 +476,10 @@ BAD = {
     "unknown denoiser": (["--objective", "ul2", "--ul2_weights", "R:.5,Q:.5"], "--ul2_weights"),
     "unknown noise": (["--objective", "bart", "--bart_noise", "infill,shuffle"], "infill,permute"),
     "unknown negatives": (["--objective", "nsp", "--nsp_negatives", "hard"], "swap"),
+    "a mixture with one row to contrast": (["--objective", "clm:.75,contrastive:.25"], "--batch_size 8"),
+    "a mixture with one row of nsp": (["--objective", "clm:.75,nsp:.25"], "batches of 2 rows"),
+    "a mixture without an X row": (["--objective", "clm:.75,ul2:.25", "--batch_size", "8"], "--batch_size 4"),
+    "crops of the whole window": (["--objective", "contrastive", "--crop", "1"], "--crop 0.5"),
     "nothing to contrast": (["--objective", "contrastive", "--batch_size", "1"], "--batch_size 8"),
     "a hybrid of one kind": (["--objective", "hybrid", "--hybrid_ratio", ".1"], "--hybrid_ratio"),
     "a file as folder": (["--out_dir", "text.txt"], "--out_dir"),
