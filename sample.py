@@ -401,7 +401,7 @@ def fill_mode(model, heads, hp, flags, held_out):
         g = generator("demonstration")
         asked = torch.rand(x.shape, generator=g).to(hp.device) < (0.5 if name == "mdlm" else hp.mask_rate)
         masked = x.masked_fill(asked, MASK)
-        print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{decode(masked[0])}")
+        print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{with_holes(masked[0])}")
         for i in range(flags.num_samples):
             for out in unmask(model, masked, one_row(flags, i), **how):
                 if flags.show:
@@ -430,8 +430,12 @@ def fill_mode(model, heads, hp, flags, held_out):
         print(marked(runs(x[0].tolist(), new.tolist())) if sys.stdout.isatty() else decode(x[0]))
 
 
+def with_holes(ids):  # (n,) -> text in which a masked byte is a block
+    return decode(ids).replace("<MASK>", "█")
+
+
 def show_frame(ids):
-    text = decode([0x5F if i == MASK else i for i in ids.tolist()])                 # a mask is shown as _
+    text = with_holes(ids)
     print(f"\033[2J\033[H{text}" if sys.stdout.isatty() else f"--- pass\n{text}", flush=True)
     time.sleep(0.05 if sys.stdout.isatty() else 0)
 
@@ -520,7 +524,7 @@ def repair_mode(model, heads, hp, flags, held_out):
             fail("the checkpoint's held-out text is shorter than a row. Try --prompt")
         batch = OBJECTIVES["bart"]["make"](x.cpu(), generator("demonstration"), hp)
         noisy = batch["inp"][0, :int(batch["mask"][0]) - 1].tolist()
-        print(f"clean:\n{decode(x[0])}\n--- noisy:\n{decode(noisy)}\n--- repaired:")
+        print(f"clean:\n{decode(x[0])}\n--- noisy:\n{with_holes(noisy)}\n--- repaired:")
     else:
         noisy = [i for p in parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), MASKS) for i in ([MASK] * p if isinstance(p, int) else p)]
     for i in headings(flags):
