@@ -593,7 +593,7 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
 
     InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both directions.
     The negatives are the other rows of the micro-batch: accumulation and several processes equal one big batch only
-    at a fixed micro-batch size. Departures: crops of one length, no byte deleted, no queue of older negatives."""
+    at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one length, no byte deleted, no queue of older negatives."""
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)

@@ -517,7 +517,8 @@ def bad_place(tmp_path_factory):  # a folder with a run, and with everything tha
     for name, change in (("half", {}), ("sizes", dict(model=narrow)), ("state", dict(muon=ckpt["muon"][:1]))):
         os.mkdir(name)
         train.save_checkpoint(f"{name}/{'best' if name == 'half' else 'ckpt'}.pt", {**ckpt, **change})
-    os.mkfifo("pipe")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("pipe")
     class Payload:
         def __reduce__(self):
             return os.mkdir, ("executed",)
@@ -533,6 +534,8 @@ def test_bad_input_is_one_line_and_changes_nothing(case, bad_place, monkeypatch,
     monkeypatch.chdir(bad_place)
     before = {p: os.stat(p).st_mtime_ns for root, _, files in os.walk(".") for p in (os.path.join(root, f) for f in files)}
     flags, hint = BAD[case]
+    if case == "a pipe" and not hasattr(os, "mkfifo"):
+        pytest.skip("an operating system without named pipes")
     small = [] if {"--resume", "--init_from"} & set(flags) else [*TINY, *([] if "--data" in flags else ["--data", "text.txt"])]
     with pytest.raises(SystemExit) as e:
         train.main(small + flags)
