@@ -574,6 +574,7 @@ def train(hp, handlers):  # -> exit code
         show_example(run, batches)
         losses = compile_losses(run, model, heads, batches, hp) if hp.compile else losses
 
+    weights = torch.tensor([m["weight"] for m in run], device=device)
     stop = []                                   # signals so far: the step in progress is finished, then the state is saved
     handlers.update(catch_signals(stop))
     first_bad = torch.full((), -1, device=device)               # first step whose loss or gradient was not finite
@@ -611,15 +612,15 @@ def train(hp, handlers):  # -> exit code
         lr = learning_rate(step, hp)
         batches = draw_batches(run, corpus, "train", rows, key(step), hp)
         counts = [m["counts"](batch, hp) for m, batch in zip(run, batches)]
-        loss = torch.zeros((), device=device)
+        each = torch.zeros(len(run), device=device)             # the members' losses
         for i in range(hp.accum):
-            part = 0.0
+            part = []
             for m, batch, count in zip(run, batches, counts):
                 terms = losses[m["name"]](model, heads, rows_of(batch, i * m["rows"], (i + 1) * m["rows"]), hp)
-                for term, (total, _, coefficient) in terms.items():
-                    part = part + m["weight"] * coefficient * total / count[term]
-            part.backward()
-            loss += part.detach()
+                part.append(sum(coefficient * total / count[term] for term, (total, _, coefficient) in terms.items()))
+            (torch.stack(part) * weights).sum().backward()
+            each += torch.stack(part).detach()
+        loss = (each * weights).sum()
         norm = torch.nn.utils.clip_grad_norm_(params, hp.grad_clip or math.inf)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         first_bad = torch.where((first_bad < 0) & ~finite, step, first_bad)
@@ -635,10 +636,14 @@ def train(hp, handlers):  # -> exit code
                 break
             now = time.perf_counter()
             speed = (step + 1 - clock_step) * hp.batch_size * hp.accum * hp.block_size / (now - clock)
-            share = sum(targets(m, b, hp) for m, b in zip(run, batches)) / (sum(rows(m) for m in run) * hp.block_size)
-            write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": value,
-                                 "bpb": value / math.log(2) if hp.objective in ("clm", "mdlm") else None, "targets": share,
-                                 "lr": lr, "grad_norm": float(norm), "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)})
+            record = {"step": step, "split": "train", "data": " ".join(hp.data), "lr": lr, "grad_norm": float(norm),
+                      "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)}
+            shares = [targets(m, b, hp) / (rows(m) * hp.block_size) for m, b in zip(run, batches)]
+            lines = [(m["name"], x, share) for m, x, share in zip(run, each.tolist(), shares)]
+            if len(run) > 1:                    # a mixture's own line, then its members'
+                lines.insert(0, (hp.objective, value, sum(share * rows(m) for share, m in zip(shares, run)) / sum(map(rows, run))))
+            for name, x, share in lines:
+                write_line(metrics, {**record, "objective": name, "loss": x, "bpb": x / math.log(2) if name in ("clm", "mdlm") else None, "targets": share})
             line = f"loss {value:.3f}" + (f", {bpb:.3f} bits/byte on validation" if bpb else "") + f", {speed / 1e3:.1f} kB/s"
             bar.set_postfix_str(line)
             if bar.disable and now - printed > 5:               # no terminal: a plain line now and then

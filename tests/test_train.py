@@ -342,7 +342,10 @@ def test_a_mixture_logs_each_member(text):
     run(text, "mix", "--objective", "clm:.5,mlm:.5", "--max_iters", "3")
     val = [r for r in metrics("mix") if r["split"] == "val" and r["step"] == 0]
     assert [(r["objective"], r["bpb"] is None) for r in val] == [("clm", False), ("mlm", True)]
-    assert losses("mix")[0] == pytest.approx(math.log(512), abs=1e-4)
+    first = [r for r in metrics("mix") if r["split"] == "train"][:3]
+    assert [r["objective"] for r in first] == ["clm:.5,mlm:.5", "clm", "mlm"]
+    assert first[0]["loss"] == pytest.approx((first[1]["loss"] + first[2]["loss"]) / 2) == pytest.approx(math.log(512), abs=1e-4)
+    assert [r["targets"] for r in first[1:]] == [1.0, pytest.approx(5 / 32)] and first[0]["targets"] == pytest.approx((1 + 5 / 32) / 2)
 
 
 # ---- learning
