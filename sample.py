@@ -157,7 +157,7 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, **how):  #
     the text is that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept)."""
     ids, drafts, q = list(prompt), [], None     # drafts d_2 .. d_n that follow ids[-1], and what they were drawn from
     start, cache, written = max(0, len(ids) - T), new_cache(model, 1, T), 0
-    draw = lambda p: int(invert(p, torch.rand((), generator=g, dtype=torch.double)))
+    draw = lambda p: invert(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double))
     while written < max_new_tokens:
         if len(ids) - start > T:
             start, cache = len(ids) - T // 2, new_cache(model, 1, T)
@@ -165,17 +165,18 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, **how):  #
         new = ids[start + cache["length"]:] + drafts
         h = model(torch.tensor([new], device=model.embed.weight.device), "causal", cache=cache)[0]       # (len(new), C)
         p = distribution(model.logits(h[len(new) - len(drafts) - 1:]), **how)       # (drafts + 1, 256): what follows ids[-1], d_2, ...
-        kept, u = 0, torch.rand(len(drafts), generator=g, dtype=torch.double)
-        while kept < len(drafts) and u[kept] * q[kept, drafts[kept]] < p[kept, drafts[kept]]:
-            kept += 1
+        kept = 0
+        if drafts:
+            d, u = torch.tensor(drafts)[:, None], torch.rand(len(drafts), 1, generator=g, dtype=torch.double)
+            kept = int((u * q[:len(d)].gather(1, d) < p[:-1].gather(1, d)).long().cumprod(0).sum())
         rest = p[kept] if kept == len(drafts) else (p[kept] - q[kept]).clamp(min=0)
-        out = drafts[:kept] + [draw(rest if rest.sum() > 0 else p[kept])]
+        out = drafts[:kept] + [int(draw(rest if rest.sum() > 0 else p[kept]))]
         if tally is not None:
             tally.append((len(drafts), kept))
         cache["length"] -= len(drafts) - kept   # the rejected ones are forgotten
         last = h[len(new) - len(drafts) - 1 + kept]
         q = distribution(model.logits(far_states(heads, last)), **how) if "mtp" in heads else None       # (n - 1, 256)
-        drafts = [draw(row) for row in q] if q is not None else []
+        drafts = draw(q).tolist() if q is not None else []
         for i in out:
             ids.append(i)
             written += 1
