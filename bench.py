@@ -1,0 +1,223 @@
+"""Measure speed, as ratios of sides that take turns in one run.
+
+    python bench.py                                     training, batches and decoding at the default size
+    python bench.py --parts decode --n_layer 6 --n_head 6 --n_embd 384 --nanogpt ../nanoGPT
+    python bench.py --parts decode --run out/mtp        a trained run, for self-speculation
+
+Every figure is the median of --repeats runs; the sides of a ratio are interleaved, so that a machine whose speed
+drifts slows both. Data are random bytes. --nanogpt measures a checkout of karpathy/nanoGPT beside ours.
+"""
+# B rows, T positions, C width, L layers, V vocabulary
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+import sample
+import train
+from data import generator
+from model import Sizes, Transformer
+from objectives import OBJECTIVES
+
+FLAGS = {
+    "parts": ("train,batch,decode", "what to measure, separated by commas"),
+    "objectives": (",".join(OBJECTIVES), "for train and batch"),
+    "n_layer": (4, "blocks"), "n_head": (4, "attention heads"), "n_embd": (128, "width"),
+    "block_size": (256, "positions of a row"), "batch_size": (8, "rows of a batch"),
+    "repeats": (5, "runs of each side"), "steps": (4, "training steps of a run"), "new": (150, "bytes of a decoding run"),
+    "device": ("auto", "auto, cpu, cuda, mps"), "dtype": ("auto", "auto, float32, bfloat16"),
+    "optimizer": ("muon", "muon or adamw, on our side"),
+    "compile": (False, "compile the decoding step too"),
+    "nanogpt": ("", "folder of a checkout of karpathy/nanoGPT"),
+    "run": ("", "trained mtp run, for self-speculation"),
+}
+
+
+def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds}
+    times = {name: [] for name in sides}
+    for i in range(repeats + 1):                # the first round warms up
+        for name, side in sides.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            side()
+            synchronize(device)
+            times[name] += [time.perf_counter() - begin] if i else []
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def gemm_rate(device, dtype, n=1024):  # -> FLOP/s of square matrix products
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n ** 3 / take_turns({"gemm": lambda: a @ b}, 9, device)["gemm"]
+
+
+def flops_per_position(sizes, T, mask):  # forward and backward, without embedding lookups
+    """6 FLOPs a weight of every matrix; 12 L C for each pair of positions that see each other."""
+    weights = 12 * sizes.n_layer * sizes.n_embd ** 2 + sizes.vocab_size * sizes.n_embd
+    causal, full = T * (T + 1) / 2, T * T
+    pairs = {"causal": causal, "bidirectional": full}.get(mask, (causal + full) / 2)     # mixed prefixes: about half way
+    return 6 * weights + 12 * sizes.n_layer * sizes.n_embd * pairs / T
+
+
+def settings(flags, name):
+    return train.get_config(["--objective", name, "--device", flags.device, "--dtype", flags.dtype, "--optimizer", flags.optimizer,
+                             *(x for f in ("n_layer", "n_head", "n_embd", "block_size", "batch_size") for x in (f"--{f}", str(getattr(flags, f))))])
+
+
+def random_corpus(hp):
+    text = torch.randint(1, 256, (1 << 20,), generator=generator("bench"), dtype=torch.uint8).to(hp.device if "cuda" in hp.device else "cpu")
+    return [dict(name="random", weight=1.0, train=text, val=text)]
+
+
+def training_step(hp):  # -> a function that takes one step: batch, forward, backward, optimizer
+    run, corpus = train.members(hp), random_corpus(hp)
+    model, heads = train.build(hp)
+    opt, params, bad = train.make_optimizer(model, heads, hp), [*model.parameters(), *heads.parameters()], torch.tensor(False, device=hp.device)
+    count = iter(range(1 << 40))
+    def step():
+        [batch] = train.draw_batches(run, corpus, "train", lambda m: m["rows"], f"1,{next(count)}", hp)
+        counts = run[0]["counts"](batch, hp)
+        sum(c * s / counts[term] for term, (s, _, c) in run[0]["loss"](model, heads, batch, hp).items()).backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        train.optimizer_step(opt, 1e-3, bad, hp)
+        for p in params:
+            p.grad = None
+    return step
+
+
+def load_nanogpt(folder):  # -> its model.py as a module
+    path = os.path.join(folder, "model.py")
+    if not os.path.isfile(path):
+        train.fail(f"--nanogpt {folder}: has no model.py. Try the folder of a checkout of karpathy/nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def nanogpt_model(flags):
+    module = load_nanogpt(flags.nanogpt)
+    return module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=256, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
+                                       dropout=0.0, bias=False))
+
+
+def nanogpt_step(flags, device):  # its model, its optimizer, its way to draw a batch from memory
+    model = nanogpt_model(flags).to(device)
+    opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
+    text = torch.randint(0, 256, (1 << 20,), generator=generator("bench"))
+    B, T = flags.batch_size, flags.block_size
+    def step():
+        at = torch.randint(len(text) - T, (B,))
+        x, y = (torch.stack([text[i + k:i + k + T] for i in at]).to(device) for k in (0, 1))
+        _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+    return step
+
+
+def bench_train(flags, device, names):
+    hps = {name: settings(flags, name) for name in names}
+    rate = gemm_rate(device, getattr(torch, hps[names[0]].dtype))
+    print(f"GEMM probe, {hps[names[0]].dtype}: {rate / 1e9:.0f} GFLOP/s")
+    steps = {name: training_step(hp) for name, hp in hps.items()}
+    if flags.nanogpt:
+        steps["nanoGPT"] = nanogpt_step(flags, device)
+    seconds = take_turns({name: lambda step=step: [step() for _ in range(flags.steps)] for name, step in steps.items()}, flags.repeats, device)
+    positions, first = flags.steps * flags.batch_size * flags.block_size, "clm" if "clm" in names else names[0]
+    print(f"{'training':12s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}" + ("  to nanoGPT" if flags.nanogpt else ""))
+    sizes = Sizes(flags.n_layer, flags.n_head, flags.n_embd)
+    for name, s in seconds.items():
+        work = flops_per_position(sizes, flags.block_size, OBJECTIVES[name]["mask"]) * positions if name in OBJECTIVES else 0
+        share = f"{work / s / rate:8.1%}" if work else ""
+        print(f"{name:12s} {positions / s:12.0f} {seconds[first] / s:8.2f} {share:>8s}" + (f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""))
+
+
+def bench_batch(flags, device, names):
+    sides = {}
+    for name in names:
+        hp = settings(flags, name)
+        run, g = train.members(hp), generator("bench", hp.device)
+        x = torch.randint(1, 256, (flags.batch_size, run[0]["n"]), generator=g, device=hp.device)
+        sides[name] = lambda make=run[0]["make"], x=x, g=g, hp=hp: [make(x, g, hp) for _ in range(20)]
+    print("making a batch from its windows, ms")
+    for name, s in take_turns(sides, flags.repeats, device).items():
+        print(f"{name:12s} {s / 20 * 1e3:8.3f}")
+
+
+def bench_decode(flags, device, names):
+    if flags.run:
+        model, heads, hp, ckpt = sample.load_run(flags.run, flags.device, flags.dtype)
+        prompt, T = ckpt["held_out"][:hp.block_size // 2].tolist(), hp.block_size
+    else:
+        hp, heads, T = settings(flags, "clm"), {}, flags.block_size
+        torch.manual_seed(1)
+        model = Transformer(Sizes(flags.n_layer, flags.n_head, flags.n_embd), getattr(torch, hp.dtype)).to(hp.device).to(getattr(torch, hp.dtype))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.05)
+        prompt = torch.randint(1, 256, (T // 2,), generator=generator("bench")).tolist()
+    x = torch.tensor([prompt], device=hp.device)
+    def decode(step=None, **how):
+        return [int(b) for b in sample.generate(model, x, flags.new, T, sample.sample_generators(1, 1), step=step, **how)]
+    written, tally = {}, []
+    sides = {"plain": lambda: written.update(plain=decode(temperature=0.8))}
+    if flags.compile:
+        step = sample.compile_step(model, 1, T)
+        sides["compiled"] = lambda: written.update(compiled=decode(step, temperature=0.8))
+    if "mtp" in heads:
+        def speculate():
+            tally.clear()
+            written["speculated"] = list(sample.speculate(model, heads, prompt, flags.new, T, generator("s"), tally, temperature=0.8))
+        sides["speculated"] = speculate
+    if flags.nanogpt:
+        if flags.run:
+            flags.n_layer, flags.n_head, flags.n_embd, flags.block_size = hp.n_layer, hp.n_head, hp.n_embd, hp.block_size
+        theirs = nanogpt_model(flags).to(device).eval()
+        sides["nanoGPT"] = lambda: written.update(nanoGPT=theirs.generate(x, flags.new, temperature=0.8)[0, len(prompt):].tolist())
+    seconds = take_turns(sides, flags.repeats, device)
+    speed = {name: len(written[name]) / s for name, s in seconds.items()}
+    print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}" + ("  to nanoGPT" if flags.nanogpt else "") +
+          f"   batch 1, {hp.dtype}, a prompt of {len(prompt)}")
+    for name, v in speed.items():
+        print(f"{name:12s} {v:8.0f} {v / speed['plain']:9.2f}" + (f" {v / speed['nanoGPT']:11.1f}" if flags.nanogpt else ""))
+    if tally:
+        greedy = decode(temperature=0)
+        drafted = list(sample.speculate(model, heads, prompt, flags.new, T, generator("s"), temperature=0))
+        differ = sum(a != b for a, b in zip(greedy, drafted)) + abs(len(greedy) - len(drafted))
+        print(f"speculation: {len(written['speculated']) / len(tally):.2f} bytes a pass; at temperature 0 {differ} of {len(greedy)} bytes "
+              "differ from plain decoding")
+
+
+def main(argv=None):
+    parser = train.Parser(prog="bench.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, (default, text) in FLAGS.items():
+        how = dict(action="store_true") if default is False else dict(type=type(default), default=default, metavar="X")
+        parser.add_argument(f"--{flag}", help=f"{text} [{default}]" if default not in ("", False) else text, **how)
+    flags = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    parts = {"train": bench_train, "batch": bench_batch, "decode": bench_decode}
+    for given, known, flag in ((flags.parts, parts, "parts"), (flags.objectives, OBJECTIVES, "objectives")):
+        for name in given.split(","):
+            if name not in known:
+                train.fail(f"--{flag} {name}: unknown. Try some of {','.join(known)}")
+    device, precision = train.pick_device(flags.device), torch.get_float32_matmul_precision()
+    print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {train.set_precision(device)}; "
+          f"{flags.n_layer} layers, width {flags.n_embd}, block {flags.block_size}, batch {flags.batch_size}")
+    try:
+        for part in flags.parts.split(","):
+            parts[part](flags, device, flags.objectives.split(","))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
