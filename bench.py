@@ -103,6 +103,15 @@ def load_nanogpt(folder):  # -> its model.py as a module
     return module
 
 
+def at_highest(side):  # nanoGPT leaves torch's default precision, we do not
+    def run():
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        side()
+        torch.set_float32_matmul_precision(precision)
+    return run
+
+
 def nanogpt_model(flags):
     module = load_nanogpt(flags.nanogpt)
     return module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=256, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
@@ -131,7 +140,7 @@ def bench_train(flags, device, names):
     print(f"GEMM probe, {hps[names[0]].dtype}: {rate / 1e9:.0f} GFLOP/s")
     steps = {name: training_step(hp) for name, hp in hps.items()}
     if flags.nanogpt:
-        steps["nanoGPT"] = nanogpt_step(flags, device)
+        steps["nanoGPT"] = at_highest(nanogpt_step(flags, device))
     seconds = take_turns({name: lambda step=step: [step() for _ in range(flags.steps)] for name, step in steps.items()}, flags.repeats, device)
     positions, first = flags.steps * flags.batch_size * flags.block_size, "clm" if "clm" in names else names[0]
     print(f"{'training':12s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}" + ("  to nanoGPT" if flags.nanogpt else ""))
@@ -183,7 +192,7 @@ def bench_decode(flags, device, names):
         if flags.run:
             flags.n_layer, flags.n_head, flags.n_embd, flags.block_size = hp.n_layer, hp.n_head, hp.n_embd, hp.block_size
         theirs = nanogpt_model(flags).to(device).eval()
-        sides["nanoGPT"] = lambda: written.update(nanoGPT=theirs.generate(x, flags.new, temperature=0.8)[0, len(prompt):].tolist())
+        sides["nanoGPT"] = at_highest(lambda: written.update(nanoGPT=theirs.generate(x, flags.new, temperature=0.8)[0, len(prompt):].tolist()))
     seconds = take_turns(sides, flags.repeats, device)
     speed = {name: len(written[name]) / s for name, s in seconds.items()}
     print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}" + ("  to nanoGPT" if flags.nanogpt else "") +
