@@ -275,9 +275,10 @@ def denoisers(T, hp):  # -> [(mode id, weight, n, N, S)]
 
 def ul2_window(T, hp):
     parts = denoisers(T, hp)
-    if min(apportion([d[1] for d in parts], min(hp.batch_size * hp.accum, EVAL_ROWS))) == 0:
-        fail(f"--batch_size {hp.batch_size}: leaves a denoiser of --ul2_weights {hp.ul2_weights} without a row. "
-             f"Try --batch_size {math.ceil(sum(d[1] for d in parts) / min(d[1] for d in parts))}")
+    for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
+        if min(apportion([d[1] for d in parts], rows)) == 0:
+            fail(f"--ul2_weights {hp.ul2_weights}: leave a denoiser without one of {rows} rows. Try more even weights"
+                 + (", or a larger --batch_size" if rows < EVAL_ROWS else ""))
     return max(d[2] for d in parts)
 
 
@@ -301,7 +302,7 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     Two cuts uniform over all places, so that each section is a third on average; a row is rearranged with probability
     fim_rate, of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie within
     one document where they can (context-level FIM). Half of the rearranged rows are so to their end; in the others
-    plain text follows EOT, as another document would: else EOT would be known by its place in the row."""
+    another row's text follows EOT, as another document would: else EOT would be known by its place in the row."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes of a row
     i, m = torch.arange(n, device=g.device), lengths(B, 1, n, g)                    # m (B, 1) bytes are rearranged
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (m + 1)).long().sort(dim=1).values
@@ -314,7 +315,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     spm = torch.cat((torch.where(rest, i + 4, spm), zero, zero + 1, 2 + suffix, m + 3), dim=1)
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
     at = torch.where(u[:, 0] < hp.fim_spm_rate, spm, psm)
-    moved = torch.zeros_like(x).scatter(1, at, torch.cat((x[:, :n], *(column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1))
+    text = torch.where(rest, x[:, :n].roll(1, 0), x[:, :n])
+    moved = torch.zeros_like(x).scatter(1, at, torch.cat((text, *(column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1))
     return clm(torch.where(u[:, 1] < hp.fim_rate, moved, x), g, hp)
 
 
@@ -559,7 +561,8 @@ def nsp_window(T, hp):
     if hp.nsp_negatives not in ("random", "swap"):
         fail(f"--nsp_negatives {hp.nsp_negatives}: unknown. Try random or swap")
     if T < 7 or hp.batch_size * hp.accum < 2:
-        fail(f"--block_size {T} --batch_size {hp.batch_size}: nsp needs rows of 7 positions and batches of 2 rows. Try larger ones")
+        fail(f"--objective nsp: needs rows of 7 positions and 2 rows a step, and has {T} and {hp.batch_size * hp.accum}. "
+             "Try a larger --block_size, --batch_size or weight")
     return 2 * ((T - 3) // 2) + GAP
 
 
@@ -605,7 +608,7 @@ def contrastive_window(T, hp):
     if round(hp.crop * T) >= T:
         fail(f"--crop {hp.crop:g}: both crops would be the whole window. Try --crop 0.5")
     if hp.batch_size < 2:
-        fail(f"--batch_size {hp.batch_size}: contrastive compares the rows of a micro-batch. Try --batch_size 8")
+        fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size}. Try a larger --batch_size, such as 8, or weight")
     return T
 
 

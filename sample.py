@@ -340,6 +340,8 @@ MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_\d+>"
 # ---- what each objective is for. Each mode: (model, heads, hp, flags, held-out bytes) -> prints. A flag is None when not given
 
 def continue_mode(model, heads, hp, flags, held_out):
+    if flags.speculate and flags.compile:
+        fail("--compile: compiles single steps, --speculate takes several bytes a step. Try one of the two")
     name, T = flags.objective, hp.block_size
     prompt = held_out[:T // 2].tolist() if flags.prompt is None else encode(flags.prompt)
     if flags.prompt is None:
@@ -465,7 +467,7 @@ def holes_mode(model, heads, hp, flags, held_out):
     if holes >= N_SENTINELS:
         fail(f"--prompt: has {holes} holes, there are {N_SENTINELS} sentinels. Try a shorter text")
     source = mode + [i for k, p in enumerate(pieces) for i in (p if isinstance(p, list) else [SENTINEL + k // 2])]
-    source += [SENTINEL + holes, SEP]           # one more hole at the end: its sentinel, not EOT, ends the last span
+    source += ([SENTINEL + holes] if pieces[-1] else []) + [SEP]        # one more hole: its sentinel, not EOT, ends the last span
     if len(source) + holes + 1 > T:
         fail(f"--prompt: {len(source)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for i in headings(flags):
@@ -474,14 +476,17 @@ def holes_mode(model, heads, hp, flags, held_out):
 
 
 def infill_spans(model, source, holes, max_new_tokens, T, gens, **how):  # ids -> [bytes of each hole], did all end by themselves
-    """Writes sentinel 0, then lets the model write each span up to the next sentinel. The source has a sentinel behind
-    its last hole: rows of one length have taught the model to write EOT at one place alone."""
+    """Writes sentinel 0, then lets the model write each span up to the next sentinel. A source that does not end with a
+    hole has one more sentinel behind it: rows of one length have taught the model to write EOT at one place alone."""
     spans, x = [], torch.tensor([source], device=model.embed.weight.device)
     prefix = x.size(1)
     for k in range(holes):
+        left = min(max_new_tokens - sum(map(len, spans)), T - x.size(1))
+        if left <= 0:
+            return spans + [[] for _ in range(holes - k)], False
         spans.append([])
         x = torch.cat((x, x.new_tensor([[SENTINEL + k]])), dim=1)
-        for i in generate(model, x, max_new_tokens, T, gens, "prefix", prefix=prefix, extra=[SENTINEL + k + 1], **how):
+        for i in generate(model, x, left, T, gens, "prefix", prefix=prefix, extra=[SENTINEL + k + 1], **how):
             if int(i) == SENTINEL + k + 1 or int(i) == EOT:
                 break
             spans[-1].append(int(i))
@@ -710,11 +715,12 @@ def main(argv=None):  # -> exit code
         if flags.objective not in MODES and not flags.score:    # a fork's new objective
             return print(f"{path}: sample.py has no mode for {flags.objective} yet; its table MODES is the place for one")
         mode, read = (score_mode, {"score", "stride"}) if flags.score else MODES[flags.objective]
+        if flags.objective == "hybrid" and not flags.score:     # without a hole a hybrid model continues
+            plain = flags.prompt is not None and not re.search(re.escape(encoded(flags.hole)) or MASKS, encoded(flags.prompt))
+            mode, read = (MODES["clm"][0], MODES["clm"][1] | {"hole"}) if plain else (mode, read - {"max_new_tokens", "compile"})
         for flag in sorted(flags.given - read - COMMON):
             those = [n for n, (_, r) in MODES.items() if flag in r] if not flags.score else ["no --score"]
             fail(f"--{flag}: not used {'with --score' if flags.score else 'by ' + flags.objective}. Try it with {' '.join(those) or '--score'}")
-        if flags.objective == "hybrid" and flags.prompt is not None and not re.search(re.escape(encoded(flags.hole)) or MASKS, encoded(flags.prompt)):
-            mode = continue_mode                # without a hole a hybrid model continues
         mode(model, heads, hp, flags, ckpt["held_out"])
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -488,11 +488,11 @@ def fim_rows(**changes):
 
 def check_psm(x, z):
     n, sizes = x.size(1) - 4, []
-    for raw, row in zip(x.tolist(), z.tolist()):
+    for raw, other, row in zip(x.tolist(), x.roll(1, 0).tolist(), z.tolist()):
         s, m, e = row.index(SUF), row.index(MID), row.index(EOT)
         assert row[0] == PRE and sum(i >= 256 for i in row) == 3
         prefix, suffix, middle = row[1:s], row[s + 1:m], row[m + 1:e]
-        assert prefix + middle + suffix + row[e + 1:] == raw[:n], "plain text follows EOT"
+        assert prefix + middle + suffix == raw[:e - 3] and row[e + 1:] == other[e - 3:n], "another row's text follows EOT"
         sizes.append((len(prefix), len(middle), len(suffix)))
     sizes = torch.tensor(sizes, dtype=torch.float)
     used = sizes.sum(1)
@@ -506,12 +506,12 @@ def test_fim_psm_can_be_put_together_again_and_has_thirds():
 
 
 def check_spm(x, spm, psm):
-    n, empty = x.size(1) - 4, 0
+    empty = 0
     for raw, row, other in zip(x.tolist(), spm.tolist(), psm.tolist()):
         m, e = row.index(MID), row.index(EOT)
         s = other.index(SUF)
         suffix, rest = row[2:m], row[m + 1:e]
-        assert row[:2] == [PRE, SUF] and rest + suffix + row[e + 1:] == raw[:n] and e == other.index(EOT)
+        assert row[:2] == [PRE, SUF] and rest + suffix == raw[:e - 3] and row[e + 1:] == other[e + 1:]
         assert suffix == other[s + 1:other.index(MID)]
         if s == 1:                              # an empty prefix: both variants are one
             assert row == other
