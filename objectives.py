@@ -753,7 +753,7 @@ def hybrid_loss(model, heads, batch, hp):
 # settings: {flag: (default, help, lowest, highest)}. bpb: "exact" where the objective trains the model to code text from
 # the left under the causal mask, "bound" where its own loss bounds that code. whole: wants windows without a NUL inside.
 # packs: keeps the text's order, so that --doc_mask can keep attention inside a document. targets: counts of positions
-# with loss, where counts are of something else.
+# with loss, where counts are of something else. defaults: other defaults of train.py's flags.
 
 MASK_RATE = {"mask_rate": (0.15, "share of positions to predict", 0.001, 1.0)}
 SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999), "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
@@ -811,6 +811,7 @@ OBJECTIVES = {
         settings={}, window=same_length, make=mdlm, heads=no_heads, loss=mdlm_loss, counts=mdlm_counts, targets=token_counts),
     "rotation": dict(
         help="where a rotated text was cut", use="find the seam", mask="bidirectional", whole=True,
+        defaults={"block_size": 64, "batch_size": 32},          # one label a row: with 8 long rows a step it does not start to learn
         settings={}, window=same_length, make=rotation, heads=rotation_heads, loss=rotation_loss, counts=rotation_counts, stats=rotation_stats),
     "hybrid": dict(
         help="masked rows and causal rows", use="continue, fill [MASK]", mask="both", bpb="exact", packs=True,

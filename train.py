@@ -144,8 +144,9 @@ def get_config(argv):  # -> Namespace of every setting
         fail(f"--optimizer {given['optimizer']}: unknown. Try muon or adamw")
     device = pick_device(given.get("device", saved.get("device", "auto")))
     kind = "cuda" if device.type == "cuda" else "cpu"
-    given_or_saved = saved | given
-    hp = argparse.Namespace(**defaults(kind, given_or_saved.get("optimizer", "muon")) | given_or_saved)
+    chosen = saved | given
+    own = OBJECTIVES.get(chosen.get("objective", "clm"), {}).get("defaults", {})
+    hp = argparse.Namespace(**defaults(kind, chosen.get("optimizer", "muon")) | own | chosen)
     hp.device = str(device)
     hp.dtype = pick_dtype(hp.dtype, device)
     for flag, spec in specs().items():

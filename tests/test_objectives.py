@@ -177,6 +177,21 @@ def test_positions_without_a_target_have_no_effect(name):
 
 
 @every
+def test_no_target_stands_where_the_mask_shows_it(name):
+    """Where a row is read to the left alone, position i predicts id i + 1, which must lie behind the prefix."""
+    for seed in range(10):
+        _, batch, _ = make(name, seed=seed)
+        if "tgt" not in batch or batch["mask"] == "bidirectional":
+            return
+        P = torch.zeros(4, dtype=torch.long) if isinstance(batch["mask"], str) else batch["mask"]
+        at, target = torch.arange(T), batch["tgt"] != IGNORE
+        rows = P < T
+        assert not (target & (at < P[:, None] - 1))[rows].any(), "a target is inside the prefix"
+        told = target[rows, :-1]
+        assert torch.equal(batch["tgt"][rows, :-1][told], batch["inp"][rows, 1:][told])
+
+
+@every
 def test_one_batch_can_be_learned_by_heart(name):
     _, batch, hp = make(name, B=4, T=32, gen_scale=1.0, electra_weight=1.0)
     torch.manual_seed(1)

@@ -57,6 +57,8 @@ def test_settings_are_defaults_then_flags():
     hp = train.get_config(["--objective", "mlm", "--mask_rate", "0.3", "--device", "cpu"])
     assert (hp.objective, hp.mask_rate, hp.n_layer, hp.device) == ("mlm", 0.3, 4, "cpu")
     assert hp.data == ["stdlib"] and hp.resume is False and hp.dtype in ("float32", "bfloat16")
+    rotation = train.get_config(["--objective", "rotation", "--device", "cpu", "--batch_size", "5"])
+    assert (rotation.block_size, rotation.batch_size) == (64, 5)
 
 
 def test_help_names_every_objective_and_flag(capsys):
