@@ -20,7 +20,7 @@ import torch
 import sample
 import train
 from data import generator
-from model import Sizes, Transformer
+from model import Sizes, Transformer, pack_weights
 from objectives import OBJECTIVES
 
 FLAGS = {
@@ -37,15 +37,15 @@ FLAGS = {
 }
 
 
-def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds}
+def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds, for each of the units that it returns}
     times = {name: [] for name in sides}
     for i in range(repeats + 1):                # the first round warms up
         for name, side in sides.items():
             synchronize(device)
             begin = time.perf_counter()
-            side()
+            units = side()
             synchronize(device)
-            times[name] += [time.perf_counter() - begin] if i else []
+            times[name] += [(time.perf_counter() - begin) / (units if isinstance(units, int) else 1)] if i else []
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -107,8 +107,9 @@ def at_highest(side):  # on the CPU nanoGPT leaves torch's default precision, we
     def run():
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-        side()
+        units = side()
         torch.set_float32_matmul_precision(precision)
+        return units
     return run
 
 
@@ -175,36 +176,36 @@ def bench_decode(flags, device, names):
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_(0, 0.05)
+        pack_weights(model)
         prompt = torch.randint(1, 256, (T // 2,), generator=generator("bench")).tolist()
     x = torch.tensor([prompt], device=hp.device)
-    def decode(step=None, **how):
-        return [int(b) for b in sample.generate(model, x, flags.new, T, sample.sample_generators(1, 1), step=step, **how)]
-    written, tally = {}, []
-    sides = {"plain": lambda: written.update(plain=decode(temperature=0.8))}
+    seeds, tally = iter(range(1 << 40)), []     # every run writes another text
+    def decode(step=None, temperature=0.8):
+        gens = [generator(f"decode,{next(seeds)}")]
+        return len([int(b) for b in sample.generate(model, x, flags.new, T, gens, step=step, temperature=temperature)])
+    def speculate():
+        return len(list(sample.speculate(model, heads, prompt, flags.new, T, generator(f"decode,{next(seeds)}"), tally, temperature=0.8)))
+    sides = {"plain": decode}
     if flags.compile:
         step = sample.compile_step(model, 1, T)
-        sides["compiled"] = lambda: written.update(compiled=decode(step, temperature=0.8))
+        sides["compiled"] = lambda: decode(step)
     if "mtp" in heads:
-        def speculate():
-            tally.clear()
-            written["speculated"] = list(sample.speculate(model, heads, prompt, flags.new, T, generator("s"), tally, temperature=0.8))
         sides["speculated"] = speculate
     if flags.nanogpt:
         if flags.run:
             flags.n_layer, flags.n_head, flags.n_embd, flags.block_size = hp.n_layer, hp.n_head, hp.n_embd, hp.block_size
         theirs = nanogpt_model(flags).to(device).eval()
-        sides["nanoGPT"] = at_highest(lambda: written.update(nanoGPT=theirs.generate(x, flags.new, temperature=0.8)[0, len(prompt):].tolist()))
-    seconds = take_turns(sides, flags.repeats, device)
-    speed = {name: len(written[name]) / s for name, s in seconds.items()}
+        sides["nanoGPT"] = at_highest(lambda: theirs.generate(x, flags.new, temperature=0.8).size(1) - len(prompt))
+    speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, device).items()}
     print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}" + ("  to nanoGPT" if flags.nanogpt else "") +
           f"   batch 1, {hp.dtype}, a prompt of {len(prompt)}")
     for name, v in speed.items():
         print(f"{name:12s} {v:8.0f} {v / speed['plain']:9.2f}" + (f" {v / speed['nanoGPT']:11.1f}" if flags.nanogpt else ""))
     if tally:
-        greedy = decode(temperature=0)
-        drafted = list(sample.speculate(model, heads, prompt, flags.new, T, generator("s"), temperature=0))
+        greedy = [int(b) for b in sample.generate(model, x, flags.new, T, [generator("greedy")], temperature=0)]
+        drafted = list(sample.speculate(model, heads, prompt, flags.new, T, generator("greedy"), temperature=0))
         differ = sum(a != b for a, b in zip(greedy, drafted)) + abs(len(greedy) - len(drafted))
-        print(f"speculation: {len(written['speculated']) / len(tally):.2f} bytes a pass; at temperature 0 {differ} of {len(greedy)} bytes "
+        print(f"speculation: {sum(kept + 1 for _, kept in tally) / len(tally):.2f} bytes a pass; at temperature 0 {differ} of {len(greedy)} bytes "
               "differ from plain decoding")
 
 

@@ -2,8 +2,8 @@
 
 B batch rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys
 
-Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), QK-norm (Henry et al. 2020),
-ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at zero, logits capped by
+Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021), QK-norm
+(Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at zero, logits capped by
 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them is the objective's.
 """
 import functools
@@ -81,23 +81,31 @@ def resolve_mask(mask, B, q, T_k, D, doc=None, static=False):
 # ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
 
 def attend(q, k, v, seen):
-    """seen: what resolve_mask returns. The fused kernels on CUDA, and for the single query of a decoding step on the
-    CPU; else written out, which on the CPU is the faster form at the sizes of this repository."""
-    if q.device.type == "cuda" or q.device.type == "cpu" and q.size(2) == 1:
-        return attend_fused(q, k, v, seen)
-    return attend_plain(q, k, v, seen)
+    """seen: what resolve_mask returns. Each form where it is the fastest: sums for the single query of a decoding step on
+    the CPU, written out for whole rows there, else the fused kernels."""
+    if q.device.type != "cuda" and q.size(2) == 1:
+        return attend_one(q, k, v, seen)
+    return attend_fused(q, k, v, seen) if q.device.type == "cuda" or q.size(2) < k.size(2) else attend_plain(q, k, v, seen)
 
 
 def attend_plain(q, k, v, seen):
-    dtype = q.dtype
-    q, k, v = q.float() * q.size(-1) ** -0.5, k.float(), v.float()                  # bf16 scores are slow on CPU
-    att = q @ k.transpose(-2, -1)                                                   # (B, H, T_q, T_k)
-    if isinstance(seen, str):
-        if seen == "causal":
-            att = att + torch.full(att.shape[-2:], -torch.inf, device=q.device).triu(1)
-    else:
-        att = att.masked_fill(~seen, -torch.inf)
-    return (att.softmax(-1) @ v).to(dtype)
+    """softmax(q k^T / sqrt(D) + bias) v. One kernel takes the product, the scale and the bias, which is 0 where a query
+    may attend and -inf elsewhere."""
+    (B, H, T_q, D), T_k = q.shape, k.size(2)
+    bias = q.new_zeros(1, 1, 1)
+    if isinstance(seen, torch.Tensor):
+        bias = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf).expand(B, H, T_q, T_k).flatten(0, 1)
+    elif seen == "causal":
+        bias = q.new_full((T_q, T_k), -torch.inf).triu(1)
+    att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D ** -0.5)  # (B H, T_q, T_k)
+    return (att.softmax(-1) @ v.flatten(0, 1)).view_as(q)
+
+
+def attend_one(q, k, v, seen):  # T_q = 1; seen: a dense mask, or any name, since the last position sees every key
+    att = (q * k).sum(-1, dtype=torch.float32) * q.size(-1) ** -0.5                 # (B, H, T_k)
+    if isinstance(seen, torch.Tensor):
+        att = att.masked_fill(~seen[:, :, 0], -torch.inf)
+    return (att.softmax(-1)[..., None].to(v.dtype) * v).sum(2, keepdim=True)
 
 
 def attend_fused(q, k, v, seen):
@@ -116,19 +124,19 @@ def flex_attention():  # a kernel only when compiled: run eagerly it writes out 
 
 # ---- the network
 
-def norm(x):  # (..., C) -> (..., C) of root mean square 1
-    return F.rms_norm(x, (x.size(-1),))
+def norm(x):  # (..., C) -> (..., C) of mean 0 and variance 1
+    return F.layer_norm(x, (x.size(-1),))       # on the CPU one kernel, where F.rms_norm takes eight
 
 
-def rotations(at, D):  # positions (T,) -> cos, sin (T, D / 2)
+def rotations(at, D, dtype):  # positions (T,) -> cos, sin (T, D)
     freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=at.device, dtype=torch.float32) / D)
-    angle = torch.outer(at.float(), freq)
-    return angle.cos(), angle.sin()
+    angle = torch.outer(at.float(), freq)                                           # (T, D / 2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), dim=1).to(dtype), torch.cat((-sin, sin), dim=1).to(dtype)
 
 
 def rotate(x, cos, sin):  # (..., T, D) -> the same, each pair (i, i + D/2) turned by its position's angle
-    a, b = x.float().chunk(2, dim=-1)                                               # (..., T, D / 2) each
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
 class Linear(nn.Module):
@@ -138,10 +146,23 @@ class Linear(nn.Module):
     def __init__(self, n_in, n_out, stack=1, zero=False):
         super().__init__()
         weight = torch.zeros(stack, n_out, n_in) if zero else torch.randn(stack, n_out, n_in) * n_in ** -0.5
-        self.weight = nn.Parameter(weight)
+        self.weight, self.packed = nn.Parameter(weight), None
 
     def forward(self, x):  # (..., n_in) -> (..., stack * n_out)
+        if self.packed is not None and not torch.compiler.is_compiling():
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
         return F.linear(x, self.weight.flatten(0, 1).to(x.dtype))
+
+
+def pack_weights(model):
+    """For decoding in bfloat16 on a CPU: keeps every matrix a second time, as oneDNN lays it out for its own use. The
+    product with a single row, which is all that a decoding step is made of, then takes half the time."""
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu":
+            try:
+                layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().flatten(0, 1), 1)
+            except (AttributeError, RuntimeError):              # a build of torch without oneDNN
+                return
 
 
 class Block(nn.Module):
@@ -156,7 +177,7 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, seen, cache=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
-        qkv = qkv.permute(2, 0, 3, 1, 4)                                            # (3, B, H, T, D)
+        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()                               # (3, B, H, T, D)
         (q, k), v = rotate(norm(qkv[:2]), cos, sin), qkv[2]
         if cache is not None:
             k, v = extend(cache, k, v)                                              # (B, H, T_k, D)
@@ -184,8 +205,8 @@ class Transformer(nn.Module):
         start, D = 0 if cache is None else cache["length"], self.sizes.n_embd // self.sizes.n_head
         static = isinstance(start, torch.Tensor)
         at = start + torch.arange(T, device=idx.device)                             # (T,)
-        seen = resolve_mask(mask, B, at, cache["k"].size(3) if static else start + T, D, doc, static)
-        cos, sin = rotations(at, D)
+        seen = resolve_mask(mask, B, at, cache["k"][0].size(2) if static else start + T, D, doc, static)
+        cos, sin = rotations(at, D, self.dtype)
         x = norm(self.embed(idx).to(self.dtype))
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, seen, None if cache is None else (cache["k"][i], cache["v"][i], start, at))
@@ -206,10 +227,8 @@ def new_cache(model, B, T, static=False):  # -> room for T positions of B rows
     """Setting "length" back forgets the positions after it. static: the length is a tensor and every step attends over
     all T positions under a mask, so that no shape depends on the length and a step can be compiled."""
     sizes, device = model.sizes, model.embed.weight.device
-    shape = sizes.n_layer, B, sizes.n_head, T, sizes.n_embd // sizes.n_head
-    return dict(k=torch.zeros(shape, dtype=model.dtype, device=device),
-                v=torch.zeros(shape, dtype=model.dtype, device=device),
-                length=torch.zeros((), dtype=torch.long, device=device) if static else 0)
+    room = lambda: [torch.zeros(B, sizes.n_head, T, sizes.n_embd // sizes.n_head, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)]
+    return dict(k=room(), v=room(), length=torch.zeros((), dtype=torch.long, device=device) if static else 0)
 
 
 def extend(cache, k, v):  # one layer's (keys, values, length, positions) -> all keys and values (B, H, T_k, D)

@@ -19,6 +19,7 @@ import argparse
 import codecs
 import itertools
 import math
+import os
 import re
 import sys
 import time
@@ -26,8 +27,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF, decode, encode, fail, generator, map_file
-from model import new_cache
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF, decode, documents, encode, fail, generator, map_file
+from model import new_cache, pack_weights
 from objectives import GAP, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
 from train import (Parser, build, compressors, load_checkpoint, members, newest_run, pick_device, pick_dtype,
                    restore, set_precision)
@@ -45,11 +46,11 @@ FLAGS = {
     "hole": ("", "marker of a hole, in place of <extra_id_0> or, for bytes one by one, [MASK] and [MASK:4]"),
     "mode": ("", "ul2: R (short holes), X (long holes) or S (continue); without it R where there is a hole, else S"),
     "order": ("", "mlm, hybrid: confident, left or parallel [confident]; mdlm: ancestral or confident [ancestral]"),
-    "steps": (0, "mlm, hybrid, mdlm: passes in which holes are filled; 0 for one a byte (mdlm: at most 64)", 0, 1 << 20),
+    "steps": (0, "mlm, hybrid, mdlm: passes in which the holes of a block are filled; 0 for one a byte (mdlm: at most 64)", 0, 1 << 20),
     "show": (False, "mdlm: play the unmasking"),
-    "speculate": (False, "mtp: heads 2, 3, ... draft, head 1 verifies"),
+    "speculate": (True, "mtp: heads 2, 3, ... draft, head 1 verifies; of itself where one sample is asked for. Given, it is compared with plain decoding"),
     "query": ("", "contrastive: the text to look for"),
-    "corpus": ("", "contrastive: file whose lines are embedded, or searched for --query"),
+    "corpus": ("", "contrastive: file whose lines, or folder whose files, are embedded, or searched for --query"),
     "score": ("", "file whose bits per byte to print"),
     "stride": (0, "with --score: bytes scored per window, block_size for disjoint cold windows; 0 for half a block", 0, 1 << 24),
     "compile": (False, "torch.compile the decoding step: slow to start, faster for long texts"),
@@ -141,9 +142,11 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
 
 @torch.inference_mode()
 def compile_step(model, N, T):  # -> step for N rows and a block of T, or None where torch.compile cannot
-    step = torch.compile(lambda byte, cache: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False)
+    step, device = torch.compile(lambda byte, cache: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False), model.embed.weight.device
     try:
-        step(torch.zeros(N, 1, dtype=torch.long, device=model.embed.weight.device), new_cache(model, N, T, static=True))
+        from torch._inductor import config  # here: it costs half a second to import
+        with config.patch(freezing=device.type == "cpu"):       # the weights as constants, which are laid out for their kernels
+            step(torch.zeros(N, 1, dtype=torch.long, device=device), new_cache(model, N, T, static=True))
     except Exception as e:                      # no compiler, an old one, an operating system without support
         print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it", file=sys.stderr)
         return None
@@ -224,22 +227,22 @@ def fill(*args, **kwargs):  # unmask, its last state alone
 # ---- scoring
 
 @torch.inference_mode()
-def score(model, data, T, stride):  # data (n,) uint8 -> bits of the whole text, left to right
+def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of the whole text, left to right
     """Window i codes bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
-    windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits."""
+    windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask: as in training."""
     n, bits = len(data), 8.0
     windows = [(max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride)]
     for length, group in itertools.groupby(windows, lambda w: w[2] - w[0]):
         group = list(group)
         for i in range(0, len(group), SCORE_ROWS):
-            bits += score_rows(model, data, group[i:i + SCORE_ROWS], length)
+            bits += score_rows(model, data, group[i:i + SCORE_ROWS], length, doc_mask)
     return bits
 
 
 @torch.inference_mode()
-def score_rows(model, data, rows, length):  # rows [(first, first scored, end)] of one length -> bits
+def score_rows(model, data, rows, length, doc_mask):  # rows [(first, first scored, end)] of one length -> bits
     x = torch.stack([data[a:end + 1] for a, _, end in rows]).long().to(model.embed.weight.device)      # (rows, length + 1)
-    logits = model.logits(model(x[:, :-1], "causal"))
+    logits = model.logits(model(x[:, :-1], "causal", documents(x[:, :-1]) if doc_mask else None))
     nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), length)
     return sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
 
@@ -257,14 +260,15 @@ def score_bound(model, data, T, seed, draws=16):  # data (n,) uint8 -> bits at m
 
 
 @torch.inference_mode()
-def score_pseudo(model, data, T):  # data (n,) uint8 -> bits: each byte from all the others of its window of T
-    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others."""
+def score_pseudo(model, data, T, shift=False):  # data (n,) uint8 -> bits: each byte from all the others of its window
+    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others. shift: as in unmask."""
     bits = 0.0
-    for x in data.split(T):
+    for x in data.split(T - shift):
         x = x.long().to(model.embed.weight.device)
         for i in range(0, len(x), SCORE_ROWS):
             at = torch.arange(i, min(i + SCORE_ROWS, len(x)), device=x.device)
             rows = x.repeat(len(at), 1).scatter(1, at[:, None], MASK)
+            rows = torch.cat((rows.new_full((len(at), 1), EOT), rows), dim=1) if shift else rows
             h = model(rows, "bidirectional")[torch.arange(len(at), device=x.device), at]
             bits += float(F.cross_entropy(model.logits(h), x[at], reduction="sum")) / math.log(2)
     return bits
@@ -279,7 +283,9 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, c
     hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
     model, heads = build(hp)
     restore(model, heads, ckpt, path)
-    return model.to(getattr(torch, hp.dtype)).requires_grad_(False), heads.requires_grad_(False), hp, ckpt
+    model, heads = model.to(getattr(torch, hp.dtype)).requires_grad_(False), heads.requires_grad_(False)
+    pack_weights(model)
+    return model, heads, hp, ckpt
 
 
 def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
@@ -340,9 +346,10 @@ MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_\d+>"
 # ---- what each objective is for. Each mode: (model, heads, hp, flags, held-out bytes) -> prints. A flag is None when not given
 
 def continue_mode(model, heads, hp, flags, held_out):
-    if flags.speculate and flags.compile:
-        fail("--compile: compiles single steps, --speculate takes several bytes a step. Try one of the two")
     name, T = flags.objective, hp.block_size
+    ahead = name == "mtp" and flags.speculate and ("speculate" in flags.given or flags.num_samples == 1 and not flags.compile)
+    if ahead and flags.compile:
+        fail("--compile: compiles single steps, --speculate takes several bytes a step. Try one of the two")
     prompt = held_out[:T // 2].tolist() if flags.prompt is None else encode(flags.prompt)
     if flags.prompt is None:
         print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
@@ -356,7 +363,7 @@ def continue_mode(model, heads, hp, flags, held_out):
         prompt = prompt[-room:]
     ids = torch.tensor(before + prompt + behind, device=hp.device).expand(flags.num_samples, -1)
     mask = "prefix" if name in ("prefix", "ul2") else "causal"
-    if flags.speculate:
+    if ahead:
         return speculate_mode(model, heads, hp, flags, prompt)
     step = compile_step(model, flags.num_samples, T) if flags.compile else None
     steps = generate(model, ids, flags.max_new_tokens, T, sample_generators(flags.seed, flags.num_samples), mask, step=step, **drawing(flags))
@@ -371,22 +378,21 @@ def continue_mode(model, heads, hp, flags, held_out):
 
 
 def speculate_mode(model, heads, hp, flags, prompt):
-    times, texts, tally = [], [], []
+    written, seconds, tally = 0, 0.0, []
     for i in headings(flags):
-        stream, begin, out = Stream(prompt), time.perf_counter(), []
+        stream, begin = Stream(prompt), time.perf_counter()
         for byte in speculate(model, heads, prompt, flags.max_new_tokens, hp.block_size, one_row(flags, i)[0], tally, **drawing(flags)):
+            seconds += time.perf_counter() - begin              # without the printing
             stream.write(byte)
-            out.append(byte)
+            written, begin = written + 1, time.perf_counter()
         stream.end()
-        times.append(time.perf_counter() - begin)
-        texts.append(out)
-    begin = time.perf_counter()
-    plain = [int(b) for b in generate(model, tensor(prompt, hp), len(texts[0]), hp.block_size, one_row(flags, 0), **drawing(flags))]
-    seconds = time.perf_counter() - begin
-    n = sum(map(len, texts))
     each = [sum(kept >= k for drafted, kept in tally if drafted >= k) / max(1, sum(drafted >= k for drafted, _ in tally)) for k in range(1, hp.mtp_heads)]
-    print(f"--- {n / max(1, len(tally)):.2f} bytes per pass; kept of head {', '.join(f'{k + 2}: {a:.0%}' for k, a in enumerate(each))}; "
-          f"{n / sum(times):.0f} bytes/s against {len(plain) / max(seconds, 1e-9):.0f} plain", file=sys.stderr)
+    line = f"--- {written / max(1, len(tally)):.2f} bytes per pass; kept of head {', '.join(f'{k + 2}: {a:.0%}' for k, a in enumerate(each))}"
+    if "speculate" in flags.given:              # the same bytes one by one, with the same cache
+        begin = time.perf_counter()
+        plain = list(generate(model, tensor(prompt, hp), min(written, flags.max_new_tokens), hp.block_size, one_row(flags, 0), **drawing(flags)))
+        line += f"; {written / max(seconds, 1e-9):.0f} bytes/s against {len(plain) / max(time.perf_counter() - begin, 1e-9):.0f} plain"
+    print(line, file=sys.stderr)
 
 
 def fill_mode(model, heads, hp, flags, held_out):
@@ -537,7 +543,8 @@ def repair_mode(model, heads, hp, flags, held_out):
         gens, out = one_row(flags, i), []
         for a in range(0, len(noisy), L):       # a longer text is repaired piece by piece
             ids = tensor(noisy[a:a + L] + [SEP], hp)
-            out += [int(b) for b in generate(model, ids, min(flags.max_new_tokens, L + 1), T, gens, "prefix", **drawing(flags)) if int(b) != EOT]
+            steps = generate(model, ids, min(flags.max_new_tokens - len(out), L + 1), T, gens, "prefix", **drawing(flags))
+            out += [int(b) for b in steps if int(b) != EOT]
         print(decode(out))
 
 
@@ -585,41 +592,57 @@ def follows_mode(model, heads, hp, flags, held_out):
 
 
 @torch.inference_mode()
-def embeddings(model, texts, T):  # list of ids -> (N, C) float32 of length 1; a text longer than a block by its beginning
-    out = [None] * len(texts)
-    by_length = sorted(range(len(texts)), key=lambda i: len(texts[i][:T]))
-    for _, group in itertools.groupby(by_length, lambda i: len(texts[i][:T])):
+def embeddings(model, texts, T):  # list of ids -> (N, C) float32 of length 1; of a long text the mean over its blocks
+    blocks = [(i, text[a:a + T] or [EOT]) for i, text in enumerate(texts) for a in range(0, max(1, len(text)), T)]
+    blocks.sort(key=lambda b: len(b[1]))        # those of one length can share a batch
+    out = torch.zeros(len(texts), model.sizes.n_embd)
+    for n, group in itertools.groupby(blocks, lambda b: len(b[1])):
         group = list(group)
-        for i in range(0, len(group), SCORE_ROWS):
-            x = torch.tensor([texts[j][:T] or [EOT] for j in group[i:i + SCORE_ROWS]], device=model.embed.weight.device)
-            for j, e in zip(group[i:i + SCORE_ROWS], embed(model, x)):
-                out[j] = e
-    return torch.stack(out)
+        for a in range(0, len(group), SCORE_ROWS):
+            owner, rows = zip(*group[a:a + SCORE_ROWS])
+            e = embed(model, torch.tensor(rows, device=model.embed.weight.device)).cpu()
+            out.index_add_(0, torch.tensor(owner), n * e)
+    return F.normalize(out, dim=1)
+
+
+def passages(path):  # a file's lines, or a folder's files -> [(title, ids)]
+    try:
+        if not os.path.isdir(path):
+            found = [(f"line {i}", list(line)) for i, line in enumerate(read_file(path).splitlines(), 1) if line.strip()]
+        else:
+            paths = sorted(os.path.join(root, name) for root, _, names in os.walk(path) for name in names if not name.startswith("."))
+            found = [(p, list(text)) for p in paths if os.path.isfile(p) and (text := read_file(p))]
+    except OSError as e:
+        fail(f"--corpus {path}: cannot be read ({e.strerror}). Try another file or folder")
+    if not found:
+        fail(f"--corpus {path}: has no line of text. Try another file or folder")
+    return found
+
+
+def read_file(path):  # -> bytes
+    with open(path, "rb") as f:
+        return f.read()
 
 
 def search_mode(model, heads, hp, flags, held_out):
     Lc = max(1, round(hp.crop * hp.block_size))
-    if flags.corpus:
-        try:
-            with open(flags.corpus, "rb") as f:
-                texts = [list(line) for line in f.read().splitlines() if line.strip()]
-        except OSError as e:
-            fail(f"--corpus {flags.corpus}: cannot be read ({e.strerror}). Try another file")
-        if not texts:
-            fail(f"--corpus {flags.corpus}: has no line of text. Try another file")
-    else:
-        texts = [p.tolist() for p in held_out.split(Lc) if len(p) == Lc] or [held_out.tolist()]
     if flags.prompt is not None:                # an embedding, as numbers
         return print(" ".join(f"{v:.5f}" for v in embeddings(model, [encode(flags.prompt)], hp.block_size)[0].tolist()))
+    if flags.corpus:
+        titles, texts = zip(*passages(flags.corpus))
+    else:
+        texts = [p.tolist() for p in held_out.split(Lc) if len(p) == Lc] or [held_out.tolist()]
+        titles = [f"passage {i + 1}" for i in range(len(texts))]
+    near = embeddings(model, texts, hp.block_size)                                  # (N, C)
     if flags.query is None and flags.corpus:
-        for text, e in zip(texts, embeddings(model, texts, hp.block_size)):
-            print(" ".join(f"{v:.5f}" for v in e.tolist()), decode(text), sep="\t")
+        for title, e in zip(titles, near):
+            print(" ".join(f"{v:.5f}" for v in e.tolist()), title, sep="\t")
         return
     query = encode(flags.query) if flags.query is not None else held_out[Lc // 2:Lc // 2 + Lc].tolist()
-    near = embeddings(model, texts, hp.block_size) @ embeddings(model, [query], hp.block_size)[0]
+    near = near @ embeddings(model, [query], hp.block_size)[0]
     print(f"query:\n{decode(query)}")
     for i in near.argsort(descending=True)[:3].tolist():
-        print(f"--- similarity {float(near[i]):.3f}, passage {i + 1} of {len(texts)}:\n{decode(texts[i])}")
+        print(f"--- similarity {float(near[i]):.3f}, {titles[i]} of {len(texts)}:\n{decode(texts[i][:hp.block_size])}")
 
 
 @torch.inference_mode()
@@ -649,16 +672,20 @@ def score_mode(model, heads, hp, flags, held_out):
     stride = flags.stride or max(1, T // 2)
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
+    lines = []                                  # (bits, what they are)
     if OBJECTIVES[name].get("bpb") == "exact":
-        bits, note = score(model, data, T, stride), f"windows of {T}, stride {stride}"
-    elif name == "mdlm":
+        lines += [(score(model, data, T, stride, hp.doc_mask), f"windows of {T}, stride {stride}")]
+    if name == "mdlm":
         bits, error = score_bound(model, data, T, flags.seed)
-        note = f"at most, standard error {error / len(data):.4f}, cold windows of {T}"
-    elif name == "mlm":
-        bits, note = score_pseudo(model, data, T), f"pseudo: every byte given all others of its window of {T}"
-    else:
+        lines += [(bits, f"at most, standard error {error / len(data):.4f}, cold windows of {T}")]
+    if name in ("mlm", "hybrid"):
+        window = T - (name == "hybrid")
+        lines += [(score_pseudo(model, data, T, name == "hybrid"), f"pseudo: every byte given all others of its window of {window}")]
+    if not lines:
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {' '.join(n for n, e in OBJECTIVES.items() if 'bpb' in e)} mlm")
-    print(f"{flags.score}: {bits / len(data):.4f} bits per byte ({bits * math.log(2) / len(data):.4f} nats), {len(data):,} bytes, {note}; {compressors(data)}")
+    for bits, note in lines:
+        print(f"{flags.score}: {bits / len(data):.4f} bits per byte ({bits * math.log(2) / len(data):.4f} nats), {len(data):,} bytes, {note}")
+    print(f"beside it: {compressors(data)}")
 
 
 # name: (mode, the flags it reads beside COMMON)
@@ -687,8 +714,9 @@ def parse(argv):  # -> Namespace of every flag; texts that were not given are No
     parser = Parser(prog="sample.py", usage="python sample.py [flags below]", description=__doc__, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text, *_) in FLAGS.items():
-        how = dict(action="store_true") if default is False else dict(type=type(default), metavar="X")
-        parser.add_argument(f"--{flag}", help=text + (f" [{default}]" if default not in ("", 0) else ""), **how)
+        how = dict(type=type(default), metavar="X") if not isinstance(default, bool) else \
+            dict(action=argparse.BooleanOptionalAction if default else "store_true")
+        parser.add_argument(f"--{flag}", help=text + (f" [{default}]" if default not in ("", 0, True) else ""), **how)
     given = vars(parser.parse_args(argv))
     flags = argparse.Namespace(**{flag: None if default == "" else default for flag, (default, *_) in FLAGS.items()} | given)
     for flag, spec in FLAGS.items():

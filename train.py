@@ -445,8 +445,8 @@ def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthon
     x = x.to(dtype)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
-        a = x @ x.mT                                                                # (N, r, r)
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        a = x @ x.mT                                                                # A (N, r, r)
+        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)    # a x + (b A + c A^2) x
     return x
 
 

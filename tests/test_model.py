@@ -129,6 +129,20 @@ def test_documents_do_not_see_each_other(mask):
                 assert (size[b, q, b, k] > 0) == (bool(doc[b, q] == doc[b, k]) and rule(MASKS[mask], b, q, k)), (b, q, k)
 
 
+def test_packed_weights_give_the_same_states():
+    """In bfloat16, where the order of a sum shows in the last bits; in float32 nothing is packed."""
+    net, same = randomized().to(torch.bfloat16), randomized().to(torch.bfloat16)
+    net.dtype = same.dtype = torch.bfloat16
+    M.pack_weights(net)
+    assert all(layer.packed is not None for layer in net.modules() if isinstance(layer, M.Linear)) or not torch.backends.mkldnn.is_available()
+    for shape in ((B, T), (1, 1)):
+        torch.testing.assert_close(net.logits(net(ids(shape=shape), "causal")), same.logits(same(ids(shape=shape), "causal")), atol=0.1, rtol=0.05)
+    assert net.state_dict().keys() == same.state_dict().keys()
+    exact = randomized()
+    M.pack_weights(exact)
+    assert exact.head.packed is None
+
+
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("start", range(1, T + 1))
 @pytest.mark.parametrize("mask", ["causal", "prefix"])
@@ -185,7 +199,7 @@ def test_the_loops_reject_broken_rules(rule, monkeypatch):
 
 def test_a_cache_with_a_broken_offset_is_noticed(monkeypatch):
     rotations = M.rotations
-    monkeypatch.setattr(M, "rotations", lambda at, D: rotations(at - at[0], D))
+    monkeypatch.setattr(M, "rotations", lambda at, *rest: rotations(at - at[0], *rest))
     with pytest.raises(AssertionError):
         test_cached_decoding_equals_the_full_forward_at_every_length("causal", 2, False)
 
@@ -193,7 +207,7 @@ def test_a_cache_with_a_broken_offset_is_noticed(monkeypatch):
 def test_rope_scores_depend_on_distance_alone():
     q, k = (torch.randn(1, 1, 1, 8, generator=generator(s)) for s in "qk")
     def score(i, j):
-        return float((M.rotate(q, *M.rotations(torch.tensor([i]), 8)) * M.rotate(k, *M.rotations(torch.tensor([j]), 8))).sum())
+        return float((M.rotate(q, *M.rotations(torch.tensor([i]), 8, torch.float32)) * M.rotate(k, *M.rotations(torch.tensor([j]), 8, torch.float32))).sum())
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4) != pytest.approx(score(9, 5), abs=1e-2)
 
 

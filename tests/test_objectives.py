@@ -198,7 +198,7 @@ def test_one_batch_can_be_learned_by_heart(name):
     net = Transformer(Sizes(2, 4, 64))
     heads = torch.nn.ModuleDict(OBJECTIVES[name]["heads"](net.sizes, hp))
     opt = torch.optim.AdamW([*net.parameters(), *heads.parameters()], lr=6e-3, weight_decay=0.0)
-    for _ in range(150):
+    for _ in range(200):
         loss = total(OBJECTIVES[name]["loss"](net, heads, batch, hp))
         opt.zero_grad()
         loss.backward()

@@ -388,6 +388,15 @@ def test_any_prompt_can_be_continued(name, prompt, runs, capsys):
         assert prompt not in ("long", "look-alike", "emoji") or PROMPTS[prompt][-16:] in out
 
 
+def test_mtp_drafts_of_itself_and_can_be_told_not_to(runs, capsys):
+    def passes(*flags):
+        assert sample.main(["--out_dir", "out/mtp", "--prompt", "x", "--max_new_tokens", "9", *flags]) is None
+        return capsys.readouterr().err
+    assert "per pass" in passes() and "plain" not in passes()
+    assert "plain" in passes("--speculate") and "plain" in passes("--speculate", "--num_samples", "2")
+    assert passes("--no-speculate") == "" == passes("--num_samples", "2")
+
+
 def test_a_streamed_sample_is_the_first_of_a_batch(runs, capsys):
     one = say(capsys, "--out_dir", "out/clm", "--prompt", "import ", "--max_new_tokens", "40")
     two = say(capsys, "--out_dir", "out/clm", "--prompt", "import ", "--max_new_tokens", "40", "--num_samples", "2")
@@ -435,16 +444,49 @@ def test_a_mixture_does_what_its_members_do(runs, capsys):
     assert "a" in say(capsys, "--out_dir", folder, "--objective", "mlm", "--prompt", "a[MASK]")
 
 
-def test_a_pseudo_score_masks_one_byte_at_a_time():
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_pseudo_score_masks_one_byte_at_a_time(shift):
     net, x = randomized().requires_grad_(False), ids(T + 3)[0]
-    bits = 0.0
-    for a in (0, T):
-        window = x[a:a + T]
+    bits, n = 0.0, T - shift                    # shifted, position i - 1 predicts byte i: one position before the first byte
+    for a in range(0, len(x), n):
+        window = x[a:a + n]
         for i in range(len(window)):
             row = window.clone()
             row[i] = MASK
+            row = torch.cat((torch.tensor([EOT]), row)) if shift else row
             bits -= float(net.logits(net(row[None], "bidirectional"))[0, i].log_softmax(-1)[window[i]].detach()) / math.log(2)
-    assert sample.score_pseudo(net, x.byte(), T) == pytest.approx(bits, rel=1e-5)
+    assert sample.score_pseudo(net, x.byte(), T, shift) == pytest.approx(bits, rel=1e-5)
+
+
+def test_a_score_keeps_to_documents_as_training_did():
+    """Of two documents that fill a window the second is scored as if it stood alone, behind the NUL that it follows."""
+    net, x = randomized().requires_grad_(False), ids(T, seed=3)[0]
+    a, b = x[:6].clamp(min=1), x[6:].clamp(min=1)
+    text = torch.cat((a, torch.tensor([EOT]), b)).byte()
+    alone = lambda row: -float(net.logits(net(row[None, :-1], "causal"))[0].log_softmax(-1).gather(1, row[1:, None]).sum()) / math.log(2)
+    logits = net.logits(net(torch.cat((a, torch.tensor([EOT])))[None], "causal"))[0, -1]
+    want = 8 + alone(torch.cat((a, torch.tensor([EOT])))) - float(logits.log_softmax(-1)[b[0]]) / math.log(2)
+    angle = sample.score(net, text, 2 * T, 2 * T, doc_mask=True)
+    assert angle == pytest.approx(want + alone(b), rel=1e-4) and sample.score(net, text, 2 * T, 2 * T) != pytest.approx(angle, rel=1e-4)
+
+
+def test_a_long_text_is_embedded_by_the_mean_of_its_blocks():
+    net, x = randomized().requires_grad_(False), ids(2 * T + 3)[0]
+    parts = [sample.embed(net, p[None])[0] * len(p) for p in x.split(T)]
+    got = sample.embeddings(net, [[5], x.tolist(), []], T)
+    torch.testing.assert_close(got[1], F.normalize(sum(parts), dim=0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got[0], sample.embed(net, torch.tensor([[5]]))[0])
+    assert got.norm(dim=1).tolist() == pytest.approx([1, 1, 1])
+
+
+def test_the_files_of_a_folder_are_passages(runs, tmp_path, capsys):
+    for name, text in (("a.txt", b"open a file"), ("sub/b.txt", b"close a window"), (".hidden", b"no"), ("empty", b"")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+    out = say(capsys, "--out_dir", "out/contrastive", "--corpus", str(tmp_path))
+    assert [os.path.basename(line.split("\t")[1]) for line in out.splitlines()] == ["a.txt", "b.txt"]
+    out = say(capsys, "--out_dir", "out/contrastive", "--corpus", str(tmp_path), "--query", "open a file")
+    assert "a.txt of 2" in out and "similarity 1.000" in out
 
 
 def test_the_bound_of_an_untrained_model_is_8_bits_a_byte():
@@ -459,7 +501,7 @@ def test_score_prints_bits_per_byte_beside_compressors(name, runs, capsys):
     out = say(capsys, "--out_dir", f"out/{name}", "--score", "short.txt", *([] if name in ("mlm", "mdlm") else ["--stride", "32"]))
     bits = float(out.split(": ")[1].split()[0])
     assert 2 < bits < 9.5 and "lzma" in out and "nats" in out
-    assert ("at most" in out, "pseudo" in out) == (name == "mdlm", name == "mlm")
+    assert ("at most" in out, "pseudo" in out) == (name == "mdlm", name in ("mlm", "hybrid"))
 
 
 BAD = {
