@@ -142,7 +142,8 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
 
 @torch.inference_mode()
 def compile_step(model, N, T):  # -> step for N rows and a block of T, or None where torch.compile cannot
-    step, device = torch.compile(lambda byte, cache: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False), model.embed.weight.device
+    device = model.embed.weight.device
+    step = torch.compile(lambda byte, cache: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False)
     try:
         from torch._inductor import config  # here: it costs half a second to import
         with config.patch(freezing=device.type == "cpu"):       # the weights as constants, which are laid out for their kernels
