@@ -21,7 +21,7 @@ import sample
 import train
 from data import generator
 from model import Sizes, Transformer, pack_weights
-from objectives import OBJECTIVES
+from objectives import OBJECTIVES, electra_sizes
 
 FLAGS = {
     "parts": ("train,batch,decode", "what to measure, separated by commas"),
@@ -59,12 +59,25 @@ def gemm_rate(device, dtype, n=1024):  # -> FLOP/s of square matrix products
     return 2 * n ** 3 / take_turns({"gemm": lambda: a @ b}, 9, device)["gemm"]
 
 
-def flops_per_position(sizes, T, mask):  # forward and backward, without embedding lookups
-    """6 FLOPs a weight of every matrix; 12 L C for each pair of positions that see each other."""
-    weights = 12 * sizes.n_layer * sizes.n_embd ** 2 + sizes.vocab_size * sizes.n_embd
-    causal, full = T * (T + 1) / 2, T * T
-    pairs = {"causal": causal, "bidirectional": full}.get(mask, (causal + full) / 2)     # mixed prefixes: about half way
-    return 6 * weights + 12 * sizes.n_layer * sizes.n_embd * pairs / T
+def transformer_flops(sizes, positions, pairs, logits):  # of one forward and backward pass, without embedding lookups
+    """6 FLOPs a weight of every matrix and position; 12 L C for each pair of positions that see each other; the byte head
+    at as many positions as have logits."""
+    return (72 * sizes.n_layer * sizes.n_embd ** 2 * positions + 12 * sizes.n_layer * sizes.n_embd * pairs
+            + 6 * sizes.vocab_size * sizes.n_embd * logits)
+
+
+def step_flops(name, batch, hp):  # a batch of one micro-batch -> FLOPs of its forward and backward pass, exact for its masks
+    sizes, x = Sizes(hp.n_layer, hp.n_head, hp.n_embd), batch["inp"]
+    T, positions = x.size(-1), x.numel()
+    P = batch["mask"] if isinstance(batch["mask"], torch.Tensor) else torch.tensor({"causal": 0, "bidirectional": T}[batch["mask"]])
+    pairs = float((T * (T + 1) / 2 + P * (P - 1.0) / 2).mean()) * positions / T     # queries from P on see what is before them
+    logits = {"contrastive": 0, "rotation": 0, "electra": 0, "mtp": positions * getattr(hp, "mtp_heads", 1)}.get(name, positions)
+    total = transformer_flops(sizes, positions, pairs, logits)
+    if name == "mtp":
+        total += 6 * (hp.mtp_heads - 1) * hp.n_embd ** 2 * positions
+    if name == "electra":
+        total += transformer_flops(electra_sizes(sizes, hp), positions, pairs, batch["at"].numel())
+    return total
 
 
 def settings(flags, name):
@@ -77,19 +90,27 @@ def random_corpus(hp):
     return [dict(name="random", weight=1.0, train=text, val=text)]
 
 
+def first_batch(hp):
+    [batch] = train.draw_batches(train.members(hp), random_corpus(hp), "train", lambda m: m["rows"], "1,0", hp)
+    return {k: v if isinstance(v, str) else v.cpu() for k, v in batch.items()}
+
+
 def training_step(hp):  # -> a function that takes one step: batch, forward, backward, optimizer
     run, corpus = train.members(hp), random_corpus(hp)
-    model, heads = train.build(hp)
-    opt, params, bad = train.make_optimizer(model, heads, hp), [*model.parameters(), *heads.parameters()], torch.tensor(False, device=hp.device)
-    count = iter(range(1 << 40))
+    rows, count = lambda m: m["rows"], iter(range(1 << 40))
+    s = train.prepare(run, corpus, hp, rows)
+    if hp.compile:
+        s["losses"] = train.compile_losses(run, s, train.draw_batches(run, corpus, "train", rows, "1,0", hp), hp)
+    take = lambda: train.training_step(s, run, corpus, hp)
     def step():
-        [batch] = train.draw_batches(run, corpus, "train", lambda m: m["rows"], f"1,{next(count)}", hp)
-        counts = run[0]["counts"](batch, hp)
-        sum(c * s / counts[term] for term, (s, _, c) in run[0]["loss"](model, heads, batch, hp).items()).backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        train.optimizer_step(opt, 1e-3, bad, hp)
-        for p in params:
-            p.grad = None
+        train.set_step(s, run, corpus, rows, next(count), hp)
+        take()
+    if hp.cuda_graph:
+        for _ in range(train.WARM):
+            train.set_step(s, run, corpus, rows, next(count), hp)
+            train.aside(take)
+        train.set_step(s, run, corpus, rows, next(count), hp)
+        take = train.capture(take, s["gens"])
     return step
 
 
@@ -140,16 +161,14 @@ def bench_train(flags, device, names):
     rate = gemm_rate(device, getattr(torch, hps[names[0]].dtype))
     print(f"GEMM probe, {hps[names[0]].dtype}: {rate / 1e9:.0f} GFLOP/s")
     steps = {name: training_step(hp) for name, hp in hps.items()}
+    flops = {name: step_flops(name, first_batch(hp), hp) for name, hp in hps.items()}
     if flags.nanogpt:
         steps["nanoGPT"] = at_highest(nanogpt_step(flags, device))
     seconds = take_turns({name: lambda step=step: [step() for _ in range(flags.steps)] for name, step in steps.items()}, flags.repeats, device)
     positions, first = flags.steps * flags.batch_size * flags.block_size, "clm" if "clm" in names else names[0]
     print(f"{'training':12s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}" + ("  to nanoGPT" if flags.nanogpt else ""))
-    sizes = Sizes(flags.n_layer, flags.n_head, flags.n_embd)
     for name, s in seconds.items():
-        plain = name in OBJECTIVES and name not in ("mtp", "electra", "contrastive")        # these do more or less than one trunk and head
-        work = flops_per_position(sizes, flags.block_size, OBJECTIVES[name]["mask"]) * positions if plain else 0
-        share = f"{work / s / rate:8.1%}" if work else ""
+        share = f"{flops[name] * flags.steps / s / rate:8.1%}" if name in flops else ""
         print(f"{name:12s} {positions / s:12.0f} {seconds[first] / s:8.2f} {share:>8s}" + (f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""))
 
 

@@ -81,11 +81,11 @@ def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.
         path, weight = split_weight(spec)
         try:
             if path == "stdlib":
-                train, val = split_documents(read_stdlib())
+                train, val = split_documents([*read_stdlib().values()])
             elif path == "-":
                 train, val = split_file(map_file(keep_stdin(out_dir, resume)))
             elif os.path.isdir(path):
-                train, val = split_documents(read_folder(path, out_dir))
+                train, val = split_documents([*read_folder(path, out_dir).values()])
             else:
                 train, val = split_file(map_file(path))
         except (OSError, RuntimeError) as e:    # torch reports a file that cannot be opened as a RuntimeError
@@ -132,7 +132,7 @@ def keep_stdin(out_dir, resume):  # -> path of the copy that lets the run be res
     return path
 
 
-def read_folder(folder, out_dir):  # -> list of documents (bytes), sorted by path
+def read_folder(folder, out_dir):  # -> {path: document (bytes)}, sorted by path
     """Every text file under a folder. Files with a NUL (binaries), hidden files, exact duplicates and the
     folders of runs are left out. Documents are held in memory: join a larger corpus into one file."""
     paths = []
@@ -146,7 +146,7 @@ def read_folder(folder, out_dir):  # -> list of documents (bytes), sorted by pat
     return documents
 
 
-def read_stdlib():  # -> list of documents: the source of Python's own standard library, without tests
+def read_stdlib():  # -> {path: document}: the source of Python's own standard library, without tests
     top = sysconfig.get_paths()["stdlib"]
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     paths = []
@@ -159,8 +159,8 @@ def read_stdlib():  # -> list of documents: the source of Python's own standard 
     return documents
 
 
-def read_documents(paths):  # -> contents in sorted order, text only, each once
-    documents, seen = [], set()
+def read_documents(paths):  # -> {path: contents} in sorted order, text only, each once
+    documents, seen = {}, set()
     for path in sorted(paths, key=lambda p: p.replace(os.sep, "/")):
         if not os.path.isfile(path):            # sockets, pipes, dangling links
             continue
@@ -169,7 +169,7 @@ def read_documents(paths):  # -> contents in sorted order, text only, each once
         digest = hashlib.blake2b(text).digest()
         if text and b"\0" not in text and digest not in seen:
             seen.add(digest)
-            documents.append(text)
+            documents[path] = text
     return documents
 
 
@@ -202,7 +202,11 @@ def fingerprint(data, crc=0):  # (N,) uint8 -> crc32 of the bytes, or of 1024 sa
 def generator(key, device="cpu"):  # "1,200,windows" -> torch.Generator
     """A generator seeded from a hash of its key. torch's CPU generator uses the low 32 bits of a seed alone,
     so that (seed << 32 | step) would give every seed the same numbers."""
-    return torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
+    return reseed(torch.Generator(device), key)
+
+
+def reseed(g, key):  # -> g, as if it were generator(key)
+    return g.manual_seed(zlib.crc32(key.encode()))
 
 
 def draw(corpus, split, n, B, g):  # -> source (B,), offset (B, TRIES), both long, on the CPU

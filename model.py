@@ -187,7 +187,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """dtype: of the activations. Weights are float32, and so are attention on the CPU, logits and losses."""
+    """dtype: of the activations. Weights are float32, and so are logits and losses."""
 
     def __init__(self, sizes, dtype=torch.float32):
         super().__init__()

@@ -389,10 +389,13 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), at (B, k), u (B, k)
     return dict(inp=inp, tgt=torch.full_like(x, IGNORE).scatter(1, at, clean), at=at, u=u[:, 1], mask="bidirectional")
 
 
-def electra_heads(sizes, hp):
+def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads of the same width where that divides
     H = max(1, round(sizes.n_head * hp.gen_scale))
-    small = Sizes(sizes.n_layer, H, 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H))))
-    return {"generator": Transformer(small, getattr(torch, hp.dtype)), "replaced": readout(sizes.n_embd)}
+    return Sizes(sizes.n_layer, H, 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H))))
+
+
+def electra_heads(sizes, hp):
+    return {"generator": Transformer(electra_sizes(sizes, hp), getattr(torch, hp.dtype)), "replaced": readout(sizes.n_embd)}
 
 
 def electra_counts(batch, hp):

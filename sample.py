@@ -48,7 +48,8 @@ FLAGS = {
     "order": ("", "mlm, hybrid: confident, left or parallel [confident]; mdlm: ancestral or confident [ancestral]"),
     "steps": (0, "mlm, hybrid, mdlm: passes in which the holes of a block are filled; 0 for one a byte (mdlm: at most 64)", 0, 1 << 20),
     "show": (False, "mdlm: play the unmasking"),
-    "speculate": (True, "mtp: heads 2, 3, ... draft, head 1 verifies; of itself where one sample is asked for. Given, it is compared with plain decoding"),
+    "speculate": (True, "mtp: heads 2, 3, ... draft, head 1 verifies; of itself for one sample at a temperature above 0 (in bfloat16 drafts "
+                        "break near-ties differently at 0). Given, it is compared with plain decoding"),
     "query": ("", "contrastive: the text to look for"),
     "corpus": ("", "contrastive: file whose lines, or folder whose files, are embedded, or searched for --query"),
     "score": ("", "file whose bits per byte to print"),
@@ -76,7 +77,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (...
     logits = torch.cat((logits[..., :N_BYTES], logits[..., list(extra)]), dim=-1).cpu().double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
-    p = (logits / temperature).softmax(-1)
+    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)        # the difference first: 1 / temperature may overflow
     if top_k and top_k < p.size(-1) or top_p < 1:
         p, ids = p.sort(dim=-1, descending=True, stable=True)
         before, p = p.cumsum(-1) - p, p.clone()
@@ -316,9 +317,13 @@ class Stream:
         print(self.decoder.decode(b"", final=True), flush=True)
 
 
+def shown(ids):  # -> text, without the ends of documents
+    return decode(i for i in ids if int(i) != EOT)
+
+
 def marked(parts, plain=("", "")):  # [(ids, is new)] -> text, on a terminal with the new parts in reverse
     tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
-    return "".join(tint[0] + decode(ids) + tint[1] if new and ids else decode(ids) for ids, new in parts)
+    return "".join(tint[0] + shown(ids) + tint[1] if new and ids else shown(ids) for ids, new in parts)
 
 
 def runs(ids, flags):  # n ids, n bools -> [(ids, flag)]: characters of several bytes stay in one piece
@@ -341,6 +346,11 @@ def parse_holes(text, marker, pattern):  # bytes -> [ids or hole length]: litera
     return pieces + [encode(text[end:])]
 
 
+def hole_ids(flags):  # -> ids of the prompt, MASK for each byte of a hole
+    pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), MASKS)
+    return [i for p in pieces for i in ([MASK] * p if isinstance(p, int) else p)]
+
+
 MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_\d+>"
 
 
@@ -348,7 +358,7 @@ MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_\d+>"
 
 def continue_mode(model, heads, hp, flags, held_out):
     name, T = flags.objective, hp.block_size
-    ahead = name == "mtp" and flags.speculate and ("speculate" in flags.given or flags.num_samples == 1 and not flags.compile)
+    ahead = name == "mtp" and flags.speculate and ("speculate" in flags.given or flags.num_samples == 1 and flags.temperature > 0 and not flags.compile)
     if ahead and flags.compile:
         fail("--compile: compiles single steps, --speculate takes several bytes a step. Try one of the two")
     prompt = held_out[:T // 2].tolist() if flags.prompt is None else encode(flags.prompt)
@@ -369,13 +379,17 @@ def continue_mode(model, heads, hp, flags, held_out):
     step = compile_step(model, flags.num_samples, T) if flags.compile else None
     steps = generate(model, ids, flags.max_new_tokens, T, sample_generators(flags.seed, flags.num_samples), mask, step=step, **drawing(flags))
     if flags.num_samples == 1:
-        stream = Stream(prompt)
+        stream, byte, written = Stream(prompt), None, 0
         for byte in steps:
             stream.write(int(byte))
-        return stream.end()
+            written += 1
+        stream.end()
+        if mask == "prefix" and written < flags.max_new_tokens and int(byte) != EOT:
+            print(f"--- the block of {T} is full", file=sys.stderr)
+        return
     rows = [byte.tolist() for byte in steps]
     for i in headings(flags):
-        print(decode(j for j in prompt + [row[i] for row in rows] if j != EOT))
+        print(shown(prompt + [row[i] for row in rows]))
 
 
 def speculate_mode(model, heads, hp, flags, prompt):
@@ -410,16 +424,16 @@ def fill_mode(model, heads, hp, flags, held_out):
         x = tensor(held_out[:T - (name == "hybrid")], hp)
         g = generator("demonstration")
         asked = torch.rand(x.shape, generator=g).to(hp.device) < (0.5 if name == "mdlm" else hp.mask_rate)
+        asked[:, -1] |= ~asked.any()            # at least one
         masked = x.masked_fill(asked, MASK)
         print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{with_holes(masked[0])}")
         for i in range(flags.num_samples):
             for out in unmask(model, masked, one_row(flags, i), **how):
                 if flags.show:
                     show_frame(out[0])
-            print(f"--- filled, {int((out == x)[asked].sum())} of {int(asked.sum())} masked bytes as in the original:\n{decode(out[0])}")
+            print(f"--- filled, {int((out == x)[asked].sum())} of {int(asked.sum())} masked bytes as in the original:\n{shown(out[0])}")
         return
-    pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), MASKS)
-    ids = [i for p in pieces for i in ([MASK] * p if isinstance(p, int) else p)]
+    ids = hole_ids(flags)
     if MASK not in ids and name != "mdlm":
         fail(f"--prompt: has no hole. Try one with {flags.hole or '[MASK] or [MASK:4]'} in it")
     if MASK not in ids:                         # mdlm: what follows the prompt, in the same block
@@ -437,11 +451,11 @@ def fill_mode(model, heads, hp, flags, held_out):
                     show_frame(state[0])
             x[:, a:a + T1] = state
         new = torch.tensor(ids) == MASK
-        print(marked(runs(x[0].tolist(), new.tolist())) if sys.stdout.isatty() else decode(x[0]))
+        print(marked(runs(x[0].tolist(), new.tolist())) if sys.stdout.isatty() else shown(x[0]))
 
 
 def with_holes(ids):  # (n,) -> text in which a masked byte is a block
-    return decode(ids).replace("<MASK>", "█")
+    return shown(ids).replace("<MASK>", "█")
 
 
 def show_frame(ids):
@@ -539,14 +553,14 @@ def repair_mode(model, heads, hp, flags, held_out):
         noisy = batch["inp"][0, :int(batch["mask"][0]) - 1].tolist()
         print(f"clean:\n{decode(x[0])}\n--- noisy:\n{with_holes(noisy)}\n--- repaired:")
     else:
-        noisy = [i for p in parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), MASKS) for i in ([MASK] * p if isinstance(p, int) else p)]
+        noisy = hole_ids(flags)
     for i in headings(flags):
-        gens, out = one_row(flags, i), []
+        gens, out, most = one_row(flags, i), [], flags.max_new_tokens if "max_new_tokens" in flags.given else math.inf
         for a in range(0, len(noisy), L):       # a longer text is repaired piece by piece
             ids = tensor(noisy[a:a + L] + [SEP], hp)
-            steps = generate(model, ids, min(flags.max_new_tokens - len(out), L + 1), T, gens, "prefix", **drawing(flags))
+            steps = generate(model, ids, min(most - len(out), L + 1), T, gens, "prefix", **drawing(flags))
             out += [int(b) for b in steps if int(b) != EOT]
-        print(decode(out))
+        print(shown(out) + (f"\n--- stopped after {most} bytes" if len(out) >= most else ""))
 
 
 @torch.inference_mode()
@@ -613,8 +627,8 @@ def passages(path):  # a file's lines, or a folder's files -> [(title, ids)]
         else:
             paths = sorted(os.path.join(root, name) for root, _, names in os.walk(path) for name in names if not name.startswith("."))
             found = [(p, list(text)) for p in paths if os.path.isfile(p) and (text := read_file(p))]
-    except OSError as e:
-        fail(f"--corpus {path}: cannot be read ({e.strerror}). Try another file or folder")
+    except (OSError, ValueError) as e:          # a path with a NUL in it
+        fail(f"--corpus {path}: cannot be read ({e}). Try another file or folder")
     if not found:
         fail(f"--corpus {path}: has no line of text. Try another file or folder")
     return found
@@ -627,6 +641,8 @@ def read_file(path):  # -> bytes
 
 def search_mode(model, heads, hp, flags, held_out):
     Lc = max(1, round(hp.crop * hp.block_size))
+    if flags.prompt is not None and (flags.query or flags.corpus):
+        fail("--prompt: prints the embedding of one text. Try it without --query and --corpus")
     if flags.prompt is not None:                # an embedding, as numbers
         return print(" ".join(f"{v:.5f}" for v in embeddings(model, [encode(flags.prompt)], hp.block_size)[0].tolist()))
     if flags.corpus:
@@ -643,7 +659,7 @@ def search_mode(model, heads, hp, flags, held_out):
     near = near @ embeddings(model, [query], hp.block_size)[0]
     print(f"query:\n{decode(query)}")
     for i in near.argsort(descending=True)[:3].tolist():
-        print(f"--- similarity {float(near[i]):.3f}, {titles[i]} of {len(texts)}:\n{decode(texts[i][:hp.block_size])}")
+        print(f"--- similarity {float(near[i]):.3f}, {titles[i]}:\n{decode(texts[i][:hp.block_size])}")
 
 
 @torch.inference_mode()
@@ -658,8 +674,8 @@ def seam_mode(model, heads, hp, flags, held_out):
         print(f"--- the first {hp.block_size} of {len(ids)} bytes, which fill the block")
         ids = ids[:hp.block_size]
     at, p = seam(model, heads, ids, hp)
-    print(f"rotated:\n{decode(ids)}\n--- rolled back at byte {at} (probability {p:.2f}" +
-          (f", the right one is {min(hp.block_size // 3, len(ids))}" if flags.prompt is None else "") + f"):\n{decode(ids[at:] + ids[:at])}")
+    print(f"rotated:\n{shown(ids)}\n--- rolled back at byte {at} (probability {p:.2f}" +
+          (f", the right one is {hp.block_size // 3 % len(ids)}" if flags.prompt is None else "") + f"):\n{shown(ids[at:] + ids[:at])}")
 
 
 def score_mode(model, heads, hp, flags, held_out):
@@ -673,19 +689,18 @@ def score_mode(model, heads, hp, flags, held_out):
     stride = flags.stride or max(1, T // 2)
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
-    lines = []                                  # (bits, what they are)
+    def say(bits, note):
+        print(f"{flags.score}: {bits / len(data):.4f} bits per byte ({bits * math.log(2) / len(data):.4f} nats), {len(data):,} bytes, {note}", flush=True)
     if OBJECTIVES[name].get("bpb") == "exact":
-        lines += [(score(model, data, T, stride, hp.doc_mask), f"windows of {T}, stride {stride}")]
-    if name == "mdlm":
+        say(score(model, data, T, stride, hp.doc_mask), f"windows of {T}, stride {stride}")
+    elif name == "mdlm":
         bits, error = score_bound(model, data, T, flags.seed)
-        lines += [(bits, f"at most, standard error {error / len(data):.4f}, cold windows of {T}")]
-    if name in ("mlm", "hybrid"):
-        window = T - (name == "hybrid")
-        lines += [(score_pseudo(model, data, T, name == "hybrid"), f"pseudo: every byte given all others of its window of {window}")]
-    if not lines:
+        say(bits, f"at most, standard error {error / len(data):.4f}, cold windows of {T}")
+    elif name != "mlm":
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {' '.join(n for n, e in OBJECTIVES.items() if 'bpb' in e)} mlm")
-    for bits, note in lines:
-        print(f"{flags.score}: {bits / len(data):.4f} bits per byte ({bits * math.log(2) / len(data):.4f} nats), {len(data):,} bytes, {note}")
+    if name in ("mlm", "hybrid"):
+        shift = name == "hybrid"
+        say(score_pseudo(model, data, T, shift), f"pseudo: every byte given all others of its window of {T - shift}")
     print(f"beside it: {compressors(data)}")
 
 
@@ -727,6 +742,19 @@ def parse(argv):  # -> Namespace of every flag; texts that were not given are No
     return flags
 
 
+def choose_mode(flags):  # -> mode, the flags it reads
+    name = flags.objective
+    if flags.score is not None:
+        return score_mode, {"score", "stride"}
+    mode, read = MODES[name]
+    holes = flags.prompt is not None and MASK in hole_ids(flags)
+    if name == "hybrid" and flags.prompt is not None and not holes:                 # continues
+        return MODES["clm"][0], MODES["clm"][1] | {"hole"}
+    if name == "hybrid" or name == "mdlm" and (flags.prompt is None or holes):      # fills what is there
+        read = read - {"max_new_tokens", "compile"}
+    return mode, read - ({"hole"} if flags.prompt is None else set())
+
+
 def main(argv=None):  # -> exit code
     flags = parse(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
@@ -735,25 +763,31 @@ def main(argv=None):  # -> exit code
     precision = torch.get_float32_matmul_precision()
     set_precision(pick_device(flags.device))
     try:
-        exact = flags.score and flags.dtype == "auto"           # a score is worth the slower float32
+        exact = flags.score is not None and flags.dtype == "auto"           # a score is worth the slower float32
         model, heads, hp, ckpt = load_run(path, flags.device, "float32" if exact else flags.dtype)
         names = [m["name"] for m in members(hp)]
         flags.objective = flags.objective or names[0]
         if flags.objective not in names:
             fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
-        if flags.objective not in MODES and not flags.score:    # a fork's new objective
+        if flags.objective not in MODES and flags.score is None:    # a fork's new objective
             return print(f"{path}: sample.py has no mode for {flags.objective} yet; its table MODES is the place for one")
-        mode, read = (score_mode, {"score", "stride"}) if flags.score else MODES[flags.objective]
-        if flags.objective == "hybrid" and not flags.score:     # without a hole a hybrid model continues
-            plain = flags.prompt is not None and not re.search(re.escape(encoded(flags.hole)) or MASKS, encoded(flags.prompt))
-            mode, read = (MODES["clm"][0], MODES["clm"][1] | {"hole"}) if plain else (mode, read - {"max_new_tokens", "compile"})
+        mode, read = choose_mode(flags)
         for flag in sorted(flags.given - read - COMMON):
-            those = [n for n, (_, r) in MODES.items() if flag in r] if not flags.score else ["no --score"]
-            fail(f"--{flag}: not used {'with --score' if flags.score else 'by ' + flags.objective}. Try it with {' '.join(those) or '--score'}")
+            those = [n for n, (_, r) in MODES.items() if flag in r and n != flags.objective]
+            hint = "--score" if not those else "a --prompt" if flag == "hole" else " ".join(those)
+            if flags.score is not None:
+                fail(f"--{flag}: not used with --score. Try it without --score")
+            fail(f"--{flag}: not used by {flags.objective}{' here' if flag in MODES[flags.objective][1] else ''}. Try it with {hint}")
         mode(model, heads, hp, flags, ckpt["held_out"])
     finally:
         torch.set_float32_matmul_precision(precision)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:                     # as of | head; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -8,6 +8,7 @@
 # B rows of a micro-batch, T = block_size positions of a row, n raw bytes that fill a row
 import argparse
 import bz2
+import contextlib
 import difflib
 import json
 import lzma
@@ -24,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from data import CLS, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
-from data import check_sizes, documents, draw, fail, gather, generator, open_corpus, to_bytes
+from data import check_sizes, documents, draw, fail, gather, generator, open_corpus, reseed, to_bytes
 from model import Sizes, Transformer
 from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, apportion, token_loss
 
@@ -72,10 +73,13 @@ SETTINGS = {
         "device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
         "dtype": ("auto", "of activations: auto, float32, bfloat16; weights are float32"),
         "compile": (False, "torch.compile the loss"),
+        "cuda_graph": (False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
     },
 }
 # what may differ between a run and its continuation
-FREE = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile"}
+FREE = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile", "cuda_graph"}
+WARM = 3                                        # steps before a CUDA graph is captured
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # of the processes that torchrun started
 
 
 # ---- settings
@@ -152,6 +156,8 @@ def get_config(argv):  # -> Namespace of every setting
     for flag, spec in specs().items():
         if len(spec) == 4 and not spec[2] <= getattr(hp, flag) <= spec[3]:
             fail(f"--{flag} {getattr(hp, flag)}: must lie between {spec[2]} and {spec[3]}. Try the default")
+    if hp.cuda_graph and device.type != "cuda":
+        fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {device}. Try without it")
     if hp.n_embd % (2 * hp.n_head):
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)}")
     run = members(hp)
@@ -196,7 +202,8 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
 
 
 def default_share(name):  # -> share of positions with loss at the default settings, from a batch that is made
-    entry, T, B, g = OBJECTIVES[name], 256, 64, generator("share")
+    entry, B, g = OBJECTIVES[name], 64, generator("share")
+    T = entry.get("defaults", {}).get("block_size", 256)
     hp = argparse.Namespace(**{flag: spec[0] for flag, spec in entry["settings"].items()}, block_size=T, batch_size=B, accum=1)
     batch = entry["make"](torch.randint(1, 256, (B, entry["window"](T, hp)), generator=g), g, hp)
     return targets(entry, batch, hp) / (B * T)
@@ -340,17 +347,26 @@ def write_line(f, record):
 
 # ---- batches
 
-def draw_batches(run, corpus, split, rows, key, hp):  # -> one batch per member, rows(member) rows each
-    """A pure function of key: windows from a generator on the CPU, corruption from one on the device."""
-    g, batches = generator(f"{key},windows"), []
-    for m in run:
-        source, offset = draw(corpus, split, m["n"], rows(m), g)
-        where = corpus[0][split].device
-        x = gather(corpus, split, source.to(where), offset.to(where), m["n"], m.get("whole", False)).to(hp.device)
-        batches.append(m["make"](x, generator(f"{key},{m['name']}", hp.device), hp))
+def draw_windows(run, corpus, split, rows, key):  # -> (source, offsets) of each member's windows, on the CPU
+    g = generator(f"{key},windows")
+    return [draw(corpus, split, m["n"], rows(m), g) for m in run]
+
+
+def make_batches(run, corpus, split, where, gens, hp):  # -> one batch per member: its windows, corrupted by its generator
+    batches = []
+    for m, (source, offset), g in zip(run, where, gens):
+        x = gather(corpus, split, source, offset, m["n"], m.get("whole", False)).to(hp.device)
+        batches.append(m["make"](x, g, hp))
         if hp.doc_mask:
             batches[-1]["doc"] = documents(batches[-1]["inp"])      # of what the model sees: a masked EOT ends nothing
     return batches
+
+
+def draw_batches(run, corpus, split, rows, key, hp):  # -> one batch per member, rows(member) rows each
+    """A pure function of key: windows from a generator on the CPU, corruption from one on the device."""
+    on = corpus[0][split].device
+    where = [(source.to(on), offset.to(on)) for source, offset in draw_windows(run, corpus, split, rows, key)]
+    return make_batches(run, corpus, split, where, [generator(f"{key},{m['name']}", hp.device) for m in run], hp)
 
 
 def rows_of(batch, a, b):
@@ -380,24 +396,24 @@ def show_example(run, batches, width=128, most=256):
         print(f"  {m['name']} mask  {P if isinstance(P, str) else f'the first {P} positions see each other, the rest what is before them'}")
 
 
-def compile_losses(run, model, heads, batches, hp):  # -> {name: loss}, plain where torch.compile cannot
+def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where torch.compile cannot
     """Compiles both passes on a first batch, so that what fails fails here."""
-    losses = {m["name"]: torch.compile(m["loss"], fullgraph=True, dynamic=False) for m in run}
+    losses = [torch.compile(loss, fullgraph=True, dynamic=False) for loss in s["losses"]]
     try:
-        for m, batch in zip(run, batches):
-            terms = losses[m["name"]](model, heads, rows_of(batch, 0, m["rows"]), hp)
+        for m, batch, loss in zip(run, batches, losses):
+            terms = loss(s["model"], s["heads"], rows_of(batch, 0, m["rows"]), hp)
             sum(total for total, _, _ in terms.values()).backward()
     except Exception as e:                      # no compiler, an old one, an operating system without support
         print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it")
-        losses = {m["name"]: m["loss"] for m in run}
-    for p in [*model.parameters(), *heads.parameters()]:
+        losses = s["losses"]
+    for p in s["params"]:
         p.grad = None
     return losses
 
 
 # ---- optimizer
 
-def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (params, momentum)})
+def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (params, momentum)}, lr=0-D tensor)
     """Muon for the matrices inside blocks, AdamW for embeddings, heads and vectors."""
     named = [*model.named_parameters(), *heads.named_parameters()]
     hidden = [p for name, p in named if p.dim() == 3 and "blocks." in name]
@@ -410,20 +426,20 @@ def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (para
         muon.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
     for shape, params in muon.items():
         muon[shape] = params, torch.zeros(sum(len(p) for p in params), *shape, device=params[0].device)
-    return dict(adamw=torch.optim.AdamW(groups, lr=hp.learning_rate, betas=BETAS, eps=EPS, fused=True), muon=muon)
+    lr = torch.zeros((), device=hp.device)      # a tensor, so that a captured step reads each step's rate
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True, capturable=lr.device.type == "cuda")
+    return dict(adamw=adamw, muon=muon, lr=lr)
 
 
-def optimizer_step(opt, lr, bad, hp):
+def optimizer_step(opt, bad, hp):
     """Nothing moves where bad (a 0-D bool tensor) holds; the host need not know."""
     if bad.device.type == "mps" and bad:        # where some versions of torch ignore found_inf
         return
     adamw = opt["adamw"]
     adamw.grad_scale, adamw.found_inf = None, bad.float()       # the fused kernel's own switch for skipping a step
-    for group in adamw.param_groups:
-        group["lr"] = lr
     adamw.step()
     for params, momentum in opt["muon"].values():
-        muon_step(params, momentum, lr, bad, hp)
+        muon_step(params, momentum, opt["lr"], bad, hp)
 
 
 @torch.no_grad()
@@ -434,10 +450,10 @@ def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all
     grad = torch.cat([wide(p.grad) for p in params])                                # (N, r, c)
     momentum.copy_(torch.where(bad, momentum, momentum.lerp(grad, 1 - MOMENTUM)))
     update = orthogonal(grad.lerp(momentum, MOMENTUM), getattr(torch, hp.dtype)).float()
-    update = torch.where(bad, 0.0, update * 0.2 * momentum.size(2) ** 0.5)
+    update = torch.where(bad, 0.0, update * (lr * 0.2 * momentum.size(2) ** 0.5))
     keep = torch.where(bad, 1.0, 1.0 - lr * hp.weight_decay)
     for p, u in zip(params, update.split([len(p) for p in params])):
-        p.mul_(keep).sub_(u if p.size(1) <= p.size(2) else u.mT, alpha=lr)
+        p.mul_(keep).sub_(u if p.size(1) <= p.size(2) else u.mT)
 
 
 def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthonormal rows
@@ -455,6 +471,75 @@ def learning_rate(step, hp):
     warm = (step + 1) / (hp.warmup_iters + 1)
     fall = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warm, 1.0, fall)
+
+
+# ---- a step
+
+def prepare(run, corpus, hp, rows):  # -> all that a training step reads and writes, in tensors that stay where they are
+    """rows: of the global batch, by member. The host puts windows, seeds, rate and number of a step into where, gens,
+    lr and step; the rest is the device's alone, so that a CUDA graph can replay the step."""
+    device, (model, heads) = torch.device(hp.device), build(hp)
+    on = corpus[0]["train"].device
+    where = [(source.to(on), offset.to(on)) for source, offset in draw_windows(run, corpus, "train", rows, "0")]
+    opt = make_optimizer(model, heads, hp)
+    return dict(model=model, heads=heads, params=[*model.parameters(), *heads.parameters()], opt=opt, losses=[m["loss"] for m in run],
+                weights=torch.tensor([m["weight"] for m in run], device=device), where=where, gens=[torch.Generator(device) for _ in run],
+                lr=opt["lr"], step=torch.zeros((), dtype=torch.long, device=device),
+                first_bad=torch.full((), -1, device=device))    # the first step whose loss or gradient was not finite
+
+
+def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before a step
+    for held, new in zip(s["where"], draw_windows(run, corpus, "train", rows, f"{hp.seed},{step}")):
+        for a, b in zip(held, new):
+            a.copy_(b, non_blocking=True)
+    for g, m in zip(s["gens"], run):
+        reseed(g, f"{hp.seed},{step},{m['name']}")
+    s["lr"].fill_(learning_rate(step, hp))
+    s["step"].fill_(step)
+
+
+def training_step(s, run, corpus, hp):  # -> batches, loss of each member (len(run),), total loss, norm of the gradient
+    batches = make_batches(run, corpus, "train", s["where"], s["gens"], hp)
+    counts = [m["counts"](batch, hp) for m, batch in zip(run, batches)]
+    each = torch.zeros_like(s["weights"])
+    for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
+        part = []
+        for m, batch, count, loss in zip(run, batches, counts, s["losses"]):
+            terms = loss(s["model"], s["heads"], rows_of(batch, i * m["rows"], (i + 1) * m["rows"]), hp)
+            part.append(sum(coefficient * total / count[term] for term, (total, _, coefficient) in terms.items()))
+        (torch.stack(part) * s["weights"]).sum().backward()
+        each += torch.stack(part).detach()
+    if WORLD > 1:
+        add_up([p.grad for p in s["params"] if p.grad is not None] + [each])
+    loss = (each * s["weights"]).sum()
+    norm = torch.nn.utils.clip_grad_norm_(s["params"], hp.grad_clip or math.inf)
+    finite = torch.isfinite(loss) & torch.isfinite(norm)
+    s["first_bad"].copy_(torch.where((s["first_bad"] < 0) & ~finite, s["step"], s["first_bad"]))
+    optimizer_step(s["opt"], s["first_bad"] >= 0, hp)
+    for p in s["params"]:
+        p.grad = None
+    return batches, each, loss, norm
+
+
+def capture(take, gens):  # -> a function that does what take() did, as one CUDA graph, and returns the same tensors
+    graph = torch.cuda.CUDAGraph()
+    for g in gens:
+        graph.register_generator_state(g)       # a new seed reaches the next replay
+    with torch.cuda.graph(graph):
+        out = take()
+    def replay():
+        graph.replay()
+        return out
+    return replay
+
+
+def aside(take):  # on a stream of its own, as steps before a capture must be
+    stream, now = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(now)
+    with torch.cuda.stream(stream):
+        out = take()
+    now.wait_stream(stream)
+    return out
 
 
 # ---- evaluation
@@ -519,6 +604,38 @@ def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is inst
     pyplot.close(figure)
 
 
+# ---- several processes, as torchrun starts them: each takes every WORLD-th micro-batch
+
+def join_processes(hp):  # -> settings of this process
+    if WORLD == 1:
+        return hp
+    if hp.accum % WORLD:
+        fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try --accum {WORLD * math.ceil(hp.accum / WORLD)}")
+    if hp.cuda_graph or "-" in hp.data:
+        fail(f"{'--cuda_graph' if hp.cuda_graph else '--data -'}: is for one process. Try without torchrun")
+    if hp.device.startswith("cuda"):
+        hp.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(hp.device)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if hp.device.startswith("cuda") else "gloo")
+    return hp
+
+
+def add_up(tensors):  # each becomes its sum over all processes, in one exchange
+    flat = torch.cat([t.flatten() for t in tensors])
+    torch.distributed.all_reduce(flat)
+    for t, total in zip(tensors, flat.split([t.numel() for t in tensors])):
+        t.copy_(total.view_as(t))
+
+
+def agree(value):  # -> what the first process says
+    if WORLD == 1:
+        return value
+    said = [value]
+    torch.distributed.broadcast_object_list(said, src=0)
+    return said[0]
+
+
 # ---- the run
 
 def main(argv=None):  # -> exit code
@@ -526,12 +643,13 @@ def main(argv=None):  # -> exit code
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
     handlers, precision = {}, torch.get_float32_matmul_precision()
-    try:
-        return train(hp, handlers)
-    finally:                                    # a notebook gets its process back as it was
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        torch.set_float32_matmul_precision(precision)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if RANK else sys.stdout):
+        try:
+            return train(join_processes(hp), handlers)
+        finally:                                # a notebook gets its process back as it was
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            torch.set_float32_matmul_precision(precision)
 
 
 def train(hp, handlers):  # -> exit code
@@ -539,7 +657,7 @@ def train(hp, handlers):  # -> exit code
     precision = set_precision(device)
 
     # the folder, the corpus
-    hp.out_dir = hp.out_dir if hp.resume else choose_out_dir(hp)
+    hp.out_dir = agree(hp.out_dir if hp.resume else choose_out_dir(hp))
     corpus = open_corpus(hp.data, hp.out_dir, hp.resume)
     for m in run:
         check_sizes(corpus, m["n"], hp.block_size, lambda T: m["window"](T, hp))
@@ -547,55 +665,55 @@ def train(hp, handlers):  # -> exit code
     if device.type == "cuda" and sum(s["size"] for s in corpus) < torch.cuda.mem_get_info(device)[0] / 4:
         for s in corpus:
             s["train"], s["val"] = s["train"].to(device), s["val"].to(device)
+    elif hp.cuda_graph:
+        fail(f"--cuda_graph: the corpus of {sum(s['size'] for s in corpus):,} bytes does not fit on the GPU beside the model. Try without it")
 
     # the model, its optimizer, what a checkpoint says of them
-    model, heads = build(hp)
-    params = [*model.parameters(), *heads.parameters()]
-    opt = make_optimizer(model, heads, hp)
+    rows = lambda m: m["rows"] * hp.accum
+    s = prepare(run, corpus, hp, rows)
     start, seconds, best, kept = 0, 0.0, math.inf, 0
     if hp.init_from and not hp.resume:
-        restore(model, heads, load_checkpoint(hp.init_from), hp.init_from)
+        restore(s["model"], s["heads"], load_checkpoint(hp.init_from), hp.init_from)
     if hp.resume:
-        ckpt = load_checkpoint(hp.out_dir)
-        start, seconds, best, kept = resume(ckpt, model, heads, opt, sources, hp)
+        start, seconds, best, kept = resume(load_checkpoint(hp.out_dir), s, sources, hp)
     validation = validation_list(run, corpus, hp)
 
     # what is about to happen
-    metrics = open_metrics(hp.out_dir, kept)
+    metrics = open_metrics(hp.out_dir, kept) if RANK == 0 else open(os.devnull, "wb")
+    size = sum(p.numel() for p in s["params"])
     if metrics.tell() == 0:
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__, "python": platform.python_version(),
-                             "threads": torch.get_num_threads(), "parameters": sum(p.numel() for p in params), "sources": sources})
-    print(f"{hp.objective} | {sum(p.numel() for p in params):,} parameters | {', '.join(f'{s[0]} {s[1]:,} bytes' for s in sources)} | {hp.out_dir}")
-    print(f"{hp.device}, {torch.get_num_threads()} threads | activations {hp.dtype}, {precision}")
-    key = lambda step: f"{hp.seed},{step}"
-    rows = lambda m: m["rows"] * hp.accum
-    losses = {m["name"]: m["loss"] for m in run}
+                             "processes": WORLD, "threads": torch.get_num_threads(), "parameters": size, "sources": sources})
+    print(f"{hp.objective} | {size:,} parameters | {', '.join(f'{name} {n:,} bytes' for name, n, _, _ in sources)} | {hp.out_dir}")
+    print(f"{hp.device}, {torch.get_num_threads()} threads{f', {WORLD} processes' if WORLD > 1 else ''} | activations {hp.dtype}, {precision}")
     if start == 0 or hp.compile:
-        batches = draw_batches(run, corpus, "train", rows, key(start), hp)
+        batches = draw_batches(run, corpus, "train", rows, f"{hp.seed},{start}", hp)
         show_example(run, batches)
-        losses = compile_losses(run, model, heads, batches, hp) if hp.compile else losses
+        s["losses"] = compile_losses(run, s, batches, hp) if hp.compile else s["losses"]
 
-    weights = torch.tensor([m["weight"] for m in run], device=device)
     stop = []                                   # signals so far: the step in progress is finished, then the state is saved
     handlers.update(catch_signals(stop))
-    first_bad = torch.full((), -1, device=device)               # first step whose loss or gradient was not finite
-    def state(step):
-        return dict(version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources, metrics_bytes=metrics.tell(),
-                    model=model.state_dict(), heads={k: h.state_dict() for k, h in heads.items()},
-                    adamw=opt["adamw"].state_dict(), muon=[momentum for _, momentum in opt["muon"].values()],
-                    held_out=corpus[0]["val"][:HELD_OUT].cpu().clone())
-    bar = tqdm(total=hp.max_iters, initial=start, disable=None, unit="step", dynamic_ncols=True)
+    def save(name, step):
+        if RANK == 0:
+            save_checkpoint(os.path.join(hp.out_dir, name), dict(
+                version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources, metrics_bytes=metrics.tell(),
+                model=s["model"].state_dict(), heads={k: h.state_dict() for k, h in s["heads"].items()},
+                adamw=s["opt"]["adamw"].state_dict(), muon=[momentum for _, momentum in s["opt"]["muon"].values()],
+                held_out=corpus[0]["val"][:HELD_OUT].cpu().clone()))
+    bar = tqdm(total=hp.max_iters, initial=start, disable=True if RANK else None, unit="step", dynamic_ncols=True)
     clock, clock_step, printed, bpb = time.perf_counter(), start, 0.0, None
+    step_once = take = lambda: training_step(s, run, corpus, hp)
 
     # the loop runs once more than there are steps: the last pass only evaluates and saves
     for step in range(start, hp.max_iters + 1):
-        due, halt = step % hp.eval_interval == 0 or step == hp.max_iters, bool(stop)
+        due = step % hp.eval_interval == 0 or step == hp.max_iters
+        halt = bool(stop) if WORLD == 1 else (due or step % hp.log_interval == 0) and agree(bool(stop))
         if (due or halt) and (step > start or not hp.resume):
-            if int(first_bad) >= 0:
+            if int(s["first_bad"]) >= 0:
                 break
             seconds += time.perf_counter() - clock
             if due:
-                records = evaluate(model, heads, validation, hp)
+                records = evaluate(s["model"], s["heads"], validation, hp)
                 for r in records:
                     write_line(metrics, {"step": step, **r, "seconds": round(seconds, 3)})
                     bpb = r["bpb"] if r["bpb"] is not None else bpb
@@ -603,47 +721,29 @@ def train(hp, handlers):  # -> exit code
                 mean = sum(r["loss"] for r in records) / len(records)
                 if mean < best:                 # first best.pt: if the run is killed in between, it writes it once more
                     best = mean
-                    save_checkpoint(os.path.join(hp.out_dir, "best.pt"), state(step))
-            save_checkpoint(os.path.join(hp.out_dir, "ckpt.pt"), state(step))
+                    save("best.pt", step)
+            save("ckpt.pt", step)
             clock, clock_step = time.perf_counter(), step
         if step == hp.max_iters or halt:
             break
 
-        # ---- TRAINING STEP BEGIN
-        lr = learning_rate(step, hp)
-        batches = draw_batches(run, corpus, "train", rows, key(step), hp)
-        counts = [m["counts"](batch, hp) for m, batch in zip(run, batches)]
-        each = torch.zeros(len(run), device=device)             # the members' losses
-        for i in range(hp.accum):
-            part = []
-            for m, batch, count in zip(run, batches, counts):
-                terms = losses[m["name"]](model, heads, rows_of(batch, i * m["rows"], (i + 1) * m["rows"]), hp)
-                part.append(sum(coefficient * total / count[term] for term, (total, _, coefficient) in terms.items()))
-            (torch.stack(part) * weights).sum().backward()
-            each += torch.stack(part).detach()
-        loss = (each * weights).sum()
-        norm = torch.nn.utils.clip_grad_norm_(params, hp.grad_clip or math.inf)
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
-        first_bad = torch.where((first_bad < 0) & ~finite, step, first_bad)
-        optimizer_step(opt, lr, first_bad >= 0, hp)
-        for p in params:
-            p.grad = None
-        # ---- TRAINING STEP END
+        set_step(s, run, corpus, rows, step, hp)
+        if hp.cuda_graph and step - start < WARM:
+            take = lambda: aside(step_once)
+        elif hp.cuda_graph and step - start == WARM:
+            take = capture(step_once, s["gens"])
+        batches, each, loss, norm = take()
 
         bar.update()
         if step % hp.log_interval == 0:         # reads from the device, every so many steps
             value = float(loss)
-            if int(first_bad) >= 0:
+            if int(s["first_bad"]) >= 0:
                 break
             now = time.perf_counter()
             speed = (step + 1 - clock_step) * hp.batch_size * hp.accum * hp.block_size / (now - clock)
-            record = {"step": step, "split": "train", "data": " ".join(hp.data), "lr": lr, "grad_norm": float(norm),
+            record = {"step": step, "split": "train", "data": " ".join(hp.data), "lr": learning_rate(step, hp), "grad_norm": float(norm),
                       "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)}
-            shares = [targets(m, b, hp) / (rows(m) * hp.block_size) for m, b in zip(run, batches)]
-            lines = [(m["name"], x, share) for m, x, share in zip(run, each.tolist(), shares)]
-            if len(run) > 1:                    # a mixture's own line, then its members'
-                lines.insert(0, (hp.objective, value, sum(share * rows(m) for share, m in zip(shares, run)) / sum(map(rows, run))))
-            for name, x, share in lines:
+            for name, x, share in logged_losses(run, batches, each.tolist(), value, rows, hp):
                 write_line(metrics, {**record, "objective": name, "loss": x, "bpb": x / math.log(2) if name in ("clm", "mdlm") else None, "targets": share})
             line = f"loss {value:.3f}" + (f", {bpb:.3f} bits/byte on validation" if bpb else "") + f", {speed / 1e3:.1f} kB/s"
             bar.set_postfix_str(line)
@@ -653,13 +753,25 @@ def train(hp, handlers):  # -> exit code
 
     bar.close()
     metrics.close()
-    if int(first_bad) >= 0:
-        print(f"error: loss or gradient not finite at step {int(first_bad)}; nothing after it was kept, {hp.out_dir} holds the last good state. "
+    if int(s["first_bad"]) >= 0:
+        print(f"error: loss or gradient not finite at step {int(s['first_bad'])}; nothing after it was kept, {hp.out_dir} holds the last good state. "
               f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
         return 1
     if halt and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
-        return 128 + stop[0]
+        return 128 + (stop or [signal.SIGTERM])[0]
+    return finish(corpus, hp) if RANK == 0 else 0
+
+
+def logged_losses(run, batches, each, total, rows, hp):  # -> [(objective, loss, share of positions with loss)]: a mixture's own line, then its members'
+    shares = [targets(m, b, hp) / (rows(m) * hp.block_size) for m, b in zip(run, batches)]
+    lines = [(m["name"], x, share) for m, x, share in zip(run, each, shares)]
+    if len(run) > 1:
+        lines.insert(0, (hp.objective, total, sum(share * rows(m) for share, m in zip(shares, run)) / sum(map(rows, run))))
+    return lines
+
+
+def finish(corpus, hp):  # -> exit code; the compressors beside it, the picture, a sample
     for s in corpus:
         print(f"compressors on the validation split of {s['name']}: {compressors(s['val'])}")
     plot(os.path.join(hp.out_dir, "metrics.jsonl"))
@@ -672,20 +784,24 @@ def train(hp, handlers):  # -> exit code
     return 0
 
 
-def resume(ckpt, model, heads, opt, sources, hp):  # -> step, seconds, best validation loss, bytes of metrics.jsonl
-    if [s[1:] for s in ckpt["sources"]] != [s[1:] for s in sources]:
+def resume(ckpt, s, sources, hp):  # -> step, seconds, best validation loss, bytes of metrics.jsonl
+    if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in sources]:
         fail(f"--data {' '.join(hp.data)}: is not the corpus, or not the weights, of the run in {hp.out_dir}. Try the same, or --init_from {hp.out_dir}")
     if hp.max_iters < ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']} already. Try a larger number")
     if hp.max_iters != ckpt["config"]["max_iters"]:
         print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: the learning rate follows the new plan")
-    restore(model, heads, ckpt, hp.out_dir)
+    restore(s["model"], s["heads"], ckpt, hp.out_dir)
+    adamw, muon = s["opt"]["adamw"], s["opt"]["muon"]
+    here = [{k: group[k] for k in ("lr", "capturable")} for group in adamw.param_groups]       # this device's, not the checkpoint's
     try:
-        opt["adamw"].load_state_dict(ckpt["adamw"])
-        for (_, momentum), saved in zip(opt["muon"].values(), ckpt["muon"], strict=True):
+        adamw.load_state_dict(ckpt["adamw"])
+        for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
             momentum.copy_(saved)
     except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
         fail(f"{hp.out_dir}: its optimizer's state does not fit its settings ({type(e).__name__}). Try --init_from {hp.out_dir}")
+    for group, own in zip(adamw.param_groups, here):
+        group.update(own)
     return ckpt["step"], ckpt["seconds"], ckpt["best"], ckpt["metrics_bytes"]
 
 
@@ -707,4 +823,7 @@ def describe(step, r):  # -> a line for a record of evaluate
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if WORLD > 1:
+        torch.distributed.destroy_process_group()
+    sys.exit(code)

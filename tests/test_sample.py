@@ -1,5 +1,6 @@
 import math
 import os
+import re
 import shutil
 
 import pytest
@@ -103,7 +104,10 @@ def test_row_i_of_a_batch_is_the_single_run_of_its_seed():
 
 
 def test_a_row_that_ended_stays_ended():
-    net = randomized()
+    net, count = randomized(), iter(range(99))
+    says = lambda h: torch.tensor([[EOT if next(count) == 0 else 65, 66]]).T         # the first row ends at once, the second never
+    net.logits = lambda h: torch.nn.functional.one_hot(says(h)[:, 0], 512) * 100.0
+    assert text_of(net, ids(3, 2), 4, T, sample.sample_generators(1, 2)).tolist() == [[EOT] * 4, [66] * 4]
     net.logits = lambda h: torch.nn.functional.one_hot(torch.full(h.shape[:-1], EOT), 512) * 100.0
     assert text_of(net, ids(3, 2), 9, T, sample.sample_generators(1, 2)).tolist() == [[EOT], [EOT]]
 
@@ -209,6 +213,30 @@ def test_the_ancestral_sampler_reproduces_its_oracle(steps):
         assert abs(first - (n - 1) / n / 40) < 5 * (1 / 40 / N / n) ** 0.5
 
 
+class Pair:
+    """A denoiser that knows a joint distribution of two bytes: equal with probability .8, else each other pair alike."""
+    joint = torch.full((4, 4), 0.2 / 12).fill_diagonal_(0.2)
+
+    def __call__(self, ids, mask):
+        return ids
+
+    def logits(self, ids):                      # each byte given the other, where that one is known
+        other = ids.flip(1)
+        rows = torch.where((other == MASK)[..., None], self.joint.sum(0), (self.joint / self.joint.sum(1, keepdim=True))[(other - 65).clamp(0, 3)])
+        return torch.cat((torch.full((*ids.shape, 65), -1e9), rows.log(), torch.full((*ids.shape, 443), -1e9)), -1)
+
+
+@pytest.mark.parametrize("steps, equal", [(64, 0.8), (1, 0.25)])
+def test_the_ancestral_sampler_reproduces_a_joint_distribution(steps, equal):
+    """In many passes, of which few unmask both bytes at once; in one pass both are drawn as if alone."""
+    N = 2000
+    out = sample.fill(Pair(), torch.full((N, 2), MASK), sample.sample_generators(2, N), steps=steps, order="ancestral") - 65
+    both = equal + (0.25 - equal) / steps       # the chance of a pass in common is 1 / steps
+    counts = torch.bincount(out[:, 0] * 4 + out[:, 1], minlength=16).view(4, 4)
+    want = torch.full((4, 4), (1 - both) / 12).fill_diagonal_(both / 4) * N
+    assert float(((counts - want) ** 2 / want).sum()) < 45                         # 15 degrees of freedom
+
+
 def test_a_shifted_model_predicts_from_the_position_before():
     net, x = randomized(), ids(T)
     x[0, [0, 5]] = MASK
@@ -307,7 +335,7 @@ def place(tmp_path_factory):  # a folder with a run of every objective
     os.chdir(path)
     with open(train.argparse.__file__, "rb") as f, open("text.txt", "wb") as g:
         g.write(f.read())
-    for name, content in (("blank.txt", b"\n\n"), ("void.txt", b""), ("short.txt", b"import argparse\n" * 40)):
+    for name, content in (("blank.txt", b"\n\n"), ("void.txt", b""), ("short.txt", b"import argparse\n" * 40), ("lines.txt", b"a\n\nccc\nbb\n")):
         with open(name, "wb") as g:
             g.write(content)
     for name in [*OBJECTIVES, "clm:.5,mlm:.5"]:
@@ -368,7 +396,7 @@ MODE_FLAGS = {
 
 @pytest.mark.parametrize("name, flags", [(n, f) for n, each in MODE_FLAGS.items() for f in each], ids=lambda v: v if isinstance(v, str) else " ".join(v)[:30])
 def test_every_mode_takes_any_input(name, flags, runs, capsys):
-    writes = "max_new_tokens" in sample.MODES[name][1] and not (name == "hybrid" and "[MASK" in "".join(flags))
+    writes = "max_new_tokens" in sample.MODES[name][1] and not (name in ("hybrid", "mdlm") and "[MASK" in "".join(flags))
     short = ["--max_new_tokens", "20"] if writes and "--max_new_tokens" not in flags else []
     out = say(capsys, "--out_dir", f"out/{name}", *flags, *short)
     assert "<MASK>" not in out and "<PRE>" not in out and "<SEP>" not in out
@@ -411,6 +439,28 @@ def test_any_text_can_be_filled(prompt, order, runs, capsys):
     assert "x" * 200 in out or "x" * 200 not in prompt
 
 
+def test_what_is_shown_is_what_was_found(runs, capsys, monkeypatch):
+    """The seam is rolled back to the front; the nearest passages come first; a positive score means replaced."""
+    monkeypatch.setattr(sample, "seam", lambda model, heads, ids, hp: (2, 1.0))
+    assert say(capsys, "--out_dir", "out/rotation", "--prompt", "defabc").endswith("fabcde\n")
+    monkeypatch.setattr(sample, "embeddings", lambda model, texts, T: torch.tensor([[float(len(t)), 1.0] for t in texts]))
+    out = say(capsys, "--out_dir", "out/contrastive", "--query", "aa", "--corpus", "lines.txt")
+    assert re.findall(r"line (\d)", out) == ["3", "4", "1"]
+    model, heads, hp, _ = sample.load_run("out/electra", dtype="float32")
+    torch.nn.init.zeros_(heads["replaced"].weight)
+    heads["replaced"].bias.fill_(2.0)
+    assert sample.suspicion(model, heads, torch.tensor([65, 66]), 32).tolist() == pytest.approx([0.8808, 0.8808], abs=1e-4)
+
+
+@pytest.mark.parametrize("prompt", ["[MASK]", None])
+def test_each_objective_has_its_own_order_and_shift(prompt, runs, capsys, monkeypatch):
+    seen, plain = [], sample.unmask
+    monkeypatch.setattr(sample, "unmask", lambda *a, **k: seen.append((k["order"], k["shift"], k["steps"])) or plain(*a, **k))
+    for name in ("mlm", "mdlm", "hybrid"):
+        say(capsys, "--out_dir", f"out/{name}", *(["--prompt", prompt] if prompt else []))
+    assert seen == [("confident", False, 0), ("ancestral", False, 64), ("confident", True, 0)]
+
+
 def test_characters_of_several_bytes_stay_whole(runs, capsys, monkeypatch):
     monkeypatch.setattr(sample, "suspicion", lambda model, heads, ids, T: (ids > 127).float())
     assert "na«ï»ve caf«é»" in say(capsys, "--out_dir", "out/electra", "--prompt", "naïve café")
@@ -421,7 +471,7 @@ def test_a_prompt_is_read_as_its_objective_was_trained(runs, capsys, monkeypatch
     seen = []
     forward = train.Transformer.forward
     monkeypatch.setattr(train.Transformer, "forward", lambda self, idx, mask, *a, **k: seen.append((idx, mask)) or forward(self, idx, mask, *a, **k))
-    first = lambda *flags: (seen.clear(), say(capsys, "--max_new_tokens", "3", *flags), seen[0])[-1]
+    first = lambda *flags: (seen.clear(), say(capsys, *flags), seen[0])[-1]
     idx, mask = first("--out_dir", "out/prefix", "--prompt", "abc")
     assert mask.tolist() == [3] == [idx.size(1)]
     assert first("--out_dir", "out/clm", "--prompt", "abc")[1] == "causal"
@@ -432,6 +482,18 @@ def test_a_prompt_is_read_as_its_objective_was_trained(runs, capsys, monkeypatch
     assert idx.tolist() == [[264, 97, 98, 99, SEP]] and mask.tolist() == [5]
     assert first("--out_dir", "out/fim", "--prefix", "a", "--suffix", "b")[0].tolist() == [[260, 97, 261, 98, 262]]
     assert first("--out_dir", "out/fim", "--prefix", "a", "--suffix", "b", "--spm")[0].tolist() == [[260, 261, 98, 262, 97]]
+    row = first("--out_dir", "out/fim", "--prefix", "a" * 50 + "bcdefghi", "--suffix", "jklmnopq" + "a" * 50)[0][0].tolist()
+    middle = row.index(261)
+    assert bytes(row[middle - 8:middle]) == b"bcdefghi" and bytes(row[middle + 1:middle + 9]) == b"jklmnopq", "what is nearest to the hole stays"
+    idx, mask = first("--out_dir", "out/bart", "--prompt", "ab[MASK]")
+    assert idx.tolist() == [[97, 98, MASK, SEP]] and mask.tolist() == [4]
+    idx, _ = first("--out_dir", "out/nsp", "--prefix", "abc", "--suffix", "12345678" + "x" * 12)
+    assert idx.tolist() == [[258, 97, 98, 99, SEP, *b"x" * 12, SEP]], "of a long second text the first bytes are skipped"
+    idx, _ = first("--out_dir", "out/mlm", "--prompt", "x" * 100 + "[MASK]")
+    assert idx.tolist() == [[120] * 31 + [MASK]], "a hole is filled with what stands before it in view"
+    assert first("--out_dir", "out/hybrid", "--prompt", "a[MASK]")[0].tolist() == [[EOT, 97, MASK]]
+    first("--out_dir", "out/hybrid", "--score", "short.txt")
+    assert all(i[0, 0] == EOT for i, _ in seen if (i == MASK).any()) and (seen[-1][0] == MASK).any()
 
 
 def test_a_hole_may_have_another_marker(runs, capsys):
@@ -486,7 +548,7 @@ def test_the_files_of_a_folder_are_passages(runs, tmp_path, capsys):
     out = say(capsys, "--out_dir", "out/contrastive", "--corpus", str(tmp_path))
     assert [os.path.basename(line.split("\t")[1]) for line in out.splitlines()] == ["a.txt", "b.txt"]
     out = say(capsys, "--out_dir", "out/contrastive", "--corpus", str(tmp_path), "--query", "open a file")
-    assert "a.txt of 2" in out and "similarity 1.000" in out
+    assert out.index("a.txt") < out.index("b.txt") and "similarity 1.000" in out
 
 
 def test_the_bound_of_an_untrained_model_is_8_bits_a_byte():
@@ -494,6 +556,23 @@ def test_the_bound_of_an_untrained_model_is_8_bits_a_byte():
     net = sample.build(train.get_config([*TINY]))[0]
     bits, error = sample.score_bound(net, ids(70)[0].byte(), 32, 1)
     assert bits / 70 == pytest.approx(8.0, abs=1e-5) and error < 1e-3
+
+
+def test_the_standard_error_of_a_bound_is_what_its_estimates_scatter():
+    net, x = randomized().requires_grad_(False), ids(3 * T)[0].clamp(max=255).byte()
+    each = [sample.score_bound(net, x, T, seed) for seed in range(60)]
+    scatter = torch.tensor([bits for bits, _ in each]).std()
+    assert 0.6 < scatter / torch.tensor([error for _, error in each]).mean() < 1.6
+
+
+def test_a_run_with_document_masks_is_scored_with_them(runs, capsys, monkeypatch):
+    given, plain = [], sample.score
+    monkeypatch.setattr(sample, "score", lambda *a: given.append(a[-1]) or plain(*a))
+    ckpt = train.load_checkpoint("out/clm")
+    torch.save(ckpt | {"config": ckpt["config"] | {"doc_mask": True}}, "masked.pt")
+    for path in ("out/clm", "masked.pt"):
+        say(capsys, "--out_dir", path, "--score", "short.txt")
+    assert given == [False, True]
 
 
 @pytest.mark.parametrize("name", ["clm", "prefix", "mtp", "fim", "hybrid", "mdlm", "mlm"])
@@ -519,7 +598,12 @@ BAD = {
     "an unknown order": (["--out_dir", "out/mlm", "--order", "sideways"], "parallel"),
     "a stride where there is none": (["--out_dir", "out/mdlm", "--score", "text.txt", "--stride", "8"], "as a whole"),
     "a stride without a score": (["--out_dir", "out/clm", "--stride", "8"], "--score"),
-    "a score with a prompt": (["--out_dir", "out/clm", "--score", "text.txt", "--prompt", "x"], "no --score"),
+    "a score with a prompt": (["--out_dir", "out/clm", "--score", "text.txt", "--prompt", "x"], "without --score"),
+    "a score of no name": (["--out_dir", "out/clm", "--score", ""], "no such file"),
+    "bytes to write into holes": (["--out_dir", "out/mdlm", "--prompt", "[MASK]", "--max_new_tokens", "3"], "by mdlm here"),
+    "a marker without a text": (["--out_dir", "out/mlm", "--hole", "_"], "--prompt"),
+    "an embedding and a search": (["--out_dir", "out/contrastive", "--prompt", "x", "--query", "y"], "without --query"),
+    "a corpus with a NUL in its name": (["--out_dir", "out/contrastive", "--corpus", "a\0b"], "cannot be read"),
     "passes of a parallel fill": (["--out_dir", "out/mlm", "--order", "parallel", "--steps", "3"], "--order confident"),
     "a text and its sides": (["--out_dir", "out/fim", "--prompt", "a<extra_id_0>", "--prefix", "b"], "without --prefix"),
     "too many holes": (["--out_dir", "out/span", "--prompt", "<extra_id_0>" * 250], "250 holes"),

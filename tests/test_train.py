@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 
 import pytest
@@ -101,7 +102,7 @@ def test_muon_equals_torch_for_every_shape_at_once():
         for p, g in zip(theirs, [g for mine in ours for g in mine.grad]):
             p.grad = g.clone()
         for params, momentum in opt["muon"].values():
-            train.muon_step(params, momentum, 0.02, torch.tensor(False), hp)
+            train.muon_step(params, momentum, torch.tensor(0.02), torch.tensor(False), hp)
         reference.step()
     moved = torch.cat([(a - b).flatten() for a, b in zip([m for p in ours for m in p], theirs)])
     assert moved.abs().max() < 2e-3                                 # bfloat16 inside both
@@ -116,7 +117,8 @@ def test_updates_are_skipped_where_bad():
         state = [m.clone() for _, m in opt["muon"].values()]
         for p in model.parameters():
             p.grad = torch.full_like(p, math.nan if bad else 0.01)
-        train.optimizer_step(opt, 0.01, torch.tensor(bad), hp)
+        opt["lr"].fill_(0.01)
+        train.optimizer_step(opt, torch.tensor(bad), hp)
         assert equal(before, model.state_dict()) == bad
         assert equal(state, [m for _, m in opt["muon"].values()]) == bad
     adam = opt["adamw"].state_dict()["state"][0]
@@ -572,23 +574,54 @@ def test_every_load_is_of_weights_only():
                     assert "torch.load(" not in line or "weights_only=True" in line, f"{name}: {line}"
 
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}             # what torchrun gives its processes
+
+
 @pytest.mark.slow
-def test_real_processes_killed_at_random_moments_resume_bit_for_bit(text):
-    program = [sys.executable, train.__file__]
-    flags = [*TINY, "--data", text, "--max_iters", "40", "--eval_interval", "5"]
-    subprocess.run([*program, *flags, "--out_dir", "whole"], check=True, capture_output=True)
-    kills, delay = 0, 2.5
-    args = [*flags, "--out_dir", "killed"]
-    for attempt in range(40):
-        process = subprocess.Popen([*program, *args], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            process.wait(delay + 0.137 * attempt)
-            assert process.returncode == 0, process.stderr.read()
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += 1
-        args = ["--resume", "--out_dir", "killed"] if os.path.exists("killed/ckpt.pt") else args
-    assert kills >= 1
-    assert_same_run("whole", "killed")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_50_runs_killed_at_random_moments_resume_bit_for_bit(text):
+    flags = [*TINY, "--n_embd", "96", "--data", text, "--max_iters", "60"]
+    done = subprocess.run([sys.executable, os.path.join(HERE, "kill_runs.py"), ".", "50", *flags], capture_output=True, text=True, env=ONE_THREAD)
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_for_every_objective(text):
+    program = [os.path.join(HERE, "every_objective.py")]
+    flags = [*TINY, "--data", text, "--accum", "4", "--max_iters", "20", "--eval_interval", "10"]
+    for launch, out in (([], "one"), (["-m", "torch.distributed.run", "--nproc_per_node=2"], "two")):
+        subprocess.run([sys.executable, *launch, *program, out, *flags], check=True, capture_output=True, env=ONE_THREAD)
+    for name in os.listdir("one"):
+        one, two = metrics(f"one/{name}"), metrics(f"two/{name}")
+        assert len(one) == len(two) >= 23
+        for a, b in zip(one, two):
+            assert a["step"] == b["step"] and a["loss"] == pytest.approx(b["loss"], rel=1e-5), name
+    assert len(os.listdir("one")) == len(OBJECTIVES) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
+def test_a_process_that_dies_ends_all_and_leaves_the_checkpoint(text):
+    flags = [*TINY, "--data", text, "--accum", "2", "--max_iters", "100000", "--eval_interval", "20", "--out_dir", "run"]
+    launcher = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", train.__file__, *flags],
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ONE_THREAD)
+    try:
+        wait_for(lambda: os.path.exists("run/best.pt") and train.load_checkpoint("run")["step"] >= 40)
+        with open(f"/proc/{launcher.pid}/task/{launcher.pid}/children") as f:
+            children = [int(pid) for pid in f.read().split()]
+        workers = [pid for pid in children if "train.py" in open(f"/proc/{pid}/cmdline").read()]
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        assert launcher.wait(timeout=90) != 0
+    finally:
+        launcher.kill()
+    step = train.load_checkpoint("run")["step"]
+    assert train.main(["--resume", "--out_dir", "run", "--max_iters", str(step + 5)]) == 0
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)

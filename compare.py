@@ -1,0 +1,567 @@
+"""Train every objective alike and measure all of them with the same yardsticks.
+
+    python compare.py                                   all objectives, one seed: about half an hour on a laptop CPU
+    python compare.py --quick                           the same in a few minutes: too short to conclude anything
+    python compare.py --seeds 1,2,3 --objectives clm,mlm
+    python compare.py --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3
+    python compare.py --sweep replay=0,.05,.25          continual pre-training on C++ headers, Python as the old corpus
+    python compare.py --sweep init=none,mlm --objectives contrastive
+
+Every cell (objective, setting, seed) is one run of train.py in a folder of its own, for the same number of row
+positions; what is finished is not trained again. Results go to results.jsonl, from which the Markdown tables and the
+pictures are drawn anew each time. Flags that are not listed below are train.py's, such as --n_layer 6.
+"""
+# N windows, n bytes of a window, m bytes of a middle, T = block_size, C width, K classes, L layers
+import argparse
+import contextlib
+import io
+import json
+import keyword
+import math
+import os
+import statistics
+import sys
+import time
+import token as token_kinds
+import tokenize
+
+import torch
+import torch.nn.functional as F
+
+import bench
+import sample
+import train
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF
+from data import draw, fail, from_bytes, gather, generator, open_corpus, read_stdlib, to_bytes
+from model import norm
+from objectives import OBJECTIVES, auc, embed
+
+FLAGS = {
+    "objectives": ("", "which, separated by commas; without it all, or those that have the setting of --sweep"),
+    "seeds": ("1", "seeds, separated by commas: the same weights and windows for all objectives"),
+    "max_iters": (1000, "steps of each run, of batch_size * block_size positions"),
+    "quick": (False, "200 steps"),
+    "data": ("stdlib", "corpus; yardstick 3 reads labels off Python source and needs stdlib"),
+    "new_data": ("", "second corpus, for --sweep replay; without it the C++ headers that come with torch"),
+    "sweep": ("", "a setting and its values, as in mask_rate=.1,.15,.3"),
+    "out_dir": ("out/compare", "folder of results, tables, pictures and runs"),
+}
+MIDDLES = 4, 16, 64                             # bytes to infill
+ROWS = 64                                       # windows of a yardstick, and samples
+SHARE = 0.1                                     # of the bytes are replaced in yardstick 5
+CLASSES = "space", "keyword", "name", "string", "comment", "number", "operator"
+ORDER = 5                                       # of the count model
+
+# metric: (heading, digits, is more better)
+METRICS = {
+    "bpb": ("left to right, bits/byte", 3, False), "infill_4": ("infill 4, bits/byte", 2, False), "infill_16": ("infill 16", 2, False),
+    "infill_64": ("infill 64", 2, False), "exact_4": ("4 exact", 3, True), "classes": ("byte classes", 3, True), "package": ("package", 3, True),
+    "recall_1": ("recall@1", 3, True), "recall_10": ("recall@10", 3, True), "replaced": ("replaced bytes, AUC", 3, True),
+    "gen_bpb": ("samples, bits/byte", 2, False), "gen_lines": ("lines that tokenize", 2, True), "gen_distinct": ("distinct 8-grams", 2, True),
+    "train_speed": ("training kB/s", 1, True), "targets": ("targets a row", 1, True), "decode_speed": ("writing kB/s", 1, True),
+    "gflops": ("GFLOP a step", 1, False),
+}
+SWEPT = {"pass_bytes": ("bytes a pass", 2, True), "old": ("old corpus, bits/byte", 3, False), "new": ("new corpus, bits/byte", 3, False)}
+NATIVE = {"clm", "prefix", "ul2", "fim", "mtp", "hybrid", "mdlm"}                   # write text by themselves
+
+
+# ---- windows and what a model makes of them
+
+def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long: windows without a NUL where there are any
+    source = [dict(weight=1.0, text=text)]
+    return gather(source, "text", *draw(source, "text", n, count, generator(f"compare,{key}")), n, whole=True)
+
+
+def sight(name):  # the mask under which a model's states are read
+    return "causal" if OBJECTIVES[name]["mask"] == "causal" else "bidirectional"
+
+
+@torch.no_grad()
+def states(model, name, x):  # (N, n) -> (L, N, n, C): each block's states, normed; n in pieces of the model's block
+    kept = []
+    hooks = [block.register_forward_hook(lambda module, args, out: kept.append(norm(out).float())) for block in model.blocks]
+    model(x, sight(name))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(kept)
+
+
+# ---- 2: infilling
+
+def column(x, *ids):  # -> (N, len(ids)), the same ids in every row
+    return torch.tensor(ids, dtype=torch.long).expand(len(x), -1)
+
+
+@torch.no_grad()
+def infill_logits(model, name, x, a, m, T):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1, each given those before it, or None
+    """In the model's own format, each byte from the middle's bytes before it, and from both sides where the objective
+    gives both: the chain rule, so that their nats add up to a code length."""
+    left, middle, right = x[:, :a], x[:, a:a + m], x[:, a + m:]
+    if name in ("mlm", "mdlm", "hybrid", "nsp"):
+        before, behind = {"hybrid": ((EOT,), ()), "nsp": ((CLS,), (SEP,))}.get(name, ((), ()))
+        out = []
+        for i in range(m):
+            row = torch.cat((column(x, *before), left, middle[:, :i], column(x, *[MASK] * (m - i)), right, column(x, *behind)), 1)
+            at = len(before) + a + i - (name == "hybrid")
+            out.append(model.logits(model(row, "bidirectional")[:, at]))
+        return torch.stack(out, 1)
+    head = {
+        "clm": (left,), "mtp": (left,), "prefix": (left,),
+        "fim": (column(x, PRE), left, column(x, SUF), right, column(x, MID)),
+        "span": (left, column(x, SENTINEL), right, column(x, SENTINEL + 1, SEP, SENTINEL)),
+        "ul2": (column(x, MODE_X if m > 16 else MODE_R), left, column(x, SENTINEL), right, column(x, SENTINEL + 1, SEP, SENTINEL)),
+        "bart": (left, column(x, MASK), right, column(x, SEP), left),
+    }.get(name)
+    if head is None:
+        return None
+    row = torch.cat((*head, middle), 1)
+    assert row.size(1) <= T, (row.shape, T)
+    P = {"prefix": a, "span": row.size(1) - m - 1, "ul2": row.size(1) - m - 1, "bart": row.size(1) - m - a}.get(name, 0)
+    h = model(row[:, :-1], torch.full((len(x),), P) if P else "causal")
+    return model.logits(h[:, -m:])
+
+
+def infilling(model, name, text, T):  # -> {infill_m: bits a byte, exact_m: share of middles that greedy decoding gets right}
+    n, out = (T - 16) // 2, {}
+    for m in MIDDLES:
+        x = windows(text, n, ROWS, f"infill,{m}")
+        logits = infill_logits(model, name, x, (n - m) // 2, m, T)
+        if logits is None:
+            return {}
+        logits, middle = logits[..., :256].float(), x[:, (n - m) // 2:][:, :m]
+        out[f"infill_{m}"] = float(F.cross_entropy(logits.flatten(0, 1), middle.flatten())) / math.log(2)
+        out[f"exact_{m}"] = float((logits.argmax(-1) == middle).all(1).float().mean())
+    return out
+
+
+# ---- 3: understanding
+
+def byte_classes(text):  # bytes -> (n,) long: index into CLASSES of every byte, or None where tokenize gives up
+    try:
+        lines = [line + "\n" for line in text.decode().split("\n")]
+        kinds = {token_kinds.NAME: 2, token_kinds.STRING: 3, token_kinds.COMMENT: 4, token_kinds.NUMBER: 5, token_kinds.OP: 6}
+        kinds |= {getattr(token_kinds, f"FSTRING_{part}"): 3 for part in ("START", "MIDDLE", "END") if hasattr(token_kinds, "FSTRING_START")}
+        starts, labels = [0], torch.zeros(len(text) + 1, dtype=torch.long)
+        for line in lines:
+            starts.append(starts[-1] + len(line.encode()))
+        place = lambda at: starts[at[0] - 1] + len(lines[at[0] - 1][:at[1]].encode())
+        for token in tokenize.generate_tokens(iter(lines).__next__):
+            if token.type in kinds:
+                labels[place(token.start):place(token.end)] = 1 if keyword.iskeyword(token.string) else kinds[token.type]
+        return labels[:len(text)]
+    except (SyntaxError, tokenize.TokenError, UnicodeDecodeError, IndexError):
+        return None
+
+
+def labelled(documents, n, each=3):  # {path: bytes} -> x (N, n), classes (N, n), package (N,) names
+    x, classes, packages = [], [], []
+    for path, text in documents.items():
+        labels = byte_classes(text)
+        if labels is None or len(text) < n:
+            continue
+        count = min(each, len(text) // n)
+        for i in range(count):
+            a = (len(text) - n) * i // max(1, count - 1) if count > 1 else 0
+            x.append(from_bytes(text[a:a + n]).long())
+            classes.append(labels[a:a + n])
+            packages.append(path)
+    return torch.stack(x), torch.stack(classes), packages
+
+
+def fit(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> a function x -> classes: multinomial logistic regression on standardized x
+    """All classes weigh the same, however rare."""
+    mean, std, weight = x.mean(0), x.std(0) + 1e-6, len(y) / (K * torch.bincount(y, minlength=K).clamp(min=1))
+    W = torch.zeros(x.size(1) + 1, K, requires_grad=True)
+    wide = lambda x: F.pad((x - mean) / std, (0, 1), value=1.0)
+    z = wide(x)
+    solver = torch.optim.LBFGS([W], max_iter=60, line_search_fn="strong_wolfe")
+    def closure():
+        solver.zero_grad()
+        loss = F.cross_entropy(z @ W, y, weight=weight) + decay * W.square().sum()
+        loss.backward()
+        return loss
+    solver.step(closure)
+    return lambda x: (wide(x) @ W.detach()).argmax(1)
+
+
+def balanced(guess, y):  # (N,), (N,) -> the mean over classes of the share that is right
+    return statistics.fmean(float((guess[y == k] == k).float().mean()) for k in y.unique().tolist())
+
+
+def probe(layers, y, split, K):  # layers (L, N, C), y (N,), split (N,) 0 fit, 1 choose the layer, 2 score -> balanced accuracy
+    at = [split == part for part in range(3)]
+    solved = [fit(x[at[0]], y[at[0]], K) for x in layers]
+    best = max(range(len(layers)), key=lambda i: balanced(solved[i](layers[i][at[1]]), y[at[1]]))
+    return balanced(solved[best](layers[best][at[2]]), y[at[2]])
+
+
+def probe_data(n):  # -> x (N, n), classes (N, n), package (N,), split (N,), positions (N', 2) to probe; labels from the corpus itself
+    documents = read_stdlib()
+    top = os.path.commonpath([*documents])
+    package = lambda path: os.path.relpath(path, top).split(os.sep)[0]
+    paths = [*documents]
+    split_of = {path: 2 if i % 10 == 9 else int(i % 5 == 0) for i, path in enumerate(paths)}          # as data.py splits documents
+    x, classes, owner = labelled(documents, n)
+    split = torch.tensor([split_of[path] for path in owner])
+    names = [package(path) for path in owner]
+    count = {name: [names[i] == name for i in range(len(names))] for name in set(names) if not name.endswith(".py")}
+    held = {name: sum(1 for i, own in enumerate(names) if own == name and split[i] == 2) for name in count}
+    kept = sorted((name for name in count if held[name] >= 6), key=lambda name: (-sum(count[name]), name))[:10]
+    labels = torch.tensor([kept.index(name) if name in kept else -1 for name in names])
+    g = generator("compare,positions")
+    rows = torch.randint(0, len(x), (8000,), generator=g).sort().values
+    return dict(x=x, classes=classes, package=labels, split=split, K=len(kept), rows=rows, cols=torch.randint(0, n, (8000,), generator=g))
+
+
+def understanding(features, data):  # features: x (N, n) -> (L, N, n, C) -> {classes, package: accuracy}
+    rows, cols, inside = data["rows"], data["cols"], data["package"] >= 0           # rows (N',) in ascending order
+    local, pooled = [], []
+    for a in range(0, len(data["x"]), ROWS):
+        h = features(data["x"][a:a + ROWS])
+        here = (rows >= a) & (rows < a + ROWS)
+        local.append(h[:, rows[here] - a, cols[here]])
+        pooled.append(h.mean(2))
+    local, pooled = torch.cat(local, 1), torch.cat(pooled, 1)[:, inside]            # (L, N', C), (L, windows with a package, C)
+    return {"classes": probe(local, data["classes"][rows, cols], data["split"][rows], len(CLASSES)),
+            "package": probe(pooled, data["package"][inside], data["split"][inside], data["K"])}
+
+
+def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): the bytes from two before to two behind, one-hot, without any model
+    near = F.pad(x, (2, 2)).unfold(1, 5, 1).clamp(max=127)                          # (N, n, 5)
+    return F.one_hot(near, 128).flatten(2).float()[None]
+
+
+# ---- 4: retrieval, 5: corruption
+
+@torch.no_grad()
+def retrieval(model, name, text, T):  # -> {recall_1, recall_10}: a passage's second half by its first, among 256
+    x = windows(text, min(T, 256), 256, "retrieval")
+    half = x.size(1) // 2
+    pooled = [embed(model, x[:, a:a + half]) if sight(name) == "bidirectional" else
+              F.normalize(model(x[:, a:a + half], "causal").float().mean(1), dim=-1) for a in (0, half)]
+    pooled = [F.normalize(p - p.mean(0), dim=-1) for p in pooled]                   # without what all passages share
+    rank = ((pooled[0] @ pooled[1].T) > (pooled[0] * pooled[1]).sum(1, keepdim=True)).sum(1)
+    return {"recall_1": float((rank < 1).float().mean()), "recall_10": float((rank < 10).float().mean())}
+
+
+@torch.no_grad()
+def corruption(model, heads, name, text, T):  # -> {replaced: AUC}
+    """A tenth of the bytes is replaced by bytes of the text's own distribution; a byte's score is the head's for
+    electra, else its surprise: given those before it, or given the others while every eighth byte is masked."""
+    x = windows(text, min(T, 256) - 2, ROWS, "corruption")
+    g = generator("compare,replaced")
+    other = text[torch.randint(0, len(text), x.shape, generator=g)].long()
+    bad = (torch.rand(x.shape, generator=g) < SHARE) & (other != x)
+    z = torch.where(bad, other, x)
+    if name == "electra":
+        score = heads["replaced"](model(z, "bidirectional").float())[..., 0]
+    elif name in ("clm", "mtp", "prefix", "fim"):
+        start = column(z, EOT)
+        score = F.cross_entropy(model.logits(model(torch.cat((start, z[:, :-1]), 1), "causal")).mT, z, reduction="none")
+    elif name in ("mlm", "mdlm", "nsp", "hybrid"):
+        score, at = torch.zeros(z.shape), torch.arange(z.size(1))
+        before, behind = {"hybrid": ((EOT,), ()), "nsp": ((CLS,), (SEP,))}.get(name, ((), ()))
+        for r in range(8):
+            row = torch.cat((column(z, *before), z.masked_fill(at % 8 == r, MASK), column(z, *behind)), 1)
+            first = len(before) - (name == "hybrid")
+            logits = model.logits(model(row, "bidirectional"))[:, first:first + z.size(1)]
+            score = torch.where(at % 8 == r, F.cross_entropy(logits.mT, z, reduction="none"), score)
+    else:
+        return {}
+    return {"replaced": float(auc(score.flatten(), bad.long().flatten()))}
+
+
+# ---- 6: generation
+
+class CountModel:
+    """Byte probabilities from counts of n-grams up to ORDER bytes of context, interpolated as by Witten and Bell (1991)."""
+
+    def __init__(self, text):  # (M,) uint8
+        self.tables = []
+        for k in range(ORDER + 1):
+            grams, n = keys(text, k + 1).unique(return_counts=True)
+            contexts, kinds = (grams // 256).unique(return_counts=True)
+            total = torch.zeros(len(contexts), dtype=torch.long).index_add_(0, torch.searchsorted(contexts, grams // 256), n)
+            self.tables.append((grams, n, contexts, kinds, total))
+
+    def bits(self, text):  # (n,) uint8 -> bits of its bytes behind the first ORDER
+        p = torch.full((len(text) - ORDER,), 1 / 256, dtype=torch.double)
+        for k, (grams, n, contexts, kinds, total) in enumerate(self.tables):
+            key = keys(text, k + 1)[ORDER - k:]
+            found = lambda table, values, key: torch.where(table[(i := torch.searchsorted(table, key).clamp(max=len(table) - 1))] == key, values[i], 0)
+            new, all_n = found(contexts, kinds, key // 256).double(), found(contexts, total, key // 256).double()
+            mixed = (found(grams, n, key) + new * p) / (all_n + new).clamp(min=1)
+            p = torch.where(all_n > 0, mixed, p)
+        return float(-p.log2().sum())
+
+
+def keys(text, n):  # (M,) uint8 -> (M - n + 1,) long: every n-gram as a number in base 256
+    key = torch.zeros(len(text) - n + 1, dtype=torch.long)
+    for i in range(n):
+        key = key * 256 + text[i:len(text) - n + 1 + i]
+    return key
+
+
+@torch.no_grad()
+def generation(model, name, text, T, counts):  # -> {gen_*, decode_speed}: 64 samples from prompts of 32 bytes
+    if name not in NATIVE:
+        return {}
+    prompt, new, gens = windows(text, 32, ROWS, "prompts"), min(T, 256) - 40, sample.sample_generators(1, ROWS)
+    begin = time.perf_counter()
+    if name == "mdlm":
+        out = sample.fill(model, torch.cat((prompt, column(prompt, *[MASK] * new)), 1), gens, steps=64, order="ancestral", temperature=0.8)[:, 32:]
+    else:
+        before, behind = ((MODE_S,), (SEP,)) if name == "ul2" else ((), ())
+        ids = torch.cat((column(prompt, *before), prompt, column(prompt, *behind)), 1)
+        mask = "prefix" if name in ("prefix", "ul2") else "causal"
+        out = torch.stack([*sample.generate(model, ids, new, T, gens, mask, temperature=0.8)], 1)
+    speed = out.numel() / (time.perf_counter() - begin) / 1e3
+    return text_figures([bytes(row).partition(b"\0")[0] for row in out.tolist()], counts) | {"decode_speed": speed}
+
+
+def text_figures(texts, counts):  # [bytes] -> {gen_bpb, gen_lines, gen_distinct}
+    long = [from_bytes(t) for t in texts if len(t) > ORDER]
+    lines = [line for t in texts for line in t.decode("utf-8", "replace").split("\n")[1:-1] if line.strip()]
+    grams = [t[i:i + 8] for t in texts for i in range(len(t) - 7)]
+    return {"gen_bpb": sum(map(counts.bits, long)) / max(1, sum(len(t) - ORDER for t in long)),
+            "gen_lines": sum(map(tokenizes, lines)) / max(1, len(lines)), "gen_distinct": len(set(grams)) / max(1, len(grams))}
+
+
+def tokenizes(line):  # str -> does tokenize accept the line by itself?
+    try:
+        return all(t.type != token_kinds.ERRORTOKEN for t in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline))
+    except (SyntaxError, tokenize.TokenError):
+        return False
+
+
+# ---- a cell: train, measure
+
+def measure(folder, shared):  # -> {metric: number}
+    model, heads, hp, _ = sample.load_run(folder, "cpu", "float32")
+    name, T, text = hp.objective, hp.block_size, shared["text"]
+    out = {}
+    if T >= 128:
+        out |= infilling(model, name, text, T) | retrieval(model, name, text, T) | corruption(model, heads, name, text, T)
+        out |= generation(model, name, text, T, shared["counts"])
+    if shared["probe"]:
+        pieces = lambda x: states(model, name, x.reshape(-1, min(T, x.size(1)))).unflatten(1, (len(x), -1)).flatten(2, 3)
+        out |= understanding(pieces, shared["probe"])
+    if name == "mtp" and hp.mtp_heads > 1:
+        tally = []
+        for i, prompt in enumerate(windows(text, 32, 8, "prompts")):
+            list(sample.speculate(model, heads, prompt.tolist(), 100, T, generator(f"compare,{i}"), tally, temperature=0.8))
+        out["pass_bytes"] = sum(kept + 1 for _, kept in tally) / len(tally)
+    return out
+
+
+def logged(folder):  # -> {metric: number} that metrics.jsonl holds
+    with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
+        records = [json.loads(line) for line in f][1:]
+    last = [r for r in records if r.get("split") == "val" and r["step"] == records[-1]["step"]]
+    hp = argparse.Namespace(**train.load_checkpoint(folder)["config"])
+    [run] = train.members(hp)
+    corpus = [dict(name="bytes", weight=1.0, train=torch.randint(1, 256, (1 << 16,), generator=generator("compare"), dtype=torch.uint8))]
+    [batch] = train.draw_batches([run], corpus, "train", lambda m: m["rows"], "compare", argparse.Namespace(**vars(hp) | {"device": "cpu", "doc_mask": False}))
+    return {"loss": last[0]["loss"], "bpb": last[0]["bpb"], "terms": last[0]["terms"], "targets": last[0]["targets"] * hp.block_size,
+            "train_speed": run["n"] * run["rows"] * hp.accum * hp.max_iters / last[0]["seconds"] / 1e3, "seconds": last[0]["seconds"],
+            "gflops": bench.step_flops(run["name"], batch, hp) * hp.accum / 1e9, "last_bpb": [r["bpb"] for r in last]}
+
+
+def train_argv(cell, folder, base):  # -> flags of train.py
+    argv = ["--objective", cell["objective"], "--seed", str(cell["seed"]), "--max_iters", str(cell["max_iters"]), "--out_dir", folder,
+            "--eval_interval", str(cell["max_iters"]), *cell["flags"]]
+    if cell["setting"] == "replay":
+        share = float(cell["value"])
+        return argv + ["--init_from", base, "--data", f"{cell['new_data']}:{1 - share:g}", *([f"{cell['data']}:{share:g}"] if share else [])]
+    if cell["setting"] == "init":
+        return argv + ["--data", cell["data"], *(["--init_from", base] if cell["value"] != "none" else [])]
+    return argv + ["--data", cell["data"], *([f"--{cell['setting']}", cell["value"]] if cell["setting"] else [])]
+
+
+def run_training(cell, flags):  # -> folder of the finished run, trained now if it was not before
+    words = [cell["objective"], *([f"{cell['setting']}={cell['value']}"] if cell["setting"] else []), f"{cell['max_iters']}", f"seed{cell['seed']}"]
+    tag = "" if not cell["flags"] and cell["data"] == "stdlib" else f"-{abs(hash_of([cell['flags'], cell['data'], cell['new_data']])):x}"
+    folder, base = os.path.join(flags.out_dir, "runs", "-".join(words).replace(",", "+").replace(":", "_") + tag), None
+    if cell["setting"] == "replay" or cell["setting"] == "init" and cell["value"] != "none":
+        first = {"objective": cell["value"] if cell["setting"] == "init" else cell["objective"], "setting": "", "value": "", "new_data": ""}
+        base = run_training({**cell, **first}, flags)
+    begun = os.path.exists(os.path.join(folder, "ckpt.pt"))
+    if begun and train.load_checkpoint(folder)["step"] == cell["max_iters"]:
+        return folder
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        code = train.main(["--resume", "--out_dir", folder] if begun else train_argv(cell, folder, base))
+    if code:
+        sys.exit(code)                          # it said why
+    return folder
+
+
+def hash_of(value):
+    return generator(json.dumps(value)).initial_seed()
+
+
+def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data, new_data, flags}]
+    setting, equals, values = flags.sweep.partition("=")
+    if flags.sweep and (not equals or not values):
+        fail(f"--sweep {flags.sweep}: wants a setting and values, as in mask_rate=.1,.15,.3")
+    own = [name for name, entry in OBJECTIVES.items() if setting in entry["settings"]]
+    if setting in ("replay", "init"):
+        own = ["clm" if setting == "replay" else "contrastive"]
+    elif setting and not own and setting not in train.specs():
+        fail(f"--sweep {flags.sweep}: no such setting. Try one of train.py's, replay or init")
+    names = flags.objectives.split(",") if flags.objectives else own[:1] or [*OBJECTIVES]
+    for name in names:
+        if name not in OBJECTIVES:
+            fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
+    try:
+        seeds = [int(s) for s in flags.seeds.split(",")]
+    except ValueError:
+        fail(f"--seeds {flags.seeds}: wants numbers, as in 1,2,3")
+    new = (flags.new_data or os.path.join(torch.__path__[0], "include")) if setting == "replay" else ""
+    base = dict(max_iters=200 if flags.quick else flags.max_iters, data=flags.data, new_data=new, flags=rest)
+    return [dict(objective=name, setting=setting, value=value, seed=seed, **base)
+            for seed in seeds for name in names for value in (values.split(",") if setting else [""])]
+
+
+def open_shared(flags, rest):  # what every measurement reads
+    [source] = open_corpus([flags.data])
+    return dict(text=source["val"], counts=CountModel(source["train"][:1 << 22]), probe=probe_data(256) if flags.data == "stdlib" else None)
+
+
+# ---- tables and pictures
+
+def read_results(path):
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def group(results, keep):  # -> {row name: [results of its seeds]}
+    rows = {}
+    for r in results:
+        if keep(r["cell"]):
+            rows.setdefault(r["cell"]["value"] or r["cell"]["objective"], []).append(r)
+    return rows
+
+
+def spread(values):  # -> mean, standard deviation over seeds
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def table(rows, metrics, baselines=()):  # {name: [results]} -> Markdown; mean over seeds, +- standard deviation where there are several
+    shown = [m for m in metrics if any(r["metrics"].get(m) is not None for rs in rows.values() for r in rs)]
+    lines = ["| | " + " | ".join(metrics[m][0] for m in shown) + " | seeds |", "|---" * (len(shown) + 2) + "|"]
+    for name, results in [*rows.items(), *((name, [{"metrics": b}]) for name, b in baselines)]:
+        line = []
+        for m in shown:
+            values = [r["metrics"][m] for r in results if r["metrics"].get(m) is not None]
+            mean, deviation = spread(values) if values else (None, None)
+            bound = "<= " if name == "mdlm" and m == "bpb" else ""
+            line.append("" if mean is None else f"{bound}{mean:.{metrics[m][1]}f}" + (f" ± {deviation:.{metrics[m][1]}f}" if deviation is not None else ""))
+        lines.append(f"| {name} | " + " | ".join(line) + f" | {len(results) if name in rows else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(rows, metrics, path):  # one panel of dots for each metric, a line for each name
+    try:
+        import matplotlib
+    except ImportError:
+        return print("hint: pip install matplotlib, and the next run draws the table")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    shown = [m for m in metrics if any(r["metrics"].get(m) is not None for rs in rows.values() for r in rs)]
+    across = min(4, len(shown))
+    down = -(-len(shown) // across)
+    figure, axes = pyplot.subplots(down, across, figsize=(3.4 * across, 0.6 + down * (0.9 + 0.2 * len(rows))), squeeze=False)
+    for axis in axes.flat[len(shown):]:
+        axis.axis("off")
+    for m, axis in zip(shown, axes.flat):
+        for i, results in enumerate(rows.values()):
+            values = [r["metrics"][m] for r in results if r["metrics"].get(m) is not None]
+            axis.plot(values, [i] * len(values), "o", ms=4, alpha=0.5, color="C0")
+            axis.plot([statistics.fmean(values)] if values else [], [i] if values else [], "|", ms=12, color="C3")
+        axis.set_yticks(range(len(rows)), [*rows])
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3)
+        axis.set_title(metrics[m][0] + (" (more is better)" if metrics[m][2] else " (less is better)"), fontsize=8)
+        axis.tick_params(labelsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def report(flags, todo, baselines):  # tables and pictures of all finished cells that differ from those asked for in seed or objective alone
+    alike = lambda cell: all(cell[k] == todo[0][k] for k in ("setting", "max_iters", "data", "new_data", "flags"))
+    results, setting = read_results(os.path.join(flags.out_dir, "results.jsonl")), todo[0]["setting"]
+    groups = {name: group(results, lambda c: alike(c) and c["objective"] == name) for name in dict.fromkeys(c["objective"] for c in todo)} if setting else {
+        "": group(results, alike)}
+    for name, rows in groups.items():
+        stem = os.path.join(flags.out_dir, f"sweep-{setting}-{name}" if setting else "compare")
+        text = table(rows, METRICS | SWEPT, baselines if not setting else ())
+        with open(stem + ".md", "w", encoding="utf-8") as f:
+            f.write(text)
+        picture(rows, METRICS | SWEPT, stem + ".png")
+        print(f"\n{stem}.md, {stem}.png\n\n{text}")
+
+
+def parse(argv):  # -> flags, train.py's flags
+    parser = train.Parser(prog="compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, (default, text) in FLAGS.items():
+        how = dict(action="store_true") if default is False else dict(type=type(default), default=default, metavar="X")
+        parser.add_argument(f"--{flag}", help=f"{text} [{default}]" if default not in ("", False) else text, **how)
+    return parser.parse_known_args(argv)
+
+
+def main(argv=None):
+    flags, rest = parse(sys.argv[1:] if argv is None else argv)
+    todo = cells(flags, rest)
+    for cell in todo:                           # what cannot run is said before anything runs
+        setting = [f"--{cell['setting']}", cell["value"]] if cell["setting"] not in ("", "replay", "init") else []
+        train.get_config(["--objective", cell["objective"], "--max_iters", str(cell["max_iters"]), *cell["flags"], *setting])
+    path = os.path.join(flags.out_dir, "results.jsonl")
+    os.makedirs(flags.out_dir, exist_ok=True)
+    shared, done = None, {json.dumps(r["cell"], sort_keys=True) for r in read_results(path)}
+    for i, cell in enumerate(todo):
+        title = f"[{i + 1}/{len(todo)}] {cell['objective']} {cell['setting']}{'=' if cell['setting'] else ''}{cell['value']} seed {cell['seed']}"
+        if json.dumps(cell, sort_keys=True) in done:
+            print(f"{title}: finished before")
+            continue
+        begin, shared = time.perf_counter(), shared or open_shared(flags, rest)
+        folder = run_training(cell, flags)
+        metrics = logged(folder) | measure(folder, shared)
+        if cell["setting"] == "replay":
+            metrics["new"], metrics["old"] = metrics["bpb"], old_bits(folder, shared["text"])
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(json.dumps({"cell": cell, "metrics": metrics}) + "\n")
+        print(f"{title}: loss {metrics['loss']:.4f}, {time.perf_counter() - begin:.0f} s", flush=True)
+    report(flags, todo, baselines(flags, rest, path, shared) if not todo[0]["setting"] else [])
+
+
+def old_bits(folder, text):  # -> bits a byte of held-out windows of the first corpus, under the causal mask
+    model, _, hp, _ = sample.load_run(folder, "cpu", "float32")
+    x = windows(text, hp.block_size + 1, 4 * ROWS, "old")
+    with torch.no_grad():
+        nats = sum(F.cross_entropy(model.logits(model(part[:, :-1], "causal")).flatten(0, 1), part[:, 1:].flatten()) for part in x.split(ROWS)) / 4
+    return float(nats) / math.log(2)
+
+
+def baselines(flags, rest, path, shared):  # -> [(name, metrics)]: an untrained model, raw bytes, the held-out text itself
+    kept = path.replace("results.jsonl", "baselines.json")
+    if not os.path.exists(kept) or shared:
+        shared = shared or open_shared(flags, rest)
+        hp = train.get_config(["--device", "cpu", "--dtype", "float32", *rest])
+        model, T = train.build(hp)[0].requires_grad_(False), hp.block_size
+        out = {"untrained": retrieval(model, "mlm", shared["text"], T), "raw bytes": {},
+               "held-out text": text_figures([to_bytes(row.byte()) for row in windows(shared["text"], 216, ROWS, "prompts")], shared["counts"])}
+        if shared["probe"]:
+            out["untrained"] |= understanding(lambda x: states(model, "mlm", x), shared["probe"])
+            out["raw bytes"] = understanding(byte_features, shared["probe"])
+        with open(kept, "w") as f:
+            json.dump(out, f)
+    with open(kept) as f:
+        return [*json.load(f).items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
