@@ -206,7 +206,7 @@ def bench_decode(flags, device, names):
         return len(list(sample.speculate(model, heads, prompt, flags.new, T, generator(f"decode,{next(seeds)}"), tally, temperature=0.8)))
     sides = {"plain": decode}
     if flags.compile:
-        step = sample.compile_step(model, 1, T)
+        step = sample.fast_step(model, 1, T)
         sides["compiled"] = lambda: decode(step)
     if "mtp" in heads:
         sides["speculated"] = speculate

@@ -30,11 +30,12 @@ import torch.nn.functional as F
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF, decode, documents, encode, fail, generator, map_file
 from model import new_cache, pack_weights
 from objectives import GAP, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
-from train import (Parser, build, compressors, load_checkpoint, members, newest_run, pick_device, pick_dtype,
+from train import (Parser, aside, build, capture, compressors, load_checkpoint, members, newest_run, pick_device, pick_dtype,
                    restore, set_precision)
 
 N_BYTES = 256                                   # nothing above is ever written, but a sentinel where holes are filled
 SCORE_ROWS = 64                                 # windows scored at once
+LOOK = 16                                       # on CUDA the host asks only so often whether all rows have ended
 
 FLAGS = {
     "out_dir": ("", "run folder or checkpoint file; without it the newest run under out/"),
@@ -73,8 +74,9 @@ DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (..., V) -> p (..., 256 + len(extra)) float64
     """Probabilities of the bytes, then of the extra ids allowed; at temperature 0 all on the most likely. top_k cuts
     before top_p, which counts what was there before the cut. In float64, since float32 loses tails (Zheng et al. 2024),
-    and on the CPU, since mps has no float64."""
-    logits = torch.cat((logits[..., :N_BYTES], logits[..., list(extra)]), dim=-1).cpu().double()
+    which mps does not have: there on the CPU."""
+    logits = torch.cat((logits[..., :N_BYTES], logits[..., list(extra)]), dim=-1)
+    logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
     p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)        # the difference first: 1 / temperature may overflow
@@ -97,8 +99,9 @@ def uniforms(shape, gens):  # -> (N, *shape) float64: row i from generator i, so
 
 
 def pick(logits, gens, extra=(), **how):  # (N, ..., V) -> ids (N, ...)
-    at = invert(distribution(logits, extra=extra, **how), uniforms(logits.shape[1:-1], gens))
-    return torch.tensor([*range(N_BYTES), *extra])[at].to(logits.device)
+    p = distribution(logits, extra=extra, **how)
+    at = invert(p, uniforms(logits.shape[1:-1], gens).to(p.device))
+    return (torch.tensor([*range(N_BYTES), *extra], device=at.device)[at] if extra else at).to(logits.device)
 
 
 def sample_generators(seed, n):
@@ -110,7 +113,7 @@ def sample_generators(seed, n):
 @torch.inference_mode()
 def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True, prefix=0, extra=(), step=None, **how):
     """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on with EOT.
-    extra: ids that may be written beside bytes. step: what compile_step returned, to take the steps behind the prompt.
+    extra: ids that may be written beside bytes. step: what fast_step returned, to take the steps behind the prompt.
 
     mask "causal": when the context is full, its last half is encoded again, with the cache or without.
     mask "prefix": the prompt, or its first `prefix` positions, is read in both directions; ends with the block, for
@@ -119,16 +122,17 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
     assert n > 0 and (mask == "causal" or n <= T), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=prompt.device)
     start, fed, cache, byte = max(0, n - T), 0, None, None     # fed: ids behind start that the cache holds
-    for _ in range(max_new_tokens):
+    patience = LOOK if prompt.device.type == "cuda" else 1
+    for i in range(max_new_tokens):
         if ids.size(1) - start > T:
             if mask == "prefix":
                 return
             start, fed = ids.size(1) - T // 2, 0
         if cached and not fed:
-            cache = new_cache(model, N, T, static=step is not None)
+            cache = new_cache(model, N, T) if step is None else emptied(step["cache"])
         new = ids[:, start + fed:]
         if step is not None and fed:
-            logits = step(byte[:, None], cache)     # not the slice of ids, whose strides grow
+            logits = step["run"](byte[:, None])
         else:
             seen = "causal" if mask == "causal" or fed else torch.full((N,), prefix or n, device=ids.device)
             logits = model.logits(model(new, seen, cache=cache)[:, -1])
@@ -137,22 +141,33 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
         yield byte
-        if ended.all():
+        if (i + 1) % patience == 0 and ended.all():
             return
 
 
+def emptied(cache):  # a static cache, for another text
+    cache["length"].zero_()
+    return cache
+
+
 @torch.inference_mode()
-def compile_step(model, N, T):  # -> step for N rows and a block of T, or None where torch.compile cannot
-    device = model.embed.weight.device
-    step = torch.compile(lambda byte, cache: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False)
+def fast_step(model, N, T):  # -> dict(cache, run: bytes (N, 1) -> logits (N, V)) for N rows and a block of T, or None where torch.compile cannot
+    """One decoding step over a static cache, compiled; on CUDA captured in a graph besides."""
+    cache, device = new_cache(model, N, T, static=True), model.embed.weight.device
+    byte = torch.zeros(N, 1, dtype=torch.long, device=device)
+    forward = torch.compile(lambda byte: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False)
     try:
         from torch._inductor import config  # here: it costs half a second to import
         with config.patch(freezing=device.type == "cpu"):       # the weights as constants, which are laid out for their kernels
-            step(torch.zeros(N, 1, dtype=torch.long, device=device), new_cache(model, N, T, static=True))
+            forward(byte)
     except Exception as e:                      # no compiler, an old one, an operating system without support
         print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it", file=sys.stderr)
         return None
-    return step
+    if device.type != "cuda":
+        return dict(cache=cache, run=forward)
+    aside(lambda: forward(byte))
+    replay = capture(lambda: forward(byte), [])
+    return dict(cache=cache, run=lambda new: (byte.copy_(new), replay())[1])
 
 
 @torch.inference_mode()
@@ -162,7 +177,7 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, **how):  #
     the text is that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept)."""
     ids, drafts, q = list(prompt), [], None     # drafts d_2 .. d_n that follow ids[-1], and what they were drawn from
     start, cache, written = max(0, len(ids) - T), new_cache(model, 1, T), 0
-    draw = lambda p: invert(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double))
+    draw = lambda p: invert(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
     while written < max_new_tokens:
         if len(ids) - start > T:
             start, cache = len(ids) - T // 2, new_cache(model, 1, T)
@@ -172,7 +187,7 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, **how):  #
         p = distribution(model.logits(h[len(new) - len(drafts) - 1:]), **how)       # (drafts + 1, 256): what follows ids[-1], d_2, ...
         kept = 0
         if drafts:
-            d, u = torch.tensor(drafts)[:, None], torch.rand(len(drafts), 1, generator=g, dtype=torch.double)
+            d, u = torch.tensor(drafts)[:, None].to(p.device), torch.rand(len(drafts), 1, generator=g, dtype=torch.double).to(p.device)
             kept = int((u * q[:len(d)].gather(1, d) < p[:-1].gather(1, d)).long().cumprod(0).sum())
         rest = p[kept] if kept == len(drafts) else (p[kept] - q[kept]).clamp(min=0)
         out = drafts[:kept] + [int(draw(rest if rest.sum() > 0 else p[kept]))]
@@ -376,7 +391,7 @@ def continue_mode(model, heads, hp, flags, held_out):
     mask = "prefix" if name in ("prefix", "ul2") else "causal"
     if ahead:
         return speculate_mode(model, heads, hp, flags, prompt)
-    step = compile_step(model, flags.num_samples, T) if flags.compile else None
+    step = fast_step(model, flags.num_samples, T) if flags.compile else None
     steps = generate(model, ids, flags.max_new_tokens, T, sample_generators(flags.seed, flags.num_samples), mask, step=step, **drawing(flags))
     if flags.num_samples == 1:
         stream, byte, written = Stream(prompt), None, 0

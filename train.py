@@ -341,8 +341,11 @@ def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep`
 
 
 def write_line(f, record):
-    f.write(json.dumps(record).encode() + b"\n")
-    f.flush()
+    try:
+        f.write(json.dumps(record).encode() + b"\n")
+        f.flush()
+    except OSError as e:
+        fail(f"{f.name}: could not be written ({e.strerror}). The checkpoint before it is whole. Try freeing disk space, then --resume")
 
 
 # ---- batches

@@ -67,7 +67,7 @@ def test_the_cache_changes_nothing_before_and_after_the_block_is_full(n, how):
 @pytest.mark.slow
 def test_a_compiled_step_changes_nothing():
     net, x = randomized().requires_grad_(False), ids(5, 2)
-    step = sample.compile_step(net, 2, T)
+    step = sample.fast_step(net, 2, T)
     compiled, plain = (text_of(net, x, 30, T, sample.sample_generators(1, 2), step=s) for s in (step, None))
     assert torch.equal(compiled, plain) and (step is not None or not shutil.which("g++"))
 

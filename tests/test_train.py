@@ -18,6 +18,8 @@ import train
 from data import generator
 from objectives import OBJECTIVES
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}             # what torchrun gives its processes
 every = pytest.mark.parametrize("name", OBJECTIVES)
 
 
@@ -501,6 +503,15 @@ BAD = {
     "init from a cut file": (["--init_from", "cut.pt"], "damaged"),
     "init from a newer version": (["--init_from", "newer.pt"], "newer version"),
     "init from a payload": (["--init_from", "payload.pt"], "not a checkpoint"),
+    "init from a bare pickle": (["--init_from", "bare.pkl"], "not a checkpoint"),
+    "init from another zip": (["--init_from", "other.zip"], "not a checkpoint"),
+    "init from random bytes": (["--init_from", "random.pt"], "not a checkpoint"),
+    "init from an empty file": (["--init_from", "empty.txt"], "not a checkpoint"),
+    "resume another block": (["--resume", "--out_dir", "run", "--block_size", "64"], "--block_size 64"),
+    "resume another objective": (["--resume", "--out_dir", "run", "--objective", "mlm"], "--objective mlm"),
+    "a graph without a GPU": (["--cuda_graph"], "NVIDIA GPU"),
+    "an endless weight": (["--data", "text.txt:inf"], "positive number"),
+    "a negative rate": (["--learning_rate", "-1"], "--learning_rate"),
 }
 
 
@@ -533,6 +544,12 @@ def bad_place(tmp_path_factory):  # a folder with a run, and with everything tha
     with zipfile.ZipFile("payload.pt", "w") as z:
         z.writestr("archive/data.pkl", pickle.dumps(Payload(), protocol=2))
         z.writestr("archive/version", "3\n")
+    with open("bare.pkl", "wb") as f:
+        pickle.dump(Payload(), f)
+    with zipfile.ZipFile("other.zip", "w") as z:
+        z.writestr("hello.txt", "hello")
+    with open("random.pt", "wb") as f:
+        f.write(bytes(torch.randint(0, 256, (5000,), generator=generator("random")).tolist()))
     os.chdir(here)
     return place
 
@@ -553,6 +570,14 @@ def test_bad_input_is_one_line_and_changes_nothing(case, bad_place, monkeypatch,
     assert not os.path.exists("executed")
 
 
+@pytest.mark.parametrize("command, hint", [("train.py --max_iter 3", "did you mean --max_iters"), ("sample.py", "no run under out/"),
+                                           ("train.py --data nowhere", "no such file"), ("compare.py --sweep nothing=1", "no such setting")])
+def test_bad_input_is_one_line_of_a_real_process(command, hint, text):
+    program, *flags = command.split()
+    done = subprocess.run([sys.executable, os.path.join(os.path.dirname(train.__file__), program), *flags], capture_output=True, text=True, env=ONE_THREAD)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and hint in done.stderr and not done.stdout and not os.path.exists("out")
+
+
 def test_a_write_that_fails_leaves_the_checkpoint_before_it(text, monkeypatch, capsys):
     run(text, "a", "--max_iters", "2")
     def full(state, f):
@@ -565,6 +590,58 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it(text, monkeypatch, c
     assert train.load_checkpoint("a")["step"] == 2 and not os.path.exists("a/ckpt.pt.tmp")
 
 
+def test_a_checkpoint_cut_anywhere_is_refused(text, capsys):
+    run(text, "a", "--max_iters", "1")
+    with open("a/ckpt.pt", "rb") as f:
+        whole = f.read()
+    for n in [0, 1, 100, *range(1000, len(whole), len(whole) // 40), len(whole) - 1]:
+        with open("cut.pt", "wb") as f:
+            f.write(whole[:n])
+        with pytest.raises(SystemExit) as e:
+            train.load_checkpoint("cut.pt")
+        assert e.value.code == 2 and "damaged" in capsys.readouterr().err
+
+
+def limited(limit, args):  # runs train.py in a process whose files may not grow beyond so many bytes
+    code = f"import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); " \
+           f"sys.path.insert(0, {os.path.dirname(train.__file__)!r}); import train; sys.exit(train.main({args!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ONE_THREAD)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no RLIMIT_FSIZE")
+@pytest.mark.parametrize("limit", [400, 2000, 60000])           # hit by the first line of metrics.jsonl, a later one, the checkpoint
+def test_a_full_disk_leaves_the_checkpoint_before_it(limit, text, capsys):
+    run(text, "full", "--eval_interval", "5", "--max_iters", "5")
+    before = train.load_checkpoint("full")
+    failed = limited(limit, ["--resume", "--out_dir", "full", "--max_iters", "20"])
+    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "could not be written" in failed.stderr, failed.stderr
+    assert equal(before, train.load_checkpoint("full")) and not os.path.exists("full/ckpt.pt.tmp")
+    assert train.main(["--resume", "--out_dir", "full", "--max_iters", "20"]) == 0 and train.load_checkpoint("full")["step"] == 20
+
+
+ANY = {"random": bytes(torch.randint(0, 256, (3000,), generator=generator("any")).tolist()), "all values": bytes(range(256)) * 12, "empty lines": b"\n" * 3000,
+       "one byte": b"a" * 3000, "NUL alone": b"\0" * 3000, "CRLF": b"a line\r\n" * 400, "UTF-16": ("text " * 300).encode("utf-16"),
+       "half an emoji": "🙂".encode()[:2] * 1500}
+
+
+@pytest.mark.parametrize("kind", ANY)
+def test_any_bytes_are_data(kind, text, capsys):
+    with open("any.bin", "wb") as f:
+        f.write(ANY[kind])
+    for name in OBJECTIVES if kind in ("random", "NUL alone") else ("clm", "bart"):
+        run("any.bin", name, "--objective", name, "--max_iters", "2")
+        assert all(math.isfinite(x) for x in losses(name)), name
+    sample = __import__("sample")
+    assert sample.main(["--out_dir", "clm", "--score", "any.bin"]) is None and sample.main(["--out_dir", "clm", "--prompt", ""]) is None
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_bits(text):
+    for out in ("a", "b"):
+        run(text, out, "--max_iters", "6", "--objective", "electra")
+    assert_same_run("a", "b")
+
+
 def test_every_load_is_of_weights_only():
     root = os.path.dirname(train.__file__)
     for name in os.listdir(root):
@@ -574,8 +651,6 @@ def test_every_load_is_of_weights_only():
                     assert "torch.load(" not in line or "weights_only=True" in line, f"{name}: {line}"
 
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}             # what torchrun gives its processes
 
 
 @pytest.mark.slow
@@ -618,6 +693,55 @@ def test_a_process_that_dies_ends_all_and_leaves_the_checkpoint(text):
         launcher.kill()
     step = train.load_checkpoint("run")["step"]
     assert train.main(["--resume", "--out_dir", "run", "--max_iters", str(step + 5)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+@pytest.mark.parametrize("signals, code, saved", [([signal.SIGTERM], 143, True), ([signal.SIGINT], 130, True), ([signal.SIGINT] * 2, -2, False)])
+def test_a_real_process_ends_as_it_is_told(signals, code, saved, text):
+    slow = "import sys, time, train; step = train.training_step\n" \
+           "train.training_step = lambda *a: (time.sleep(0.5), step(*a))[1]\nsys.exit(train.main(sys.argv[1:]))"
+    args = [*TINY, "--data", text, "--out_dir", "run", "--max_iters", "1000", "--eval_interval", "1000"]
+    process = subprocess.Popen([sys.executable, "-u", "-c", slow, *args], stdout=subprocess.PIPE, text=True,
+                               env={**ONE_THREAD, "PYTHONPATH": os.path.dirname(train.__file__)})
+    wait_for(lambda: os.path.exists("run/metrics.jsonl") and len(metrics("run")) > 3)
+    for s in signals:
+        process.send_signal(s)
+        time.sleep(0.1)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == code and ("--resume --out_dir run" in out) == saved
+    assert (train.load_checkpoint("run")["step"] > 0) == saved
+
+
+RESIDENT = """
+import sys, train
+def anonymous():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("RssAnon")) / 1024
+step, seen = train.training_step, []
+def measured(*args):
+    seen.append(anonymous()) if len(seen) in (500, 2000) or len(seen) < 1 else seen.append(0)
+    return step(*args)
+train.training_step = measured
+train.main(sys.argv[1:])
+print("MiB", seen[500], seen[2000])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_corpus_or_the_steps(text):
+    at = {}
+    for name, size in (("small.bin", 10 << 20), ("large.bin", 8 << 30)):
+        with open(name, "wb") as f:
+            f.truncate(size)                    # sparse: it takes no room on the disk
+        args = [*TINY, "--data", name, "--out_dir", name + ".run", "--max_iters", "2001", "--eval_interval", "1000", "--log_interval", "100"]
+        done = subprocess.run([sys.executable, "-c", RESIDENT, *args], check=True, capture_output=True, text=True,
+                              env={**ONE_THREAD, "PYTHONPATH": os.path.dirname(train.__file__)})
+        at[name] = [float(x) for x in done.stdout.split("MiB ")[1].split()]
+    print(at)
+    assert abs(at["large.bin"][1] - at["small.bin"][1]) < 50
+    assert all(late - early < 5 for early, late in at.values())
 
 
 def wait_for(condition, seconds=90):
