@@ -1,18 +1,25 @@
 """Measure speed, as ratios of sides that take turns in one run.
 
-    python bench.py                                     training, batches and decoding at the default size
+    python bench.py                                     training, batches, decoding and memory at the default size
+    python bench.py --parts train --compile --cuda_graph --objectives clm       eager, compiled, captured, both
     python bench.py --parts decode --n_layer 6 --n_head 6 --n_embd 384 --nanogpt ../nanoGPT
     python bench.py --parts decode --run out/mtp        a trained run, for self-speculation
+    python bench.py --parts loss --data book.txt --block_size 64 --batch_size 12 --nanogpt ../nanoGPT
 
 Every figure is the median of --repeats runs; the sides of a ratio are interleaved, so that a machine whose speed
-drifts slows both. Data are random bytes. --nanogpt measures a checkout of karpathy/nanoGPT beside ours.
+drifts slows both. Data are random bytes. --nanogpt measures a checkout of karpathy/nanoGPT beside ours: its model,
+optimizer and way to draw a batch; on a GPU compiled, in bfloat16, as its train.py has them.
 """
 # B rows, T positions, C width, L layers, V vocabulary
 import argparse
+import contextlib
 import importlib.util
+import math
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -24,14 +31,15 @@ from model import Sizes, Transformer, pack_weights
 from objectives import OBJECTIVES, electra_sizes
 
 FLAGS = {
-    "parts": ("train,batch,decode", "what to measure, separated by commas"),
+    "parts": ("train,batch,decode,memory", "what to measure, separated by commas; loss too, which trains"),
     "objectives": (",".join(OBJECTIVES), "for train and batch"),
     "n_layer": (4, "blocks"), "n_head": (4, "attention heads"), "n_embd": (128, "width"),
     "block_size": (256, "positions of a row"), "batch_size": (8, "rows of a batch"),
     "repeats": (5, "runs of each side"), "steps": (4, "training steps of a run"), "new": (150, "bytes of a decoding run"),
     "device": ("auto", "auto, cpu, cuda, mps"), "dtype": ("auto", "auto, float32, bfloat16"),
     "optimizer": ("muon", "muon or adamw, on our side"),
-    "compile": (False, "compile the decoding step too"),
+    "compile": (False, "compiled sides too"), "cuda_graph": (False, "captured sides too, on a GPU"),
+    "data": ("", "for loss: the corpus"), "max_iters": (280, "for loss: our steps"), "peer_iters": (2000, "for loss: nanoGPT's steps"),
     "nanogpt": ("", "folder of a checkout of karpathy/nanoGPT"),
     "run": ("", "trained mtp run, for self-speculation"),
 }
@@ -80,8 +88,8 @@ def step_flops(name, batch, hp):  # a batch of one micro-batch -> FLOPs of its f
     return total
 
 
-def settings(flags, name):
-    return train.get_config(["--objective", name, "--device", flags.device, "--dtype", flags.dtype, "--optimizer", flags.optimizer,
+def settings(flags, name, *more):
+    return train.get_config(["--objective", name, "--device", flags.device, "--dtype", flags.dtype, "--optimizer", flags.optimizer, *more,
                              *(x for f in ("n_layer", "n_head", "n_embd", "block_size", "batch_size") for x in (f"--{f}", str(getattr(flags, f))))])
 
 
@@ -134,42 +142,108 @@ def at_highest(side):  # on the CPU nanoGPT leaves torch's default precision, we
     return run
 
 
-def nanogpt_model(flags):
+def nanogpt_model(flags, device):  # -> the model, the context in which its train.py and sample.py call it
     module = load_nanogpt(flags.nanogpt)
-    return module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=256, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
-                                       dropout=0.0, bias=False))
+    model = module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=256, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
+                                        dropout=0.0, bias=False)).to(device)
+    return model, torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def nanogpt_step(flags, device):  # its model, its optimizer, its way to draw a batch from memory
-    model = nanogpt_model(flags).to(device)
+def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3):  # -> a function that takes one step, the model
+    model, context = nanogpt_model(flags, device)
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
-    text = torch.randint(0, 256, (1 << 20,), generator=generator("bench"))
-    B, T = flags.batch_size, flags.block_size
+    forward = torch.compile(model) if device.type == "cuda" else model
+    text = torch.randint(0, 256, (1 << 20,), generator=generator("bench")) if text is None else text.long()
+    B, T, count = flags.batch_size, flags.block_size, iter(range(1 << 40))
     def step():
+        for group in opt.param_groups:
+            group["lr"] = rate(next(count))
         at = torch.randint(len(text) - T, (B,))
-        x, y = (torch.stack([text[i + k:i + k + T] for i in at]).to(device) for k in (0, 1))
-        _, loss = model(x, y)
+        x, y = (torch.stack([text[i + k:i + k + T] for i in at]) for k in (0, 1))
+        x, y = (t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t for t in (x, y))
+        with context:
+            _, loss = forward(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad(set_to_none=True)
-    return step
+    return step, model
 
 
 def bench_train(flags, device, names):
-    hps = {name: settings(flags, name) for name in names}
+    ways = {"": [], " compiled": ["--compile"], " captured": ["--cuda_graph"], " both": ["--compile", "--cuda_graph"]}
+    asked = {f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way)}
+    hps = {name + way: settings(flags, name, *more) for name in names for way, more in ways.items() if set(more) <= asked}
     rate = gemm_rate(device, getattr(torch, hps[names[0]].dtype))
     print(f"GEMM probe, {hps[names[0]].dtype}: {rate / 1e9:.0f} GFLOP/s")
     steps = {name: training_step(hp) for name, hp in hps.items()}
-    flops = {name: step_flops(name, first_batch(hp), hp) for name, hp in hps.items()}
+    flops = {name: step_flops(name.split()[0], first_batch(hp), hp) for name, hp in hps.items()}
     if flags.nanogpt:
-        steps["nanoGPT"] = at_highest(nanogpt_step(flags, device))
+        steps["nanoGPT"] = at_highest(nanogpt_step(flags, device)[0])
     seconds = take_turns({name: lambda step=step: [step() for _ in range(flags.steps)] for name, step in steps.items()}, flags.repeats, device)
     positions, first = flags.steps * flags.batch_size * flags.block_size, "clm" if "clm" in names else names[0]
-    print(f"{'training':12s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}" + ("  to nanoGPT" if flags.nanogpt else ""))
+    print(f"{'training':20s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}" + ("  to nanoGPT" if flags.nanogpt else ""))
     for name, s in seconds.items():
         share = f"{flops[name] * flags.steps / s / rate:8.1%}" if name in flops else ""
-        print(f"{name:12s} {positions / s:12.0f} {seconds[first] / s:8.2f} {share:>8s}" + (f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""))
+        print(f"{name:20s} {positions / s:12.0f} {seconds[first] / s:8.2f} {share:>8s}" + (f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""))
+
+
+def bench_memory(flags, device, names):
+    """What the forward pass keeps for the backward pass, each storage once; on CUDA also the peak of a whole step."""
+    print(f"{'memory, MiB':20s} {'weights':>8s} {'optimizer':>10s} {'kept for backward':>18s}" + (f" {'peak':>8s}" if device.type == "cuda" else ""))
+    for name in names:
+        hp, kept = settings(flags, name), {}
+        run, corpus, rows = train.members(hp), random_corpus(hp), lambda m: m["rows"]
+        s = train.prepare(run, corpus, hp, rows)
+        train.set_step(s, run, corpus, rows, 0, hp)
+        own = {p.untyped_storage().data_ptr() for p in s["params"]}
+        def keep(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            train.training_step(s, run, corpus, hp)
+        states = [t for state in s["opt"]["adamw"].state.values() for t in state.values()] + [m for _, m in s["opt"]["muon"].values()]
+        sizes = [sum(t.numel() * t.element_size() for t in some) for some in (s["params"], states)] + [sum(n for at, n in kept.items() if at not in own)]
+        print(f"{name:20s} {sizes[0] / 2 ** 20:8.1f} {sizes[1] / 2 ** 20:10.1f} {sizes[2] / 2 ** 20:18.1f}" +
+              (f" {torch.cuda.max_memory_allocated(device) / 2 ** 20:8.0f}" if device.type == "cuda" else ""))
+
+
+def bench_loss(flags, device, names):
+    """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; a seed for each of --repeats."""
+    if not flags.data:
+        train.fail("--parts loss: trains on a text. Try --data with a file")
+    [source] = train.open_corpus([flags.data])
+    score = lambda model: sample.score(model, source["val"], flags.block_size, flags.block_size) * math.log(2) / len(source["val"])
+    print(f"{'loss':12s} {'nats':>8s} {'process, s':>11s} {'loop, s':>8s}")
+    ours = []
+    for seed in range(1, flags.repeats + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            argv = ["--data", flags.data, "--seed", str(seed), "--max_iters", str(flags.max_iters), "--eval_interval", str(flags.max_iters),
+                    "--out_dir", os.path.join(folder, "run"), "--device", flags.device, "--dtype", flags.dtype, "--optimizer", flags.optimizer,
+                    *(x for f in ("n_layer", "n_head", "n_embd", "block_size", "batch_size") for x in (f"--{f}", str(getattr(flags, f))))]
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, train.__file__, *argv], check=True, stdout=subprocess.DEVNULL)
+            whole = time.perf_counter() - begin
+            model, _, _, ckpt = sample.load_run(os.path.join(folder, "run"), flags.device, "float32")
+            ours.append((score(model), whole, ckpt["seconds"]))
+            print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {whole:11.1f} {ckpt['seconds']:8.1f}", flush=True)
+    medians = [statistics.median(column) for column in zip(*ours)]
+    print(f"{'median':12s} {medians[0]:8.4f} {medians[1]:11.1f} {medians[2]:8.1f}")
+    if flags.nanogpt:                           # its config/train_shakespeare_char.py, with the flags that its README gives for a CPU
+        n = flags.peer_iters
+        rate = lambda i: 1e-3 * i / 100 if i < 100 else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
+        step, theirs = nanogpt_step(flags, device, source["train"], rate)
+        begin = time.perf_counter()
+        at_highest(lambda: [step() for _ in range(n)])()
+        synchronize(device)
+        seconds = time.perf_counter() - begin
+        class Theirs:                           # as sample.score calls a model
+            embed = theirs.transformer.wte
+            def __call__(self, x, mask, doc):
+                return theirs(x, x)[0]
+            def logits(self, logits):
+                return logits
+        print(f"{'nanoGPT':12s} {score(Theirs()):8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, {seconds / medians[2]:.1f} times our loop")
 
 
 def bench_batch(flags, device, names):
@@ -213,8 +287,12 @@ def bench_decode(flags, device, names):
     if flags.nanogpt:
         if flags.run:
             flags.n_layer, flags.n_head, flags.n_embd, flags.block_size = hp.n_layer, hp.n_head, hp.n_embd, hp.block_size
-        theirs = nanogpt_model(flags).to(device).eval()
-        sides["nanoGPT"] = at_highest(lambda: theirs.generate(x, flags.new, temperature=0.8).size(1) - len(prompt))
+        theirs, context = nanogpt_model(flags, device)
+        theirs.eval()
+        def generate():
+            with context:
+                return theirs.generate(x, flags.new, temperature=0.8).size(1) - len(prompt)
+        sides["nanoGPT"] = at_highest(generate)
     speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, device).items()}
     print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}" + ("  to nanoGPT" if flags.nanogpt else "") +
           f"   batch 1, {hp.dtype}, a prompt of {len(prompt)}")
@@ -234,14 +312,12 @@ def main(argv=None):
         how = dict(action="store_true") if default is False else dict(type=type(default), default=default, metavar="X")
         parser.add_argument(f"--{flag}", help=f"{text} [{default}]" if default not in ("", False) else text, **how)
     flags = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    parts = {"train": bench_train, "batch": bench_batch, "decode": bench_decode}
+    parts = {"train": bench_train, "batch": bench_batch, "decode": bench_decode, "memory": bench_memory, "loss": bench_loss}
     for given, known, flag in ((flags.parts, parts, "parts"), (flags.objectives, OBJECTIVES, "objectives")):
         for name in given.split(","):
             if name not in known:
                 train.fail(f"--{flag} {name}: unknown. Try some of {','.join(known)}")
     device, precision = train.pick_device(flags.device), torch.get_float32_matmul_precision()
-    if flags.nanogpt and device.type != "cpu":
-        train.fail("--nanogpt: is measured as it runs on a CPU alone. Try --device cpu")
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {train.set_precision(device)}; "
           f"{flags.n_layer} layers, width {flags.n_embd}, block {flags.block_size}, batch {flags.batch_size}")
     try:

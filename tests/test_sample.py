@@ -72,6 +72,14 @@ def test_a_compiled_step_changes_nothing():
     assert torch.equal(compiled, plain) and (step is not None or not shutil.which("g++"))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_captured_step_changes_nothing():
+    net, x = randomized().requires_grad_(False).cuda(), ids(5, 2).cuda()
+    step = sample.fast_step(net, 2, T)
+    captured, plain = (text_of(net, x, 30, T, sample.sample_generators(1, 2), step=s) for s in (step, None))
+    assert torch.equal(captured, plain)
+
+
 @pytest.mark.parametrize("n", [1, 4, T])
 def test_the_cache_changes_nothing_for_a_prefix_which_ends_with_the_block(n):
     net, x = randomized(), ids(n, 2)

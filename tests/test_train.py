@@ -416,6 +416,60 @@ def test_a_compiler_that_fails_is_one_line(text, capsys, monkeypatch):
     assert "--compile: does not work here (RuntimeError: no compiler), going on without it\n" in capsys.readouterr().out
 
 
+# ---- on a GPU
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", [*OBJECTIVES, "clm:0.5,mlm:0.5"])
+def test_eager_compiled_and_captured_steps_give_the_same_losses(name, text):
+    flags = ["--objective", name, "--max_iters", "20", "--eval_interval", "10", "--device", "cuda", "--dtype", "float32"]
+    ways = {"eager": [], "graph": ["--cuda_graph"], "compiled": ["--compile"], "both": ["--compile", "--cuda_graph"]}
+    for way, more in ways.items():
+        run(text, way, *flags, *more)
+    for way in ways:
+        assert losses(way) == pytest.approx(losses("eager"), rel=2e-3), way
+    assert losses("graph") == pytest.approx(losses("eager"), rel=1e-5), "the same kernels, the same numbers"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("more", [[], ["--cuda_graph"]])
+def test_a_captured_run_resumes(more, text):
+    flags = ["--max_iters", "20", "--eval_interval", "5", "--device", "cuda", "--dtype", "float32", *more]
+    run(text, "whole", *flags)
+    run(text, "part", *flags[:1], "10", *flags[2:])
+    assert train.main(["--resume", "--out_dir", "part", "--max_iters", "20", *more]) == 0
+    assert losses("part")[:10] == pytest.approx(losses("whole")[:10], rel=0.2) and len(losses("part")) == 20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_step_never_waits_for_the_gpu(text):
+    hp = train.get_config([*TINY, "--data", text, "--device", "cuda"])
+    corpus, members, rows = train.open_corpus([text]), train.members(hp), lambda m: m["rows"]
+    for split in ("train", "val"):
+        corpus[0][split] = corpus[0][split].cuda()
+    s = train.prepare(members, corpus, hp, rows)
+    for step in range(3):
+        train.set_step(s, members, corpus, rows, step, hp)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            train.training_step(s, members, corpus, hp)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_reads_nothing_but_its_tensors(text, monkeypatch):
+    """What a graph would replay: the same call with other windows, seeds, rate and number equals a run that is fresh."""
+    hp = train.get_config([*TINY, "--data", text, "--objective", "ul2", "--max_iters", "9"])
+    corpus, members, rows = train.open_corpus([text]), train.members(hp), lambda m: m["rows"]
+    s = train.prepare(members, corpus, hp, rows)
+    places = {k: s[k].data_ptr() for k in ("lr", "step", "first_bad")} | {"where": [t.data_ptr() for pair in s["where"] for t in pair]}
+    for step in range(4):
+        train.set_step(s, members, corpus, rows, step, hp)
+        batches, *_ = train.training_step(s, members, corpus, hp)
+        want = train.draw_batches(members, corpus, "train", rows, f"{hp.seed},{step}", hp)
+        assert equal(batches[0], want[0]) and float(s["opt"]["adamw"].param_groups[0]["lr"]) == pytest.approx(train.learning_rate(step, hp))
+    assert places == {k: s[k].data_ptr() for k in ("lr", "step", "first_bad")} | {"where": [t.data_ptr() for pair in s["where"] for t in pair]}
+
+
 # ---- what goes wrong
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -741,7 +795,7 @@ def test_memory_does_not_grow_with_the_corpus_or_the_steps(text):
         at[name] = [float(x) for x in done.stdout.split("MiB ")[1].split()]
     print(at)
     assert abs(at["large.bin"][1] - at["small.bin"][1]) < 50
-    assert all(late - early < 5 for early, late in at.values())
+    assert all(late - early < 20 for early, late in at.values())
 
 
 def wait_for(condition, seconds=90):

@@ -1,0 +1,149 @@
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, randomized
+
+import compare
+from data import EOT, MASK, MID, PRE, SENTINEL, SEP, SUF, generator
+from objectives import OBJECTIVES
+
+SMALL = [x for x in TINY if x not in ("--device", "cpu", "--dtype", "float32")]
+
+
+def ids(*shape, seed=0):
+    return torch.randint(1, 256, shape, generator=generator(f"ids {seed}"))
+
+
+def test_two_cells_are_trained_once_and_reported(text, capsys):
+    args = ["--data", text, "--objectives", "clm,mtp", "--max_iters", "2", "--out_dir", "out", *SMALL, "--block_size", "160"]
+    compare.main(args)
+    first = capsys.readouterr().out
+    assert "| clm |" in first and "| mtp |" in first and "| held-out text |" in first and os.path.exists("out/compare.md")
+    compare.main(args)
+    again = capsys.readouterr().out
+    assert again.count("finished before") == 2 and first.split("\n\n")[-1] == again.split("\n\n")[-1]
+    compare.main([*args[:-2], "--block_size", "160", "--seeds", "1,2"])
+    assert "±" in capsys.readouterr().out
+    with open("out/results.jsonl") as f:
+        metrics = [json.loads(line)["metrics"] for line in f]
+    assert len(metrics) == 4 and all(8 < m["bpb"] < 10 and m["gflops"] > 0 and 0 <= m["recall_1"] <= m["recall_10"] <= 1 for m in metrics)
+
+
+def test_a_sweep_has_a_row_for_each_value(text, capsys):
+    compare.main(["--data", text, "--sweep", "mask_rate=.1,.4", "--max_iters", "2", "--out_dir", "out", *SMALL])
+    out = capsys.readouterr().out
+    assert "| .1 |" in out and "| .4 |" in out and os.path.exists("out/sweep-mask_rate-mlm.md")
+
+
+def test_replay_is_measured_on_both_corpora(text, capsys):
+    with open("new.txt", "wb") as f:
+        f.write(b"int main() { return 0; }\n" * 400)
+    compare.main(["--data", text, "--new_data", "new.txt", "--sweep", "replay=0,.25", "--max_iters", "2", "--out_dir", "out", *SMALL])
+    out = capsys.readouterr().out
+    assert "old corpus" in out and "| .25 |" in out
+
+
+@pytest.mark.parametrize("flags, hint", [(["--sweep", "nothing=1"], "no such setting"), (["--sweep", "mask_rate"], "as in mask_rate"),
+                                         (["--objectives", "mml"], "clm,"), (["--seeds", "one"], "numbers"),
+                                         (["--sweep", "mask_rate=2"], "--mask_rate"), (["--n_layr", "2"], "--n_layer")])
+def test_bad_flags_are_one_line(flags, hint, text, capsys):
+    with pytest.raises(SystemExit) as e:
+        compare.main(flags)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and hint in err and not os.path.exists("out")
+
+
+# ---- the yardsticks
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_model_sees_the_byte_that_it_fills(name):
+    """And each byte may use the left side; the right one where the objective reads both."""
+    net, x, a, m, T = randomized(), ids(2, 20), 8, 4, 64
+    base = compare.infill_logits(net, name, x, a, m, T)
+    if name in ("electra", "contrastive", "rotation"):
+        assert base is None
+        return
+    def changed(i):                             # which of the m positions' logits move when byte i of the row does
+        other = x.clone()
+        other[:, i] = 1 + other[:, i] % 255
+        return ((compare.infill_logits(net, name, other, a, m, T) - base).abs().amax((0, 2)) > 1e-6).tolist()
+    assert base.shape == (2, m, 512)
+    for i in range(m):                          # byte a + i is seen by what comes behind it in the middle alone
+        assert changed(a + i) == [j > i for j in range(m)]
+    assert all(changed(a - 1)) and any(changed(a + m)) == (name not in ("clm", "mtp", "prefix"))
+
+
+def test_the_formats_are_those_of_training(monkeypatch):
+    seen, x = [], ids(1, 6)
+    left, right, y = x[0, :2].tolist(), x[0, 4:].tolist(), x[0, 2:4].tolist()
+    class Net:
+        def __call__(self, row, mask):
+            seen.append((row[0].tolist(), mask if isinstance(mask, str) else int(mask[0])))
+            return F.one_hot(row, 512).float()
+        def logits(self, h):
+            return h
+    show = lambda name: (seen.clear(), compare.infill_logits(Net(), name, x, 2, 2, 99), seen[0])[-1]
+    assert show("fim") == ([PRE, *left, SUF, *right, MID, y[0]], "causal")
+    assert show("span") == ([*left, SENTINEL, *right, SENTINEL + 1, SEP, SENTINEL, y[0]], 7)
+    assert show("bart") == ([*left, MASK, *right, SEP, *left, y[0]], 6)
+    assert show("prefix") == ([*left, y[0]], 2) and show("clm") == ([*left, y[0]], "causal")
+    assert show("hybrid") == ([EOT, *left, MASK, MASK, *right], "bidirectional")
+    compare.infill_logits(Net(), "mlm", x, 2, 2, 99)
+    assert seen[-1] == ([*left, y[0], MASK, *right], "bidirectional")
+
+
+def test_every_byte_of_a_program_has_its_class():
+    text = 'def é(x):  # a "comment"\n    return x + 1.5 if x else """two\nlines"""\n'.encode()
+    classes = "".join(" kxscno"[c] for c in compare.byte_classes(text).tolist())
+    plain = "".join(" kxscno"[c] for c in compare.byte_classes(b"if x1 == 'a': # b\n").tolist())
+    assert plain == "kk xx oo ssso ccc "
+    assert len(classes) == len(text) and classes.startswith("kkk xxoxoo  ") and classes.count("s") == len('"""two\nlines"""') and "nnn" in classes
+    assert compare.byte_classes(b"def (") is None and compare.byte_classes(b"\xff") is None
+
+
+def test_a_probe_finds_what_is_there_and_no_more():
+    g = generator("probe")
+    x, noise = torch.randn(900, 8, generator=g), torch.randn(900, 8, generator=g)
+    y, split = x[:, :3].argmax(1), torch.arange(900) % 3
+    assert compare.probe(torch.stack((noise, x)), y, split, 3) > 0.85, "the layer is chosen where it shows"
+    assert compare.probe(noise[None], y, split, 3) < 0.45
+    assert compare.balanced(torch.tensor([0, 0, 0, 0]), torch.tensor([0, 0, 0, 1])) == 0.5
+
+
+def test_the_count_model_is_witten_and_bells():
+    text = b"abracadabra, abracadabra! " * 3
+    model = compare.CountModel(compare.from_bytes(text))
+    def p(context, byte):                       # in plain words
+        out = 1 / 256
+        for k in range(compare.ORDER + 1):
+            c = context[len(context) - k:]
+            behind = [text[i + k] for i in range(len(text) - k) if text[i:i + k] == c]
+            if behind:
+                out = (behind.count(byte) + len(set(behind)) * out) / (len(behind) + len(set(behind)))
+        return out
+    for sample in (b"abracadabra", b"cadabra!?xyz abrac"):
+        want = -sum(math.log2(p(sample[i - 5:i], sample[i])) for i in range(5, len(sample)))
+        assert model.bits(compare.from_bytes(sample)) == pytest.approx(want, rel=1e-9)
+    assert sum(p(b"cadab", b) for b in range(256)) == pytest.approx(1.0)
+
+
+def test_replaced_bytes_are_found_by_a_model_that_knows_the_text():
+    text = torch.arange(97, 123).repeat(40).byte()
+    class Knows:                                # the next letter after the one that it sees
+        def __call__(self, row, mask):
+            return row
+        def logits(self, row):
+            return F.one_hot((row - 96) % 26 + 97, 512).float() * 9
+    score = compare.corruption(Knows(), {}, "clm", text, 64)["replaced"]
+    assert 0.8 < score < 1                      # a letter behind a replaced one is a surprise too
+
+
+def test_generation_is_described_by_three_figures():
+    counts = compare.CountModel(compare.from_bytes(b"import os\n" * 50))
+    good = compare.text_figures([b"import os\nimport os\nimport os\n"] * 2, counts)
+    bad = compare.text_figures([bytes(range(33, 120)) + b"\n$ ?\n"], counts)
+    assert good["gen_bpb"] < 0.5 < 4 < bad["gen_bpb"] and good["gen_lines"] == 1 > bad["gen_lines"] and good["gen_distinct"] < bad["gen_distinct"]
