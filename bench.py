@@ -240,7 +240,7 @@ def bench_loss(flags, device, names):
         class Theirs:                           # as sample.score calls a model
             embed = theirs.transformer.wte
             def __call__(self, x, mask, doc):
-                return theirs(x, x)[0]
+                return theirs(x, x.contiguous())[0]
             def logits(self, logits):
                 return logits
         print(f"{'nanoGPT':12s} {score(Theirs()):8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, {seconds / medians[2]:.1f} times our loop")

@@ -31,9 +31,9 @@ import torch.nn.functional as F
 import bench
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
 from data import draw, fail, from_bytes, gather, generator, open_corpus, read_stdlib, to_bytes
-from model import norm
+from model import allow, norm
 from objectives import OBJECTIVES, auc, embed
 
 FLAGS = {
@@ -45,6 +45,7 @@ FLAGS = {
     "new_data": ("", "second corpus, for --sweep replay; without it the C++ headers that come with torch"),
     "sweep": ("", "a setting and its values, as in mask_rate=.1,.15,.3"),
     "out_dir": ("out/compare", "folder of results, tables, pictures and runs"),
+    "rows": (False, "draw one row of every objective, with who sees whom, into rows.png, and end"),
 }
 MIDDLES = 4, 16, 64                             # bytes to infill
 ROWS = 64                                       # windows of a yardstick, and samples
@@ -337,7 +338,7 @@ def tokenizes(line):  # str -> does tokenize accept the line by itself?
 # ---- a cell: train, measure
 
 def measure(folder, shared):  # -> {metric: number}
-    model, heads, hp, _ = sample.load_run(folder, "cpu", "float32")
+    model, heads, hp, _ = sample.load_run(folder, "cpu")
     name, T, text = hp.objective, hp.block_size, shared["text"]
     out = {}
     if T >= 128:
@@ -491,6 +492,46 @@ def picture(rows, metrics, path):  # one panel of dots for each metric, a line f
     pyplot.close(figure)
 
 
+def picture_of_rows(path, T=32):
+    """What make really makes of one text: inputs above targets, and which position (down) may attend to which (across)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    text = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"
+    figure, axes = pyplot.subplots(len(OBJECTIVES), 2, figsize=(12, 1.25 * len(OBJECTIVES)), width_ratios=[9, 1])
+    for name, (row, grid) in zip(OBJECTIVES, axes):
+        hp = train.get_config(["--objective", name, "--device", "cpu", "--block_size", str(T), "--batch_size", "4"])
+        [m] = train.members(hp)
+        B = 2 if name == "hybrid" else 4        # its masked row is the second of two
+        batch = m["make"](from_bytes(text[:m["n"]]).long().expand(B, -1), generator("rows"), hp)
+        telling = {"hybrid": lambda b: b == B - 1, "fim": lambda b: PRE in batch["inp"][b].tolist(), "rotation": lambda b: batch["labels"][b] > 0}
+        b = next(b for b in range(B) if telling.get(name, lambda b: True)(b))
+        inp = batch["inp"][b].reshape(-1)
+        tgt = batch["tgt"][b] if "tgt" in batch else torch.full_like(inp, train.IGNORE)
+        P = {"causal": 0, "bidirectional": T}[batch["mask"]] if isinstance(batch["mask"], str) else int(batch["mask"][b])
+        at = torch.arange(batch["inp"].size(-1))
+        seen = allow(at[:, None], at, P)
+        for y, (ids, colour) in enumerate(((inp, "#dde8f5"), (tgt, "#f9e3c8"))):
+            for x, i in enumerate(ids.tolist()):
+                special = i > 255 or i == EOT
+                row.add_patch(pyplot.Rectangle((x, -y), 1, 1, fc="white" if i == train.IGNORE else "#c9b6e4" if special else colour, ec="#cccccc", lw=0.5))
+                row.text(x + 0.5, 0.5 - y, "" if i == train.IGNORE else LABELS.get(i) or (f"{i - SENTINEL}" if i >= SENTINEL else train.glyphs([i])),
+                         ha="center", va="center", fontsize=5 if i in LABELS else 7, family="DejaVu Sans Mono")
+        note = f"   label {int(batch['labels'][b])}" if "labels" in batch else "   two crops of one window" if inp.numel() > len(at) else ""
+        row.set(xlim=(0, T), ylim=(-1, 1))
+        row.set_title(f"{name}: {m['help']}{note}", fontsize=8, loc="left", pad=2)
+        grid.imshow(seen, cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
+        for axis in (row, grid):
+            axis.set_xticks([])
+            axis.set_yticks([])
+    figure.tight_layout(h_pad=0.6)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+LABELS = {10: "\\n", EOT: "EOT", PAD: "PAD", MASK: "MASK", CLS: "CLS", SEP: "SEP", PRE: "PRE", SUF: "SUF", MID: "MID", MODE_R: "R", MODE_S: "S", MODE_X: "X"}
+
+
 def report(flags, todo, baselines):  # tables and pictures of all finished cells that differ from those asked for in seed or objective alone
     alike = lambda cell: all(cell[k] == todo[0][k] for k in ("setting", "max_iters", "data", "new_data", "flags"))
     results, setting = read_results(os.path.join(flags.out_dir, "results.jsonl")), todo[0]["setting"]
@@ -515,6 +556,8 @@ def parse(argv):  # -> flags, train.py's flags
 
 def main(argv=None):
     flags, rest = parse(sys.argv[1:] if argv is None else argv)
+    if flags.rows:
+        return picture_of_rows("rows.png")
     todo = cells(flags, rest)
     for cell in todo:                           # what cannot run is said before anything runs
         setting = [f"--{cell['setting']}", cell["value"]] if cell["setting"] not in ("", "replay", "init") else []
