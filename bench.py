@@ -276,14 +276,17 @@ def bench_decode(flags, device, names):
     def decode(step=None, temperature=0.8):
         gens = [generator(f"decode,{next(seeds)}")]
         return len([int(b) for b in sample.generate(model, x, flags.new, T, gens, step=step, temperature=temperature)])
-    def speculate():
-        return len(list(sample.speculate(model, heads, prompt, flags.new, T, generator(f"decode,{next(seeds)}"), tally, temperature=0.8)))
+    def speculate(step=None):
+        return len(list(sample.speculate(model, heads, prompt, flags.new, T, generator(f"decode,{next(seeds)}"), tally, step, temperature=0.8)))
     sides = {"plain": decode}
     if flags.compile:
         step = sample.fast_step(model, 1, T)
         sides["compiled"] = lambda: decode(step)
     if "mtp" in heads:
         sides["speculated"] = speculate
+        if flags.compile:
+            fast = sample.fast_step(model, 1, T, heads, hp.mtp_heads)
+            sides["both"] = lambda: speculate(fast)
     if flags.nanogpt:
         if flags.run:
             flags.n_layer, flags.n_head, flags.n_embd, flags.block_size = hp.n_layer, hp.n_head, hp.n_embd, hp.block_size

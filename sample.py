@@ -151,41 +151,52 @@ def emptied(cache):  # a static cache, for another text
 
 
 @torch.inference_mode()
-def fast_step(model, N, T):  # -> dict(cache, run: bytes (N, 1) -> logits (N, V)) for N rows and a block of T, or None where torch.compile cannot
-    """One decoding step over a static cache, compiled; on CUDA captured in a graph besides."""
+def fast_step(model, N, T, heads=None, n=1):  # -> dict(cache, n, run), or None where torch.compile cannot
+    """One decoding step over a static cache for a block of T, compiled; on CUDA captured in a graph besides.
+
+    run: bytes (N, 1) -> logits (N, V); with heads, for speculate, ids (1, n) -> logits (n, V) of head 1, (n, heads - 1, V)."""
     cache, device = new_cache(model, N, T, static=True), model.embed.weight.device
-    byte = torch.zeros(N, 1, dtype=torch.long, device=device)
-    forward = torch.compile(lambda byte: model.logits(model(byte, "causal", cache=cache)[:, -1]), fullgraph=True, dynamic=False)
+    held = torch.zeros(N, n, dtype=torch.long, device=device)
+    def step(ids):
+        h = model(ids, "causal", cache=cache)
+        return model.logits(h[:, -1]) if heads is None else (model.logits(h[0]), model.logits(far_states(heads, h[0])))
+    forward = torch.compile(step, fullgraph=True, dynamic=False)
     try:
         from torch._inductor import config  # here: it costs half a second to import
         with config.patch(freezing=device.type == "cpu"):       # the weights as constants, which are laid out for their kernels
-            forward(byte)
+            forward(held)
     except Exception as e:                      # no compiler, an old one, an operating system without support
         print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it", file=sys.stderr)
         return None
     if device.type != "cuda":
-        return dict(cache=cache, run=forward)
-    aside(lambda: forward(byte))
-    replay = capture(lambda: forward(byte), [])
-    return dict(cache=cache, run=lambda new: (byte.copy_(new), replay())[1])
+        return dict(cache=cache, n=n, run=forward)
+    aside(lambda: forward(held))
+    replay = capture(lambda: forward(held), [])
+    return dict(cache=cache, n=n, run=lambda ids: (held.copy_(ids), replay())[1])
 
 
 @torch.inference_mode()
-def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, **how):  # ids -> yields ids, as many a pass as are accepted
+def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None, **how):  # ids -> yields ids, as many a pass as are accepted
     """Self-speculative decoding: heads 2.. draft, head 1 verifies the draft in one pass (Stern et al. 2018). A draft d
     is kept with probability min(1, p(d) / q(d)), else (p - q)+ is drawn from (Leviathan et al. 2023): at temperature 0
-    the text is that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept)."""
+    the text is that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept).
+    step: what fast_step returned for these heads."""
     ids, drafts, q = list(prompt), [], None     # drafts d_2 .. d_n that follow ids[-1], and what they were drawn from
-    start, cache, written = max(0, len(ids) - T), new_cache(model, 1, T), 0
+    start, fed, cache, written = max(0, len(ids) - T), 0, None, 0                   # fed: ids behind start that the cache holds
     draw = lambda p: invert(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
     while written < max_new_tokens:
         if len(ids) - start > T:
-            start, cache = len(ids) - T // 2, new_cache(model, 1, T)
+            start, fed = len(ids) - T // 2, 0
+        if not fed:
+            cache = new_cache(model, 1, T) if step is None else emptied(step["cache"])
         drafts = drafts[:min(T - (len(ids) - start), max_new_tokens - written - 1)]
-        new = ids[start + cache["length"]:] + drafts
-        h = model(torch.tensor([new], device=model.embed.weight.device), "causal", cache=cache)[0]       # (len(new), C)
-        p = distribution(model.logits(h[len(new) - len(drafts) - 1:]), **how)       # (drafts + 1, 256): what follows ids[-1], d_2, ...
-        kept = 0
+        new = torch.tensor([ids[start + fed:] + drafts], device=model.embed.weight.device)
+        if step is not None and fed and new.size(1) == step["n"]:
+            logits, far = step["run"](new)
+        else:
+            h, far = model(new, "causal", cache=cache)[0, new.size(1) - len(drafts) - 1:], None
+            logits = model.logits(h)            # (drafts + 1, V): what follows ids[-1], d_2, ...
+        p, kept = distribution(logits, **how), 0
         if drafts:
             d, u = torch.tensor(drafts)[:, None].to(p.device), torch.rand(len(drafts), 1, generator=g, dtype=torch.double).to(p.device)
             kept = int((u * q[:len(d)].gather(1, d) < p[:-1].gather(1, d)).long().cumprod(0).sum())
@@ -194,9 +205,10 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, **how):  #
         if tally is not None:
             tally.append((len(drafts), kept))
         cache["length"] -= len(drafts) - kept   # the rejected ones are forgotten
-        last = h[len(new) - len(drafts) - 1 + kept]
-        q = distribution(model.logits(far_states(heads, last)), **how) if "mtp" in heads else None       # (n - 1, 256)
-        drafts = draw(q).tolist() if q is not None else []
+        fed += new.size(1) - (len(drafts) - kept)
+        if "mtp" in heads:
+            q = distribution(model.logits(far_states(heads, h[kept])) if far is None else far[kept], **how)       # (n - 1, 256)
+            drafts = draw(q).tolist()
         for i in out:
             ids.append(i)
             written += 1
@@ -373,9 +385,7 @@ MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_\d+>"
 
 def continue_mode(model, heads, hp, flags, held_out):
     name, T = flags.objective, hp.block_size
-    ahead = name == "mtp" and flags.speculate and ("speculate" in flags.given or flags.num_samples == 1 and flags.temperature > 0 and not flags.compile)
-    if ahead and flags.compile:
-        fail("--compile: compiles single steps, --speculate takes several bytes a step. Try one of the two")
+    ahead = name == "mtp" and flags.speculate and ("speculate" in flags.given or flags.num_samples == 1 and flags.temperature > 0)
     prompt = held_out[:T // 2].tolist() if flags.prompt is None else encode(flags.prompt)
     if flags.prompt is None:
         print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
@@ -409,9 +419,10 @@ def continue_mode(model, heads, hp, flags, held_out):
 
 def speculate_mode(model, heads, hp, flags, prompt):
     written, seconds, tally = 0, 0.0, []
+    step = fast_step(model, 1, hp.block_size, heads, hp.mtp_heads) if flags.compile and hp.mtp_heads > 1 else None
     for i in headings(flags):
         stream, begin = Stream(prompt), time.perf_counter()
-        for byte in speculate(model, heads, prompt, flags.max_new_tokens, hp.block_size, one_row(flags, i)[0], tally, **drawing(flags)):
+        for byte in speculate(model, heads, prompt, flags.max_new_tokens, hp.block_size, one_row(flags, i)[0], tally, step, **drawing(flags)):
             seconds += time.perf_counter() - begin              # without the printing
             stream.write(byte)
             written, begin = written + 1, time.perf_counter()

@@ -64,12 +64,29 @@ def test_the_cache_changes_nothing_before_and_after_the_block_is_full(n, how):
     assert torch.equal(with_cache, without) and with_cache.shape == (2, 30)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_fast_step_over_a_static_cache_speculates_alike(temperature, monkeypatch):
+    """The step that is compiled, here as it stands: the same texts, past the end of the block, for prompts of any length."""
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    for n in (2, 4):
+        net, heads = drafting(n)
+        step = sample.fast_step(net, 1, T, heads, n)
+        for seed in range(12):
+            x = ids(1 + 2 * seed, seed=seed)[0].tolist()
+            fast, plain = (list(sample.speculate(net, heads, x, 40, T, generator(f"{seed}"), step=s, temperature=temperature)) for s in (step, None))
+            assert fast == plain and (len(fast) == 40 or fast[-1] == EOT)
+
+
 @pytest.mark.slow
 def test_a_compiled_step_changes_nothing():
     net, x = randomized().requires_grad_(False), ids(5, 2)
     step = sample.fast_step(net, 2, T)
     compiled, plain = (text_of(net, x, 30, T, sample.sample_generators(1, 2), step=s) for s in (step, None))
     assert torch.equal(compiled, plain) and (step is not None or not shutil.which("g++"))
+    net, heads = drafting(4)
+    step = sample.fast_step(net, 1, T, heads, 4)
+    compiled, plain = (list(sample.speculate(net, heads, [65, 66], 40, T, generator("s"), step=s, **GREEDY)) for s in (step, None))
+    assert compiled == plain
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -618,7 +635,6 @@ BAD = {
     "a flag of another objective": (["--out_dir", "out/clm", "--suffix", "x"], "fim nsp"),
     "no hole for span": (["--out_dir", "out/span", "--prompt", "no hole"], "<extra_id_0>"),
     "no hole for ul2 in mode R": (["--out_dir", "out/ul2", "--prompt", "no hole", "--mode", "R"], "<extra_id_0>"),
-    "two ways to be faster": (["--out_dir", "out/mtp", "--speculate", "--compile"], "one of the two"),
     "an order where there is no hole": (["--out_dir", "out/hybrid", "--prompt", "x", "--order", "left"], "--order"),
     "an unknown mode": (["--out_dir", "out/ul2", "--mode", "Q"], "R, S or X"),
     "two holes for fim": (["--out_dir", "out/fim", "--prompt", "<extra_id_0><extra_id_1>"], "2 holes"),
