@@ -142,22 +142,23 @@ def at_highest(side):  # on the CPU nanoGPT leaves torch's default precision, we
     return run
 
 
-def nanogpt_model(flags, device):  # -> the model, the context in which its train.py and sample.py call it
+def nanogpt_model(flags, device, vocab=256):  # -> the model, the context in which its train.py and sample.py call it
     module = load_nanogpt(flags.nanogpt)
-    model = module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=256, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
+    model = module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=vocab, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
                                         dropout=0.0, bias=False)).to(device)
     return model, torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3):  # -> a function that takes one step, the model
-    model, context = nanogpt_model(flags, device)
+def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=256):  # -> a function that takes one step, the model
+    model, context = nanogpt_model(flags, device, vocab)
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
     forward = torch.compile(model) if device.type == "cuda" else model
     text = torch.randint(0, 256, (1 << 20,), generator=generator("bench")) if text is None else text.long()
     B, T, count = flags.batch_size, flags.block_size, iter(range(1 << 40))
     def step():
+        lr = rate(next(count))
         for group in opt.param_groups:
-            group["lr"] = rate(next(count))
+            group["lr"] = lr
         at = torch.randint(len(text) - T, (B,))
         x, y = (torch.stack([text[i + k:i + k + T] for i in at]) for k in (0, 1))
         x, y = (t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t for t in (x, y))
@@ -213,7 +214,7 @@ def bench_loss(flags, device, names):
     if not flags.data:
         train.fail("--parts loss: trains on a text. Try --data with a file")
     [source] = train.open_corpus([flags.data])
-    score = lambda model: sample.score(model, source["val"], flags.block_size, flags.block_size) * math.log(2) / len(source["val"])
+    score = lambda model, text: sample.score(model, text, flags.block_size, flags.block_size) * math.log(2) / len(text)
     print(f"{'loss':12s} {'nats':>8s} {'process, s':>11s} {'loop, s':>8s}")
     ours = []
     for seed in range(1, flags.repeats + 1):
@@ -225,14 +226,16 @@ def bench_loss(flags, device, names):
             subprocess.run([sys.executable, train.__file__, *argv], check=True, stdout=subprocess.DEVNULL)
             whole = time.perf_counter() - begin
             model, _, _, ckpt = sample.load_run(os.path.join(folder, "run"), flags.device, "float32")
-            ours.append((score(model), whole, ckpt["seconds"]))
+            ours.append((score(model, source["val"]), whole, ckpt["seconds"]))
             print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {whole:11.1f} {ckpt['seconds']:8.1f}", flush=True)
     medians = [statistics.median(column) for column in zip(*ours)]
     print(f"{'median':12s} {medians[0]:8.4f} {medians[1]:11.1f} {medians[2]:8.1f}")
     if flags.nanogpt:                           # its config/train_shakespeare_char.py, with the flags that its README gives for a CPU
         n = flags.peer_iters
-        rate = lambda i: 1e-3 * i / 100 if i < 100 else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
-        step, theirs = nanogpt_step(flags, device, source["train"], rate)
+        rate = lambda i: 1e-3 * (i + 1) / 101 if i < 100 else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
+        bytes_used = torch.cat((source["train"], source["val"])).unique().long()    # its vocabulary holds the characters that occur
+        table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, bytes_used, torch.arange(len(bytes_used), dtype=torch.uint8))
+        step, theirs = nanogpt_step(flags, device, table[source["train"].long()], rate, len(bytes_used))
         begin = time.perf_counter()
         at_highest(lambda: [step() for _ in range(n)])()
         synchronize(device)
@@ -243,7 +246,8 @@ def bench_loss(flags, device, names):
                 return theirs(x, x.contiguous())[0]
             def logits(self, logits):
                 return logits
-        print(f"{'nanoGPT':12s} {score(Theirs()):8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, {seconds / medians[2]:.1f} times our loop")
+        loss = score(Theirs(), table[source["val"].long()])
+        print(f"{'nanoGPT':12s} {loss:8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, {seconds / medians[2]:.1f} times our loop")
 
 
 def bench_batch(flags, device, names):
