@@ -26,7 +26,7 @@ import torch
 
 import sample
 import train
-from data import generator
+from data import V, generator
 from model import Sizes, Transformer, pack_weights
 from objectives import OBJECTIVES, electra_sizes
 
@@ -39,7 +39,8 @@ FLAGS = {
     "device": ("auto", "auto, cpu, cuda, mps"), "dtype": ("auto", "auto, float32, bfloat16"),
     "optimizer": ("muon", "muon or adamw, on our side"),
     "compile": (False, "compiled sides too"), "cuda_graph": (False, "captured sides too, on a GPU"),
-    "data": ("", "for loss: the corpus"), "max_iters": (280, "for loss: our steps"), "peer_iters": (2000, "for loss: nanoGPT's steps"),
+    "data": ("", "for loss: the corpus"), "max_iters": (280, "for loss: our steps"),
+    "peer_iters": (0, "for loss: nanoGPT's steps, 0 for those of its configuration"),
     "nanogpt": ("", "folder of a checkout of karpathy/nanoGPT"),
     "run": ("", "trained mtp run, for self-speculation"),
 }
@@ -62,9 +63,19 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def gemm_rate(device, dtype, n=1024):  # -> FLOP/s of square matrix products
+def gemm(device, dtype):  # -> a function that multiplies square matrices and returns FLOPs
+    n, times = (8192, 20) if device.type == "cuda" else (1024, 8)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n ** 3 / take_turns({"gemm": lambda: a @ b}, 9, device)["gemm"]
+    def side():
+        for _ in range(times):
+            a @ b
+        return times * 2 * n ** 3
+    return side
+
+
+def copying(device):  # -> a function that copies memory and returns the bytes that it read
+    a = torch.randn(1 << 24, device=device)
+    return lambda: a.clone().numel() * 4
 
 
 def transformer_flops(sizes, positions, pairs, logits):  # of one forward and backward pass, without embedding lookups
@@ -98,28 +109,33 @@ def random_corpus(hp):
     return [dict(name="random", weight=1.0, train=text, val=text)]
 
 
-def first_batch(hp):
-    [batch] = train.draw_batches(train.members(hp), random_corpus(hp), "train", lambda m: m["rows"], "1,0", hp)
-    return {k: v if isinstance(v, str) else v.cpu() for k, v in batch.items()}
+def mean_flops(name, hp, n=8):  # -> FLOPs of a step's forward and backward passes, over the first batches of a run
+    batches = [train.draw_batches(train.members(hp), random_corpus(hp), "train", lambda m: m["rows"], f"{hp.seed},{i}", hp)[0] for i in range(n)]
+    return statistics.fmean(step_flops(name, {k: v if isinstance(v, str) else v.cpu() for k, v in b.items()}, hp) for b in batches)
 
 
-def training_step(hp):  # -> a function that takes one step: batch, forward, backward, optimizer
+def training_step(hp):  # -> functions that take one step, and that only make its batch; None where it cannot be compiled
     run, corpus = train.members(hp), random_corpus(hp)
     rows, count = lambda m: m["rows"], iter(range(1 << 40))
     s = train.prepare(run, corpus, hp, rows)
+    take, stream = lambda: train.training_step(s, run, corpus, hp), torch.cuda.Stream() if hp.cuda_graph else None
     if hp.compile:
-        s["losses"] = train.compile_losses(run, s, train.draw_batches(run, corpus, "train", rows, "1,0", hp), hp)
-    take = lambda: train.training_step(s, run, corpus, hp)
+        plain, s["losses"] = s["losses"], train.compile_losses(run, s, train.draw_batches(run, corpus, "train", rows, "1,0", hp), hp)
+        if plain is s["losses"]:
+            return None, None
+    def batch():
+        train.set_step(s, run, corpus, rows, next(count), hp)
+        return train.make_batches(run, corpus, "train", s["where"], s["gens"], hp)
     def step():
         train.set_step(s, run, corpus, rows, next(count), hp)
         take()
     if hp.cuda_graph:
         for _ in range(train.WARM):
             train.set_step(s, run, corpus, rows, next(count), hp)
-            train.aside(take)
+            train.aside(take, stream)
         train.set_step(s, run, corpus, rows, next(count), hp)
         take = train.capture(take, s["gens"])
-    return step
+    return step, batch
 
 
 def load_nanogpt(folder):  # -> its model.py as a module
@@ -142,14 +158,14 @@ def at_highest(side):  # on the CPU nanoGPT leaves torch's default precision, we
     return run
 
 
-def nanogpt_model(flags, device, vocab=256):  # -> the model, the context in which its train.py and sample.py call it
+def nanogpt_model(flags, device, vocab=V):  # -> the model, the context in which its train.py and sample.py call it
     module = load_nanogpt(flags.nanogpt)
     model = module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=vocab, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
-                                        dropout=0.0, bias=False)).to(device)
+                                        dropout=0.2 if device.type == "cuda" and vocab != V else 0.0, bias=False)).to(device)      # as its configurations
     return model, torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=256):  # -> a function that takes one step, the model
+def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> a function that takes one step, the model
     model, context = nanogpt_model(flags, device, vocab)
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
     forward = torch.compile(model) if device.type == "cuda" else model
@@ -175,26 +191,39 @@ def bench_train(flags, device, names):
     ways = {"": [], " compiled": ["--compile"], " captured": ["--cuda_graph"], " both": ["--compile", "--cuda_graph"]}
     asked = {f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way)}
     hps = {name + way: settings(flags, name, *more) for name in names for way, more in ways.items() if set(more) <= asked}
-    rate = gemm_rate(device, getattr(torch, hps[names[0]].dtype))
-    print(f"GEMM probe, {hps[names[0]].dtype}: {rate / 1e9:.0f} GFLOP/s")
-    steps = {name: training_step(hp) for name, hp in hps.items()}
-    flops = {name: step_flops(name.split()[0], first_batch(hp), hp) for name, hp in hps.items()}
+    if flags.optimizer == "adamw":              # the default's figure beside
+        hps |= {f"{name}, muon": settings(argparse.Namespace(**vars(flags) | {"optimizer": "muon"}), name) for name in names[:1]}
+    steps = {name: step for name, hp in hps.items() if (step := training_step(hp)[0])}
+    flops = {name: mean_flops(name.split()[0].strip(","), hps[name]) for name in steps}
     if flags.nanogpt:
         steps["nanoGPT"] = at_highest(nanogpt_step(flags, device)[0])
-    seconds = take_turns({name: lambda step=step: [step() for _ in range(flags.steps)] for name, step in steps.items()}, flags.repeats, device)
-    positions, first = flags.steps * flags.batch_size * flags.block_size, "clm" if "clm" in names else names[0]
+    def side(step):
+        def run():
+            for _ in range(flags.steps):
+                step()
+            return flags.steps
+        return run
+    sides = {name: side(step) for name, step in steps.items()} | {"GEMM": gemm(device, getattr(torch, hps[names[0]].dtype))}
+    seconds = take_turns(sides, flags.repeats, device)
+    positions, first, rate = flags.batch_size * flags.block_size, "clm" if "clm" in names else names[0], 1 / seconds.pop("GEMM")
+    print(f"GEMM probe, {hps[names[0]].dtype}: {rate / 1e9:.0f} GFLOP/s")
     print(f"{'training':20s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}" + ("  to nanoGPT" if flags.nanogpt else ""))
     for name, s in seconds.items():
-        share = f"{flops[name] * flags.steps / s / rate:8.1%}" if name in flops else ""
+        share = f"{flops[name] / s / rate:8.1%}" if name in flops else ""
         print(f"{name:20s} {positions / s:12.0f} {seconds[first] / s:8.2f} {share:>8s}" + (f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""))
 
 
 def bench_memory(flags, device, names):
     """What the forward pass keeps for the backward pass, each storage once; on CUDA also the peak of a whole step."""
+    s = None
     print(f"{'memory, MiB':20s} {'weights':>8s} {'optimizer':>10s} {'kept for backward':>18s}" + (f" {'peak':>8s}" if device.type == "cuda" else ""))
     for name in names:
         hp, kept = settings(flags, name), {}
         run, corpus, rows = train.members(hp), random_corpus(hp), lambda m: m["rows"]
+        if device.type == "cuda":
+            s = None                            # the one before it, and its peak
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
         s = train.prepare(run, corpus, hp, rows)
         train.set_step(s, run, corpus, rows, 0, hp)
         own = {p.untyped_storage().data_ptr() for p in s["params"]}
@@ -210,7 +239,8 @@ def bench_memory(flags, device, names):
 
 
 def bench_loss(flags, device, names):
-    """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; a seed for each of --repeats."""
+    """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then nanoGPT once,
+    and whether our median loss is no worse than its."""
     if not flags.data:
         train.fail("--parts loss: trains on a text. Try --data with a file")
     [source] = train.open_corpus([flags.data])
@@ -221,17 +251,20 @@ def bench_loss(flags, device, names):
         with tempfile.TemporaryDirectory() as folder:
             argv = ["--data", flags.data, "--seed", str(seed), "--max_iters", str(flags.max_iters), "--eval_interval", str(flags.max_iters),
                     "--out_dir", os.path.join(folder, "run"), "--device", flags.device, "--dtype", flags.dtype, "--optimizer", flags.optimizer,
+                    *(f"--{f}" for f in ("compile", "cuda_graph") if getattr(flags, f)),
                     *(x for f in ("n_layer", "n_head", "n_embd", "block_size", "batch_size") for x in (f"--{f}", str(getattr(flags, f))))]
             begin = time.perf_counter()
-            subprocess.run([sys.executable, train.__file__, *argv], check=True, stdout=subprocess.DEVNULL)
+            done = subprocess.run([sys.executable, train.__file__, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             whole = time.perf_counter() - begin
+            if done.returncode:
+                train.fail(f"--parts loss: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
             model, _, _, ckpt = sample.load_run(os.path.join(folder, "run"), flags.device, "float32")
             ours.append((score(model, source["val"]), whole, ckpt["seconds"]))
             print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {whole:11.1f} {ckpt['seconds']:8.1f}", flush=True)
     medians = [statistics.median(column) for column in zip(*ours)]
     print(f"{'median':12s} {medians[0]:8.4f} {medians[1]:11.1f} {medians[2]:8.1f}")
-    if flags.nanogpt:                           # its config/train_shakespeare_char.py, with the flags that its README gives for a CPU
-        n = flags.peer_iters
+    if flags.nanogpt:                           # its config/train_shakespeare_char.py; on a CPU with the flags that its README gives
+        n = flags.peer_iters or (5000 if device.type == "cuda" else 2000)
         rate = lambda i: 1e-3 * (i + 1) / 101 if i < 100 else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
         bytes_used = torch.cat((source["train"], source["val"])).unique().long()    # its vocabulary holds the characters that occur
         table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, bytes_used, torch.arange(len(bytes_used), dtype=torch.uint8))
@@ -240,6 +273,7 @@ def bench_loss(flags, device, names):
         at_highest(lambda: [step() for _ in range(n)])()
         synchronize(device)
         seconds = time.perf_counter() - begin
+        theirs.eval()
         class Theirs:                           # as sample.score calls a model
             embed = theirs.transformer.wte
             def __call__(self, x, mask, doc):
@@ -247,19 +281,17 @@ def bench_loss(flags, device, names):
             def logits(self, logits):
                 return logits
         loss = score(Theirs(), table[source["val"].long()])
-        print(f"{'nanoGPT':12s} {loss:8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, {seconds / medians[2]:.1f} times our loop")
+        print(f"{'nanoGPT':12s} {loss:8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, {seconds / medians[2]:.1f} times our loop, "
+              f"whose median loss is {'no worse' if medians[0] <= loss else 'worse'}")
 
 
 def bench_batch(flags, device, names):
-    sides = {}
+    print("making a batch, windows included: ms, share of a step")
     for name in names:
-        hp = settings(flags, name)
-        run, g = train.members(hp), generator("bench", hp.device)
-        x = torch.randint(1, 256, (flags.batch_size, run[0]["n"]), generator=g, device=hp.device)
-        sides[name] = lambda make=run[0]["make"], x=x, g=g, hp=hp: [make(x, g, hp) for _ in range(20)]
-    print("making a batch from its windows, ms")
-    for name, s in take_turns(sides, flags.repeats, device).items():
-        print(f"{name:12s} {s / 20 * 1e3:8.3f}")
+        step, batch = training_step(settings(flags, name))
+        many = lambda side: [side() for _ in range(10)]
+        s = take_turns({"batch": lambda batch=batch: many(batch), "step": lambda step=step: many(step)}, flags.repeats, device)
+        print(f"{name:12s} {s['batch'] / 10 * 1e3:8.3f} {s['batch'] / s['step']:8.2%}")
 
 
 def bench_decode(flags, device, names):
@@ -285,12 +317,14 @@ def bench_decode(flags, device, names):
     sides = {"plain": decode}
     if flags.compile:
         step = sample.fast_step(model, 1, T)
-        sides["compiled"] = lambda: decode(step)
+        if step:
+            sides["compiled"] = lambda: decode(step)
     if "mtp" in heads:
         sides["speculated"] = speculate
         if flags.compile:
             fast = sample.fast_step(model, 1, T, heads, hp.mtp_heads)
-            sides["both"] = lambda: speculate(fast)
+            if fast:
+                sides["both"] = lambda: speculate(fast)
     if flags.nanogpt:
         if flags.run:
             flags.n_layer, flags.n_head, flags.n_embd, flags.block_size = hp.n_layer, hp.n_head, hp.n_embd, hp.block_size
@@ -300,11 +334,14 @@ def bench_decode(flags, device, names):
             with context:
                 return theirs.generate(x, flags.new, temperature=0.8).size(1) - len(prompt)
         sides["nanoGPT"] = at_highest(generate)
+    sides["copy"] = copying(device)
     speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, device).items()}
-    print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}" + ("  to nanoGPT" if flags.nanogpt else "") +
-          f"   batch 1, {hp.dtype}, a prompt of {len(prompt)}")
+    rate, weights = speed.pop("copy"), sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed" not in name)
+    print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s} {'of copying':>11s}" + ("  to nanoGPT" if flags.nanogpt else "") +
+          f"   batch 1, {hp.dtype}, a prompt of {len(prompt)}; weights read by a pass for each byte, against a copy's {rate / 1e9:.0f} GB/s")
     for name, v in speed.items():
-        print(f"{name:12s} {v:8.0f} {v / speed['plain']:9.2f}" + (f" {v / speed['nanoGPT']:11.1f}" if flags.nanogpt else ""))
+        share = f"{v * weights / rate:11.1%}" if name in ("plain", "compiled") else " " * 11
+        print(f"{name:12s} {v:8.0f} {v / speed['plain']:9.2f} {share}" + (f" {v / speed['nanoGPT']:11.1f}" if flags.nanogpt else ""))
     if tally:
         greedy = [int(b) for b in sample.generate(model, x, flags.new, T, [generator("greedy")], temperature=0)]
         drafted = list(sample.speculate(model, heads, prompt, flags.new, T, generator("greedy"), temperature=0))
@@ -324,6 +361,9 @@ def main(argv=None):
         for name in given.split(","):
             if name not in known:
                 train.fail(f"--{flag} {name}: unknown. Try some of {','.join(known)}")
+    for flag, (default, _) in FLAGS.items():
+        if type(default) is int and getattr(flags, flag) < (flag != "peer_iters"):
+            train.fail(f"--{flag} {getattr(flags, flag)}: must be 1 or more. Try the default")
     device, precision = train.pick_device(flags.device), torch.get_float32_matmul_precision()
     print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {train.set_precision(device)}; "
           f"{flags.n_layer} layers, width {flags.n_embd}, block {flags.block_size}, batch {flags.batch_size}")

@@ -363,9 +363,11 @@ def logged(folder):  # -> {metric: number} that metrics.jsonl holds
     [run] = train.members(hp)
     corpus = [dict(name="bytes", weight=1.0, train=torch.randint(1, 256, (1 << 16,), generator=generator("compare"), dtype=torch.uint8))]
     [batch] = train.draw_batches([run], corpus, "train", lambda m: m["rows"], "compare", argparse.Namespace(**vars(hp) | {"device": "cpu", "doc_mask": False}))
+    clock = [(r["step"], r["seconds"]) for r in records if r["split"] == "train"]
+    step = statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(clock, clock[1:])) if len(clock) > 1 else last[0]["seconds"]     # s
     return {"loss": last[0]["loss"], "bpb": last[0]["bpb"], "terms": last[0]["terms"], "targets": last[0]["targets"] * hp.block_size,
-            "train_speed": run["n"] * run["rows"] * hp.accum * hp.max_iters / last[0]["seconds"] / 1e3, "seconds": last[0]["seconds"],
-            "gflops": bench.step_flops(run["name"], batch, hp) * hp.accum / 1e9, "last_bpb": [r["bpb"] for r in last]}
+            "train_speed": run["n"] * run["rows"] * hp.accum / max(step, 1e-9) / 1e3, "seconds": last[0]["seconds"],
+            "gflops": bench.step_flops(run["name"], batch, hp) * hp.accum / 1e9}
 
 
 def train_argv(cell, folder, base):  # -> flags of train.py
@@ -419,6 +421,8 @@ def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data
     except ValueError:
         fail(f"--seeds {flags.seeds}: wants numbers, as in 1,2,3")
     new = (flags.new_data or os.path.join(torch.__path__[0], "include")) if setting == "replay" else ""
+    if flags.max_iters < 1:
+        fail(f"--max_iters {flags.max_iters}: must be 1 or more. Try the default")
     base = dict(max_iters=200 if flags.quick else flags.max_iters, data=flags.data, new_data=new, flags=rest)
     return [dict(objective=name, setting=setting, value=value, seed=seed, **base)
             for seed in seeds for name in names for value in (values.split(",") if setting else [""])]
@@ -435,7 +439,7 @@ def read_results(path):
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+        return [json.loads(line) for line in f if line.endswith("}\n")]             # a killed process may have left half a line
 
 
 def group(results, keep):  # -> {row name: [results of its seeds]}

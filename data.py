@@ -106,7 +106,7 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
         weight = float(weight)
     except ValueError:
         return spec, 1.0
-    if not 0 < weight < float("inf"):
+    if not 1e-9 < weight < 1e9:
         fail(f"--data {spec}: the weight behind the colon must be a positive number, as in {path}:0.5")
     return path, weight
 

@@ -170,7 +170,7 @@ def fast_step(model, N, T, heads=None, n=1):  # -> dict(cache, n, run), or None 
         return None
     if device.type != "cuda":
         return dict(cache=cache, n=n, run=forward)
-    aside(lambda: forward(held))
+    aside(lambda: forward(held), torch.cuda.Stream())
     replay = capture(lambda: forward(held), [])
     return dict(cache=cache, n=n, run=lambda ids: (held.copy_(ids), replay())[1])
 

@@ -189,7 +189,7 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
         weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
     except ValueError:
         weights = [0.0]
-    if not all(0 < w < math.inf for w in weights) or len({name for name, _, _ in parts}) < len(parts):
+    if not all(1e-9 < w < 1e9 for w in weights) or len({name for name, _, _ in parts}) < len(parts):
         fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
     weights = [w / sum(weights) for w in weights]
     rows = apportion(weights, hp.batch_size)
@@ -216,8 +216,12 @@ def targets(entry, batch, hp):  # -> positions of the batch with loss; a positio
 def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and WORLD > 1:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
-        return torch.empty(0, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.cpu()                             # there are devices that hold nothing
+        return probe.device
     except (RuntimeError, AssertionError, NotImplementedError):
         fail(f"--device {name}: not on this machine. Try --device cpu")
 
@@ -257,6 +261,11 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
         if os.path.exists(hp.out_dir) and not os.path.isdir(hp.out_dir):
             fail(f"--out_dir {hp.out_dir}: is a file. Try another name")
+        log = os.path.join(hp.out_dir, "metrics.jsonl")
+        if os.path.isfile(log):
+            with open(log, "rb") as f:
+                if b'"split": "train"' in f.read():
+                    fail(f"--out_dir {hp.out_dir}: holds the metrics of a run whose checkpoints are gone. Try another --out_dir")
         return hp.out_dir
     base = os.path.join("out", hp.objective.replace(",", "+").replace(":", "_"))
     path, i = base, 1
@@ -282,6 +291,10 @@ def save_checkpoint(path, state):
             f.flush()
             os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
+        if hasattr(os, "O_DIRECTORY"):          # the new name too, where folders can be synced
+            folder = os.open(os.path.dirname(path) or ".", os.O_DIRECTORY)
+            os.fsync(folder)
+            os.close(folder)
     except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
         if os.path.exists(path + ".tmp"):
             os.remove(path + ".tmp")
@@ -335,6 +348,13 @@ def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep`
         f = open(path, "r+b" if os.path.exists(path) else "w+b")
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
+    try:
+        import fcntl  # here: Windows has none, and there two runs in one folder are not kept apart
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)           # ends with the process, however that ends
+    except ImportError:
+        pass
+    except OSError:
+        fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
     f.truncate(min(keep, os.path.getsize(path)))
     f.seek(0, os.SEEK_END)
     return f
@@ -401,6 +421,7 @@ def show_example(run, batches, width=128, most=256):
 
 def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where torch.compile cannot
     """Compiles both passes on a first batch, so that what fails fails here."""
+    torch._dynamo.reset()                       # or the limit of its cache is that of all runs of a process
     losses = [torch.compile(loss, fullgraph=True, dynamic=False) for loss in s["losses"]]
     try:
         for m, batch, loss in zip(run, batches, losses):
@@ -494,7 +515,7 @@ def prepare(run, corpus, hp, rows):  # -> all that a training step reads and wri
 def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before a step
     for held, new in zip(s["where"], draw_windows(run, corpus, "train", rows, f"{hp.seed},{step}")):
         for a, b in zip(held, new):
-            a.copy_(b, non_blocking=True)
+            a.copy_(b.pin_memory() if a.is_cuda else b, non_blocking=True)
     for g, m in zip(s["gens"], run):
         reseed(g, f"{hp.seed},{step},{m['name']}")
     s["lr"].fill_(learning_rate(step, hp))
@@ -536,8 +557,8 @@ def capture(take, gens):  # -> a function that does what take() did, as one CUDA
     return replay
 
 
-def aside(take):  # on a stream of its own, as steps before a capture must be
-    stream, now = torch.cuda.Stream(), torch.cuda.current_stream()
+def aside(take, stream):  # on a stream of its own, as steps before a capture must be
+    now = torch.cuda.current_stream()
     stream.wait_stream(now)
     with torch.cuda.stream(stream):
         out = take()
@@ -609,19 +630,17 @@ def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is inst
 
 # ---- several processes, as torchrun starts them: each takes every WORLD-th micro-batch
 
-def join_processes(hp):  # -> settings of this process
+def join_processes(hp):
     if WORLD == 1:
-        return hp
+        return
     if hp.accum % WORLD:
         fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try --accum {WORLD * math.ceil(hp.accum / WORLD)}")
-    if hp.cuda_graph or "-" in hp.data:
+    if hp.cuda_graph or any(d.split(":")[0] == "-" for d in hp.data):
         fail(f"{'--cuda_graph' if hp.cuda_graph else '--data -'}: is for one process. Try without torchrun")
     if hp.device.startswith("cuda"):
-        hp.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(hp.device)
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if hp.device.startswith("cuda") else "gloo")
-    return hp
+    if not torch.distributed.is_initialized():  # gloo for what the hosts tell each other, without waiting for a device
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
 
 
 def add_up(tensors):  # each becomes its sum over all processes, in one exchange
@@ -631,12 +650,18 @@ def add_up(tensors):  # each becomes its sum over all processes, in one exchange
         t.copy_(total.view_as(t))
 
 
-def agree(value):  # -> what the first process says
-    if WORLD == 1:
-        return value
-    said = [value]
-    torch.distributed.broadcast_object_list(said, src=0)
+def agree_on(name):  # -> what the first process says
+    said = [name]
+    if WORLD > 1:
+        torch.distributed.broadcast_object_list(said, src=0, device=torch.device("cpu"))
     return said[0]
+
+
+def any_says(yes):  # -> does any process say so?
+    said = torch.tensor(int(yes))
+    if WORLD > 1:
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX)
+    return bool(said)
 
 
 # ---- the run
@@ -648,10 +673,10 @@ def main(argv=None):  # -> exit code
     handlers, precision = {}, torch.get_float32_matmul_precision()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if RANK else sys.stdout):
         try:
-            return train(join_processes(hp), handlers)
+            join_processes(hp)
+            return train(hp, handlers)
         finally:                                # a notebook gets its process back as it was
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            release(handlers)
             torch.set_float32_matmul_precision(precision)
 
 
@@ -660,7 +685,7 @@ def train(hp, handlers):  # -> exit code
     precision = set_precision(device)
 
     # the folder, the corpus
-    hp.out_dir = agree(hp.out_dir if hp.resume else choose_out_dir(hp))
+    hp.out_dir = agree_on(hp.out_dir if hp.resume else choose_out_dir(hp))
     corpus = open_corpus(hp.data, hp.out_dir, hp.resume)
     for m in run:
         check_sizes(corpus, m["n"], hp.block_size, lambda T: m["window"](T, hp))
@@ -673,7 +698,10 @@ def train(hp, handlers):  # -> exit code
 
     # the model, its optimizer, what a checkpoint says of them
     rows = lambda m: m["rows"] * hp.accum
-    s = prepare(run, corpus, hp, rows)
+    try:
+        s = prepare(run, corpus, hp, rows)
+    except RuntimeError as e:                   # what torch raises where there is not enough memory
+        fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or its batch, does not fit here ({str(e).splitlines()[0][:80]}). Try smaller ones")
     start, seconds, best, kept = 0, 0.0, math.inf, 0
     if hp.init_from and not hp.resume:
         restore(s["model"], s["heads"], load_checkpoint(hp.init_from), hp.init_from)
@@ -698,6 +726,7 @@ def train(hp, handlers):  # -> exit code
     handlers.update(catch_signals(stop))
     def save(name, step):
         if RANK == 0:
+            os.fsync(metrics.fileno())          # a checkpoint counts its bytes
             save_checkpoint(os.path.join(hp.out_dir, name), dict(
                 version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources, metrics_bytes=metrics.tell(),
                 model=s["model"].state_dict(), heads={k: h.state_dict() for k, h in s["heads"].items()},
@@ -706,11 +735,12 @@ def train(hp, handlers):  # -> exit code
     bar = tqdm(total=hp.max_iters, initial=start, disable=True if RANK else None, unit="step", dynamic_ncols=True)
     clock, clock_step, printed, bpb = time.perf_counter(), start, 0.0, None
     step_once = take = lambda: training_step(s, run, corpus, hp)
+    stream = torch.cuda.Stream() if hp.cuda_graph else None
 
     # the loop runs once more than there are steps: the last pass only evaluates and saves
     for step in range(start, hp.max_iters + 1):
         due = step % hp.eval_interval == 0 or step == hp.max_iters
-        halt = bool(stop) if WORLD == 1 else (due or step % hp.log_interval == 0) and agree(bool(stop))
+        halt = any_says(bool(stop))
         if (due or halt) and (step > start or not hp.resume):
             if int(s["first_bad"]) >= 0:
                 break
@@ -732,7 +762,7 @@ def train(hp, handlers):  # -> exit code
 
         set_step(s, run, corpus, rows, step, hp)
         if hp.cuda_graph and step - start < WARM:
-            take = lambda: aside(step_once)
+            take = lambda: aside(step_once, stream)
         elif hp.cuda_graph and step - start == WARM:
             take = capture(step_once, s["gens"])
         batches, each, loss, norm = take()
@@ -763,6 +793,7 @@ def train(hp, handlers):  # -> exit code
     if halt and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
         return 128 + (stop or [signal.SIGTERM])[0]
+    release(handlers)                           # what is left can be interrupted anywhere
     return finish(corpus, hp) if RANK == 0 else 0
 
 
@@ -815,6 +846,11 @@ def catch_signals(stop):  # -> {signal: the handler that was there before}
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+
+
+def release(handlers):
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def describe(step, r):  # -> a line for a record of evaluate

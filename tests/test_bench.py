@@ -34,9 +34,38 @@ def test_the_loss_part_trains(text, capsys):
 
 
 @pytest.mark.parametrize("flags, hint", [(["--parts", "fly"], "train,batch,decode"), (["--parts", "loss"], "--data"),
-                                         (["--objectives", "mml"], "clm"), (["--nanogpt", "nowhere"], "model.py")])
+                                         (["--objectives", "mml"], "clm"), (["--nanogpt", "nowhere"], "model.py"),
+                                         (["--new", "0"], "--new 0"), (["--repeats", "0"], "--repeats 0"), (["--steps", "-1"], "--steps -1"),
+                                         (["--parts", "loss", "--data", __file__, "--block_size", "20000"], "--block_size")])
 def test_bad_flags_are_one_line(flags, hint, capsys):
     with pytest.raises(SystemExit) as e:
         bench.main([*SMALL, *flags])
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and hint in err
+
+
+PEER = """
+import torch
+class GPTConfig:
+    def __init__(self, **sizes):
+        self.vocab_size = sizes["vocab_size"]
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.transformer = torch.nn.ModuleDict({"wte": torch.nn.Embedding(config.vocab_size, config.vocab_size)})
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas)
+    def forward(self, x, y):
+        logits = self.transformer.wte(x)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    def generate(self, x, n, temperature):
+        return torch.cat((x, x[:, :1].expand(-1, n)), 1)
+"""
+
+
+def test_a_peer_is_measured_beside(text, tmp_path, capsys):
+    (tmp_path / "model.py").write_text(PEER)
+    bench.main([*SMALL, "--parts", "train,decode,loss", "--objectives", "clm", "--optimizer", "adamw", "--nanogpt", str(tmp_path), "--data", text,
+                "--max_iters", "2", "--peer_iters", "30"])
+    out = capsys.readouterr().out
+    assert out.count("to nanoGPT") == 2 and "30 steps without evaluation" in out and "clm, muon" in out

@@ -418,13 +418,17 @@ def test_a_compiler_that_fails_is_one_line(text, capsys, monkeypatch):
 
 # ---- on a GPU
 
+WIDE = ["--n_embd", "64", "--device", "cuda", "--dtype", "float32"]                # heads of 32, which FlexAttention takes
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", [*OBJECTIVES, "clm:0.5,mlm:0.5"])
-def test_eager_compiled_and_captured_steps_give_the_same_losses(name, text):
-    flags = ["--objective", name, "--max_iters", "20", "--eval_interval", "10", "--device", "cuda", "--dtype", "float32"]
+def test_eager_compiled_and_captured_steps_give_the_same_losses(name, text, capsys):
+    flags = ["--objective", name, "--max_iters", "20", "--eval_interval", "10", *WIDE]
     ways = {"eager": [], "graph": ["--cuda_graph"], "compiled": ["--compile"], "both": ["--compile", "--cuda_graph"]}
     for way, more in ways.items():
         run(text, way, *flags, *more)
+    assert "going on without" not in capsys.readouterr().out
     for way in ways:
         assert losses(way) == pytest.approx(losses("eager"), rel=2e-3), way
     assert losses("graph") == pytest.approx(losses("eager"), rel=1e-5), "the same kernels, the same numbers"
@@ -432,25 +436,34 @@ def test_eager_compiled_and_captured_steps_give_the_same_losses(name, text):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("more", [[], ["--cuda_graph"]])
-def test_a_captured_run_resumes(more, text):
-    flags = ["--max_iters", "20", "--eval_interval", "5", "--device", "cuda", "--dtype", "float32", *more]
+def test_a_run_on_a_gpu_resumes(more, text, monkeypatch):
+    flags = ["--max_iters", "20", "--eval_interval", "10", *WIDE, *more]
     run(text, "whole", *flags)
-    run(text, "part", *flags[:1], "10", *flags[2:])
-    assert train.main(["--resume", "--out_dir", "part", "--max_iters", "20", *more]) == 0
-    assert losses("part")[:10] == pytest.approx(losses("whole")[:10], rel=0.2) and len(losses("part")) == 20
+    plain = train.set_step
+    def stops(s, run, corpus, rows, step, hp):
+        if step == 14:
+            raise KeyboardInterrupt
+        plain(s, run, corpus, rows, step, hp)
+    monkeypatch.setattr(train, "set_step", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(text, "part", *flags)
+    monkeypatch.setattr(train, "set_step", plain)
+    assert train.main(["--resume", "--out_dir", "part", *more]) == 0
+    assert losses("part")[10:] == pytest.approx(losses("whole")[10:], rel=1e-4) and len(losses("part")) == 20
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_step_never_waits_for_the_gpu(text):
-    hp = train.get_config([*TINY, "--data", text, "--device", "cuda"])
+@every
+def test_a_step_never_waits_for_the_gpu(name, text):
+    hp = train.get_config([*TINY, *WIDE, "--data", text, "--objective", name])
     corpus, members, rows = train.open_corpus([text]), train.members(hp), lambda m: m["rows"]
     for split in ("train", "val"):
         corpus[0][split] = corpus[0][split].cuda()
     s = train.prepare(members, corpus, hp, rows)
     for step in range(3):
-        train.set_step(s, members, corpus, rows, step, hp)
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
+            train.set_step(s, members, corpus, rows, step, hp)
             train.training_step(s, members, corpus, hp)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -496,6 +509,103 @@ def test_a_non_finite_step_never_reaches_the_weights(where, text, monkeypatch, c
     monkeypatch.setitem(OBJECTIVES["clm"], "loss", loss)
     assert train.main(["--resume", "--out_dir", "a"]) == 0
     assert [r["step"] for r in metrics("a") if r["split"] == "train"] == [0, 4, 8, 12, 16, 20, 24, 28]
+
+
+def test_nothing_is_saved_before_the_device_was_asked(text, monkeypatch, capsys):
+    """The step goes bad between two reads: the next one is the save's."""
+    loss, calls = OBJECTIVES["clm"]["loss"], []
+    def poisoned(*args):
+        [(name, (s, n, c))] = loss(*args).items()
+        calls.append(torch.is_grad_enabled())
+        return {name: (s * math.nan if sum(calls) == 8 and calls[-1] else s, n, c)}
+    monkeypatch.setitem(OBJECTIVES["clm"], "loss", poisoned)
+    run(text, "a", "--max_iters", "30", "--eval_interval", "5", "--log_interval", "100", code=1)
+    assert "not finite at step 7" in capsys.readouterr().err and train.load_checkpoint("a")["step"] == 5
+
+
+def one_step(hp, text, steps=1, spoil=None):  # -> the state, its gradients as the optimizer sees them
+    corpus, members, rows = train.open_corpus([text]), train.members(hp), lambda m: m["rows"] * hp.accum
+    s, grads, plain = train.prepare(members, corpus, hp, rows), [], train.optimizer_step
+    def noted(opt, bad, hp):
+        grads.append([None if p.grad is None else p.grad.clone() for p in s["params"]])
+        plain(opt, bad, hp)
+    train.optimizer_step = noted
+    try:
+        for step in range(steps):
+            train.set_step(s, members, corpus, rows, step, hp)
+            if step == spoil:
+                with torch.no_grad():
+                    kept = s["model"].embed.weight.clone()
+                    s["model"].embed.weight.fill_(math.inf)
+            train.training_step(s, members, corpus, hp)
+            if step == spoil:
+                with torch.no_grad():
+                    s["model"].embed.weight.copy_(kept)
+    finally:
+        train.optimizer_step = plain
+    return s, grads
+
+
+def test_after_a_bad_step_nothing_moves_any_more(text):
+    hp = train.get_config([*TINY, "--data", text, "--weight_decay", "0.1"])
+    after = [one_step(hp, text, steps, spoil=2)[0] for steps in (2, 3, 6)]
+    for s in after[1:]:
+        assert equal(after[0]["model"].state_dict(), s["model"].state_dict()) and int(s["first_bad"]) == 2
+    assert not equal(after[0]["model"].state_dict(), one_step(hp, text, 3)[0]["model"].state_dict())
+
+
+@pytest.mark.parametrize("name", ["clm:3,mlm:1", "electra", "hybrid", "nsp"])
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_the_gradient_is_that_of_the_total_by_hand(name, clip, text):
+    """Weights of members, coefficients of terms, counts of the whole batch; then the norm is cut to grad_clip."""
+    hp = train.get_config([*TINY, "--data", text, "--objective", name, "--accum", "2", "--grad_clip", str(clip), "--hybrid_ratio", "0.25"]
+                          if name == "hybrid" else [*TINY, "--data", text, "--objective", name, "--accum", "2", "--grad_clip", str(clip)])
+    s, [grads] = one_step(hp, text)
+    model, heads = train.build(hp)
+    members = train.members(hp)
+    batches = train.draw_batches(members, train.open_corpus([text]), "train", lambda m: m["rows"] * 2, f"{hp.seed},0", hp)
+    total = 0.0
+    for m, batch in zip(members, batches):
+        total += m["weight"] * sum(c * x / n for x, n, c in m["loss"](model, heads, batch, hp).values())
+    want = torch.autograd.grad(total, [*model.parameters(), *heads.parameters()], allow_unused=True)
+    norm = torch.stack([g.norm() for g in want if g is not None]).norm()
+    scale = min(1.0, clip / float(norm)) if clip else 1.0
+    for g, w in zip(grads, want):
+        assert (g is None or float(g.abs().max()) == 0) if w is None else torch.allclose(g, w * scale, rtol=1e-3, atol=1e-6 * scale)
+
+
+def test_weight_decay_is_of_hidden_matrices_alone():
+    for optimizer in ("adamw", "muon"):
+        hp = train.get_config([*TINY, "--optimizer", optimizer, "--weight_decay", "0.5"])
+        model, heads = train.build(hp)
+        opt, before = train.make_optimizer(model, heads, hp), {k: v.clone() for k, v in model.state_dict().items()}
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        opt["lr"].fill_(0.1)
+        train.optimizer_step(opt, torch.tensor(False), hp)
+        for k, v in model.state_dict().items():
+            torch.testing.assert_close(v, before[k] * (0.95 if "blocks." in k else 1.0))
+
+
+def test_a_second_signal_is_not_caught():
+    stop = []
+    before = train.catch_signals(stop)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        train.release(before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no flock")
+def test_a_folder_holds_one_run_at_a_time(text, capsys):
+    run(text, "a", "--max_iters", "1")
+    held = train.open_metrics("a", 1 << 20)
+    with pytest.raises(SystemExit) as e:
+        train.main(["--resume", "--out_dir", "a", "--max_iters", "2"])
+    assert e.value.code == 2 and "another process" in capsys.readouterr().err
+    held.close()
+    assert train.main(["--resume", "--out_dir", "a", "--max_iters", "2"]) == 0
 
 
 BAD = {
@@ -566,6 +676,12 @@ BAD = {
     "a graph without a GPU": (["--cuda_graph"], "NVIDIA GPU"),
     "an endless weight": (["--data", "text.txt:inf"], "positive number"),
     "a negative rate": (["--learning_rate", "-1"], "--learning_rate"),
+    "the metrics of a run that is gone": (["--out_dir", "gone"], "checkpoints are gone"),
+    "endless weights of members": (["--objective", "clm:1e308,mlm:1e308"], "positive weights"),
+    "a vanishing weight": (["--objective", "clm:1e-320,mlm:1"], "positive weights"),
+    "endless weights of data": (["--data", "text.txt:1e308", "other.txt:1e308"], "positive number"),
+    "a device that holds nothing": (["--device", "meta"], "--device cpu"),
+    "a model beyond all memory": (["--n_embd", "1048576", "--n_head", "1"], "does not fit here"),
 }
 
 
@@ -590,6 +706,8 @@ def bad_place(tmp_path_factory):  # a folder with a run, and with everything tha
     for name, change in (("half", {}), ("sizes", dict(model=narrow)), ("state", dict(muon=ckpt["muon"][:1]))):
         os.mkdir(name)
         train.save_checkpoint(f"{name}/{'best' if name == 'half' else 'ckpt'}.pt", {**ckpt, **change})
+    os.mkdir("gone")
+    shutil.copy("run/metrics.jsonl", "gone")
     if hasattr(os, "mkfifo"):
         os.mkfifo("pipe")
     class Payload:
@@ -706,7 +824,6 @@ def test_every_load_is_of_weights_only():
 
 
 
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_50_runs_killed_at_random_moments_resume_bit_for_bit(text):
@@ -796,6 +913,24 @@ def test_memory_does_not_grow_with_the_corpus_or_the_steps(text):
     print(at)
     assert abs(at["large.bin"][1] - at["small.bin"][1]) < 50
     assert all(late - early < 20 for early, late in at.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_process_saves_and_ends_all(rank, text):
+    flags = [*TINY, "--data", text, "--accum", "2", "--max_iters", "100000", "--eval_interval", "100000", "--log_interval", "50", "--out_dir", "run"]
+    launcher = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", train.__file__, *flags],
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ONE_THREAD)
+    try:
+        wait_for(lambda: os.path.exists("run/ckpt.pt") and len(metrics("run")) > 5)
+        with open(f"/proc/{launcher.pid}/task/{launcher.pid}/children") as f:
+            workers = [pid for pid in f.read().split() if "train.py" in open(f"/proc/{pid}/cmdline").read()]
+        os.kill(int(workers[rank]), signal.SIGTERM)
+        assert launcher.wait(timeout=90) != 0
+    finally:
+        launcher.kill()
+    assert train.load_checkpoint("run")["step"] > 0
 
 
 def wait_for(condition, seconds=90):
