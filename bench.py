@@ -286,12 +286,14 @@ def bench_loss(flags, device, names):
 
 
 def bench_batch(flags, device, names):
-    print("making a batch, windows included: ms, share of a step")
+    print(f"{'batch, ms':12s} {'corruption':>11s} {'with windows':>13s} {'of a step':>10s}")
     for name in names:
-        step, batch = training_step(settings(flags, name))
-        many = lambda side: [side() for _ in range(10)]
-        s = take_turns({"batch": lambda batch=batch: many(batch), "step": lambda step=step: many(step)}, flags.repeats, device)
-        print(f"{name:12s} {s['batch'] / 10 * 1e3:8.3f} {s['batch'] / s['step']:8.2%}")
+        hp = settings(flags, name)
+        [m], (step, batch), g = train.members(hp), training_step(hp), generator("bench", hp.device)
+        x = torch.randint(1, 256, (flags.batch_size, m["n"]), generator=g, device=hp.device)
+        sides = {"make": lambda m=m, x=x, g=g, hp=hp: m["make"](x, g, hp), "batch": batch, "step": step}
+        s = take_turns({side: lambda f=f: [f() for _ in range(20)] for side, f in sides.items()}, flags.repeats, device)
+        print(f"{name:12s} {s['make'] / 20 * 1e3:11.3f} {s['batch'] / 20 * 1e3:13.3f} {s['batch'] / s['step']:10.2%}")
 
 
 def bench_decode(flags, device, names):

@@ -12,7 +12,7 @@ SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "6
 def test_a_short_run_prints_every_part(capsys):
     bench.main([*SMALL, "--objectives", "clm,ul2,electra"])
     out = capsys.readouterr().out
-    for word in ("GEMM probe", "positions/s", "making a batch", "decoding", "plain", "electra", "kept for backward"):
+    for word in ("GEMM probe", "positions/s", "batch, ms", "decoding", "plain", "electra", "kept for backward"):
         assert word in out, word
     assert "nanoGPT" not in out
 
