@@ -1,7 +1,7 @@
 """Train every objective alike and measure all of them with the same yardsticks.
 
     python compare.py                                   all objectives, one seed: about half an hour on a laptop CPU
-    python compare.py --quick                           the same in a few minutes: too short to conclude anything
+    python compare.py --quick                           the same with 200 steps: too short to conclude anything
     python compare.py --seeds 1,2,3 --objectives clm,mlm
     python compare.py --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3
     python compare.py --sweep replay=0,.05,.25          continual pre-training on C++ headers, Python as the old corpus
@@ -24,6 +24,7 @@ import sys
 import time
 import token as token_kinds
 import tokenize
+import zlib
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +38,10 @@ from model import allow, norm
 from objectives import OBJECTIVES, auc, embed
 
 FLAGS = {
-    "objectives": ("", "which, separated by commas; without it all, or those that have the setting of --sweep"),
+    "objectives": ("", "which, separated by commas; without it all, or the first that has the setting of --sweep"),
     "seeds": ("1", "seeds, separated by commas: the same weights and windows for all objectives"),
     "max_iters": (1000, "steps of each run, of batch_size * block_size positions"),
-    "quick": (False, "200 steps"),
+    "quick": (False, "200 steps in place of --max_iters"),
     "data": ("stdlib", "corpus; yardstick 3 reads labels off Python source and needs stdlib"),
     "new_data": ("", "second corpus, for --sweep replay; without it the C++ headers that come with torch"),
     "sweep": ("", "a setting and its values, as in mask_rate=.1,.15,.3"),
@@ -58,11 +59,13 @@ METRICS = {
     "bpb": ("left to right, bits/byte", 3, False), "infill_4": ("infill 4, bits/byte", 2, False), "infill_16": ("infill 16", 2, False),
     "infill_64": ("infill 64", 2, False), "exact_4": ("4 exact", 3, True), "classes": ("byte classes", 3, True), "package": ("package", 3, True),
     "recall_1": ("recall@1", 3, True), "recall_10": ("recall@10", 3, True), "replaced": ("replaced bytes, AUC", 3, True),
-    "gen_bpb": ("samples, bits/byte", 2, False), "gen_lines": ("lines that tokenize", 2, True), "gen_distinct": ("distinct 8-grams", 2, True),
+    "gen_bpb": ("samples, bits/byte", 2, None), "gen_lines": ("lines that tokenize", 2, True), "gen_distinct": ("distinct 8-grams", 2, True),
     "train_speed": ("training kB/s", 1, True), "targets": ("targets a row", 1, True), "decode_speed": ("writing kB/s", 1, True),
     "gflops": ("GFLOP a step", 1, False),
 }
-SWEPT = {"pass_bytes": ("bytes a pass", 2, True), "old": ("old corpus, bits/byte", 3, False), "new": ("new corpus, bits/byte", 3, False)}
+SWEPT = {"pass_bytes": ("bytes a pass", 2, True), "before": ("old corpus before, bits/byte", 3, None), "old": ("old corpus after", 3, False),
+         "new": ("new corpus", 3, False)}
+CELL = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}     # flags of train.py that compare.py sets
 NATIVE = {"clm", "prefix", "ul2", "fim", "mtp", "hybrid", "mdlm"}                   # write text by themselves
 
 
@@ -108,7 +111,7 @@ def infill_logits(model, name, x, a, m, T):  # x (N, n) -> (N, m, V) for bytes a
         return torch.stack(out, 1)
     head = {
         "clm": (left,), "mtp": (left,), "prefix": (left,),
-        "fim": (column(x, PRE), left, column(x, SUF), right, column(x, MID)),
+        "fim": (column(x, PRE, SUF), right, column(x, MID), left),                  # SPM, in which the middle goes on from its left side
         "span": (left, column(x, SENTINEL), right, column(x, SENTINEL + 1, SEP, SENTINEL)),
         "ul2": (column(x, MODE_X if m > 16 else MODE_R), left, column(x, SENTINEL), right, column(x, SENTINEL + 1, SEP, SENTINEL)),
         "bart": (left, column(x, MASK), right, column(x, SEP), left),
@@ -124,7 +127,7 @@ def infill_logits(model, name, x, a, m, T):  # x (N, n) -> (N, m, V) for bytes a
 
 def infilling(model, name, text, T):  # -> {infill_m: bits a byte, exact_m: share of middles that greedy decoding gets right}
     n, out = (T - 16) // 2, {}
-    for m in MIDDLES:
+    for m in [m for m in MIDDLES if m + 2 <= n]:
         x = windows(text, n, ROWS, f"infill,{m}")
         logits = infill_logits(model, name, x, (n - m) // 2, m, T)
         if logits is None:
@@ -209,9 +212,10 @@ def probe_data(n):  # -> x (N, n), classes (N, n), package (N,), split (N,), pos
     held = {name: sum(1 for i, own in enumerate(names) if own == name and split[i] == 2) for name in count}
     kept = sorted((name for name in count if held[name] >= 6), key=lambda name: (-sum(count[name]), name))[:10]
     labels = torch.tensor([kept.index(name) if name in kept else -1 for name in names])
-    g = generator("compare,positions")
-    rows = torch.randint(0, len(x), (8000,), generator=g).sort().values
-    return dict(x=x, classes=classes, package=labels, split=split, K=len(kept), rows=rows, cols=torch.randint(0, n, (8000,), generator=g))
+    held = (split == 2)[:, None].expand(-1, n)                                      # every byte is scored, 8000 others serve to fit
+    chosen = torch.rand(len(x), n, generator=generator("compare,positions")) < 8000 / float((~held).sum())
+    rows, cols = (held | chosen).nonzero().T
+    return dict(x=x, classes=classes, package=labels, split=split, K=len(kept), rows=rows, cols=cols)
 
 
 def understanding(features, data):  # features: x (N, n) -> (L, N, n, C) -> {classes, package: accuracy}
@@ -241,7 +245,8 @@ def retrieval(model, name, text, T):  # -> {recall_1, recall_10}: a passage's se
     pooled = [embed(model, x[:, a:a + half]) if sight(name) == "bidirectional" else
               F.normalize(model(x[:, a:a + half], "causal").float().mean(1), dim=-1) for a in (0, half)]
     pooled = [F.normalize(p - p.mean(0), dim=-1) for p in pooled]                   # without what all passages share
-    rank = ((pooled[0] @ pooled[1].T) > (pooled[0] * pooled[1]).sum(1, keepdim=True)).sum(1)
+    near = pooled[0] @ pooled[1].T
+    rank = (near >= near.diagonal()[:, None]).sum(1) - 1        # of a tie every other one comes first
     return {"recall_1": float((rank < 1).float().mean()), "recall_10": float((rank < 10).float().mean())}
 
 
@@ -265,7 +270,7 @@ def corruption(model, heads, name, text, T):  # -> {replaced: AUC}
         for r in range(8):
             row = torch.cat((column(z, *before), z.masked_fill(at % 8 == r, MASK), column(z, *behind)), 1)
             first = len(before) - (name == "hybrid")
-            logits = model.logits(model(row, "bidirectional"))[:, first:first + z.size(1)]
+            logits = model.logits(model(row, "bidirectional"))[:, first:first + z.size(1), :256]
             score = torch.where(at % 8 == r, F.cross_entropy(logits.mT, z, reduction="none"), score)
     else:
         return {}
@@ -344,7 +349,7 @@ def measure(folder, shared):  # -> {metric: number}
     if T >= 128:
         out |= infilling(model, name, text, T) | retrieval(model, name, text, T) | corruption(model, heads, name, text, T)
         out |= generation(model, name, text, T, shared["counts"])
-    if shared["probe"]:
+    if shared["probe"] and 256 % min(T, 256) == 0:
         pieces = lambda x: states(model, name, x.reshape(-1, min(T, x.size(1)))).unflatten(1, (len(x), -1)).flatten(2, 3)
         out |= understanding(pieces, shared["probe"])
     if name == "mtp" and hp.mtp_heads > 1:
@@ -381,65 +386,86 @@ def train_argv(cell, folder, base):  # -> flags of train.py
     return argv + ["--data", cell["data"], *([f"--{cell['setting']}", cell["value"]] if cell["setting"] else [])]
 
 
-def run_training(cell, flags):  # -> folder of the finished run, trained now if it was not before
+def run_training(cell, flags):  # -> folder of the finished run, trained now if it was not before; of the run that it began with
     words = [cell["objective"], *([f"{cell['setting']}={cell['value']}"] if cell["setting"] else []), f"{cell['max_iters']}", f"seed{cell['seed']}"]
-    tag = "" if not cell["flags"] and cell["data"] == "stdlib" else f"-{abs(hash_of([cell['flags'], cell['data'], cell['new_data']])):x}"
+    tag = f"-{hash_of([cell['flags'], cell['data'], cell['new_data']]):x}"
     folder, base = os.path.join(flags.out_dir, "runs", "-".join(words).replace(",", "+").replace(":", "_") + tag), None
     if cell["setting"] == "replay" or cell["setting"] == "init" and cell["value"] != "none":
         first = {"objective": cell["value"] if cell["setting"] == "init" else cell["objective"], "setting": "", "value": "", "new_data": ""}
-        base = run_training({**cell, **first}, flags)
+        base, _ = run_training({**cell, **first}, flags)
     begun = os.path.exists(os.path.join(folder, "ckpt.pt"))
     if begun and train.load_checkpoint(folder)["step"] == cell["max_iters"]:
-        return folder
+        return folder, base
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         code = train.main(["--resume", "--out_dir", folder] if begun else train_argv(cell, folder, base))
     if code:
         sys.exit(code)                          # it said why
-    return folder
+    return folder, base
 
 
 def hash_of(value):
-    return generator(json.dumps(value)).initial_seed()
+    return zlib.crc32(json.dumps(value).encode())
 
 
 def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data, new_data, flags}]
-    setting, equals, values = flags.sweep.partition("=")
-    if flags.sweep and (not equals or not values):
-        fail(f"--sweep {flags.sweep}: wants a setting and values, as in mask_rate=.1,.15,.3")
+    setting, _, values = flags.sweep.partition("=")
+    values = [v for v in values.split(",") if v] if setting else [""]
     own = [name for name, entry in OBJECTIVES.items() if setting in entry["settings"]]
     if setting in ("replay", "init"):
         own = ["clm" if setting == "replay" else "contrastive"]
-    elif setting and not own and setting not in train.specs():
+    elif setting and not own and setting not in set(train.specs()) - CELL:
         fail(f"--sweep {flags.sweep}: no such setting. Try one of train.py's, replay or init")
+    if not values:
+        fail(f"--sweep {flags.sweep}: wants a setting and values, as in mask_rate=.1,.15,.3")
+    for flag in rest:
+        if flag.lstrip("-").partition("=")[0] in CELL:
+            fail(f"{flag}: is set by compare.py itself. Try its own flags, python compare.py --help")
     names = flags.objectives.split(",") if flags.objectives else own[:1] or [*OBJECTIVES]
     for name in names:
         if name not in OBJECTIVES:
             fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
+        if setting == "replay" and OBJECTIVES[name].get("bpb") != "exact":
+            fail(f"--objectives {name}: forgetting is measured in bits per byte. Try {','.join(n for n, e in OBJECTIVES.items() if e.get('bpb') == 'exact')}")
     try:
         seeds = [int(s) for s in flags.seeds.split(",")]
-    except ValueError:
-        fail(f"--seeds {flags.seeds}: wants numbers, as in 1,2,3")
-    new = (flags.new_data or os.path.join(torch.__path__[0], "include")) if setting == "replay" else ""
+        assert setting != "replay" or all(0 <= float(v) < 1 for v in values)
+    except (ValueError, AssertionError):
+        fail(f"--seeds {flags.seeds} --sweep {flags.sweep}: want whole numbers, and shares of replay from 0 to below 1")
+    for value in values if setting == "init" else []:
+        if value != "none" and value not in OBJECTIVES:
+            fail(f"--sweep {flags.sweep}: {value} is no objective. Try none, mlm")
     if flags.max_iters < 1:
         fail(f"--max_iters {flags.max_iters}: must be 1 or more. Try the default")
+    new = (flags.new_data or os.path.join(torch.__path__[0], "include")) if setting == "replay" else ""
     base = dict(max_iters=200 if flags.quick else flags.max_iters, data=flags.data, new_data=new, flags=rest)
     return [dict(objective=name, setting=setting, value=value, seed=seed, **base)
-            for seed in seeds for name in names for value in (values.split(",") if setting else [""])]
+            for seed in dict.fromkeys(seeds) for name in dict.fromkeys(names) for value in dict.fromkeys(values)]
 
 
-def open_shared(flags, rest):  # what every measurement reads
-    [source] = open_corpus([flags.data])
-    return dict(text=source["val"], counts=CountModel(source["train"][:1 << 22]), probe=probe_data(256) if flags.data == "stdlib" else None)
+def open_shared(source, flags):  # what every measurement reads
+    train_text = source["train"]
+    pieces = train_text.split(1 << 16)          # evenly spaced: 4 MiB of a larger corpus
+    pieces = [p for i, p in enumerate(pieces) if i * 64 % max(64, len(pieces)) < 64]
+    return dict(text=source["val"], counts=CountModel(torch.cat(pieces)), probe=probe_data(256) if flags.data == "stdlib" else None)
 
 
 # ---- tables and pictures
 
-def read_results(path):
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f if line.endswith("}\n")]             # a killed process may have left half a line
+def read_results(path):  # what a killed process left half is skipped
+    results = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            for line in f:
+                with contextlib.suppress(ValueError):
+                    results.append(json.loads(line))
+    return results
+
+
+def add_result(path, result):
+    with open(path, "a+b") as f:
+        half = f.tell() > 0 and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n"
+        f.write(b"\n" * half + json.dumps(result).encode() + b"\n")
 
 
 def group(results, keep):  # -> {row name: [results of its seeds]}
@@ -462,7 +488,7 @@ def table(rows, metrics, baselines=()):  # {name: [results]} -> Markdown; mean o
         for m in shown:
             values = [r["metrics"][m] for r in results if r["metrics"].get(m) is not None]
             mean, deviation = spread(values) if values else (None, None)
-            bound = "<= " if name == "mdlm" and m == "bpb" else ""
+            bound = "<= " if m == "bpb" and any(r.get("cell", {}).get("objective") == "mdlm" for r in results) else ""
             line.append("" if mean is None else f"{bound}{mean:.{metrics[m][1]}f}" + (f" ± {deviation:.{metrics[m][1]}f}" if deviation is not None else ""))
         lines.append(f"| {name} | " + " | ".join(line) + f" | {len(results) if name in rows else ''} |")
     return "\n".join(lines) + "\n"
@@ -489,7 +515,7 @@ def picture(rows, metrics, path):  # one panel of dots for each metric, a line f
         axis.set_yticks(range(len(rows)), [*rows])
         axis.invert_yaxis()
         axis.grid(alpha=0.3)
-        axis.set_title(metrics[m][0] + (" (more is better)" if metrics[m][2] else " (less is better)"), fontsize=8)
+        axis.set_title(metrics[m][0] + {True: " (more is better)", False: " (less is better)", None: ""}[metrics[m][2]], fontsize=8)
         axis.tick_params(labelsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -498,7 +524,10 @@ def picture(rows, metrics, path):  # one panel of dots for each metric, a line f
 
 def picture_of_rows(path, T=32):
     """What make really makes of one text: inputs above targets, and which position (down) may attend to which (across)."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        fail("--rows: draws with matplotlib. Try: pip install matplotlib")
     matplotlib.use("Agg")
     from matplotlib import pyplot
     text = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"
@@ -566,6 +595,11 @@ def main(argv=None):
     for cell in todo:                           # what cannot run is said before anything runs
         setting = [f"--{cell['setting']}", cell["value"]] if cell["setting"] not in ("", "replay", "init") else []
         train.get_config(["--objective", cell["objective"], "--max_iters", str(cell["max_iters"]), *cell["flags"], *setting])
+    [source, *new] = open_corpus([flags.data, *([todo[0]["new_data"]] if todo[0]["new_data"] else [])])
+    if len(source["val"]) < 1 << 12:
+        fail(f"--data {flags.data}: has {len(source['val'])} bytes to validate on, the yardsticks want 4096. Try more text")
+    if os.path.exists(flags.out_dir) and not os.path.isdir(flags.out_dir):
+        fail(f"--out_dir {flags.out_dir}: is a file. Try another name")
     path = os.path.join(flags.out_dir, "results.jsonl")
     os.makedirs(flags.out_dir, exist_ok=True)
     shared, done = None, {json.dumps(r["cell"], sort_keys=True) for r in read_results(path)}
@@ -574,36 +608,38 @@ def main(argv=None):
         if json.dumps(cell, sort_keys=True) in done:
             print(f"{title}: finished before")
             continue
-        begin, shared = time.perf_counter(), shared or open_shared(flags, rest)
-        folder = run_training(cell, flags)
+        begin, shared = time.perf_counter(), shared or open_shared(source, flags)
+        folder, base = run_training(cell, flags)
         metrics = logged(folder) | measure(folder, shared)
-        if cell["setting"] == "replay":
-            metrics["new"], metrics["old"] = metrics["bpb"], old_bits(folder, shared["text"])
-        with open(path, "a", encoding="utf-8") as f:
-            f.write(json.dumps({"cell": cell, "metrics": metrics}) + "\n")
+        if cell["setting"] == "replay":         # all three by one ruler
+            metrics |= {"bpb": None, "new": left_right_bits(folder, new[0]["val"]), "old": left_right_bits(folder, shared["text"]),
+                        "before": left_right_bits(base, shared["text"])}
+        add_result(path, {"cell": cell, "metrics": metrics})
         print(f"{title}: loss {metrics['loss']:.4f}, {time.perf_counter() - begin:.0f} s", flush=True)
-    report(flags, todo, baselines(flags, rest, path, shared) if not todo[0]["setting"] else [])
+    report(flags, todo, baselines(source, flags, rest, todo) if not todo[0]["setting"] else [])
 
 
-def old_bits(folder, text):  # -> bits a byte of held-out windows of the first corpus, under the causal mask
+def left_right_bits(folder, text):  # -> bits a byte of held-out windows under the causal mask
     model, _, hp, _ = sample.load_run(folder, "cpu", "float32")
-    x = windows(text, hp.block_size + 1, 4 * ROWS, "old")
+    x = windows(text, hp.block_size + 1, 4 * ROWS, "left to right")
     with torch.no_grad():
         nats = sum(F.cross_entropy(model.logits(model(part[:, :-1], "causal")).flatten(0, 1), part[:, 1:].flatten()) for part in x.split(ROWS)) / 4
     return float(nats) / math.log(2)
 
 
-def baselines(flags, rest, path, shared):  # -> [(name, metrics)]: an untrained model, raw bytes, the held-out text itself
-    kept = path.replace("results.jsonl", "baselines.json")
-    if not os.path.exists(kept) or shared:
-        shared = shared or open_shared(flags, rest)
-        hp = train.get_config(["--device", "cpu", "--dtype", "float32", *rest])
+def baselines(source, flags, rest, todo):  # -> [(name, metrics)]: an untrained model, raw bytes, the held-out text itself
+    kept = os.path.join(flags.out_dir, f"baselines-{hash_of([rest, flags.data]):x}.json")
+    if not os.path.exists(kept):
+        shared = open_shared(source, flags)
+        hp = train.get_config(["--objective", todo[0]["objective"], *rest, "--device", "cpu", "--dtype", "float32"])
         model, T = train.build(hp)[0].requires_grad_(False), hp.block_size
-        out = {"untrained": retrieval(model, "mlm", shared["text"], T), "raw bytes": {},
-               "held-out text": text_figures([to_bytes(row.byte()) for row in windows(shared["text"], 216, ROWS, "prompts")], shared["counts"])}
-        if shared["probe"]:
-            out["untrained"] |= understanding(lambda x: states(model, "mlm", x), shared["probe"])
-            out["raw bytes"] = understanding(byte_features, shared["probe"])
+        text = [to_bytes(row.byte()) for row in windows(shared["text"], 216, ROWS, "prompts")]
+        out = {"untrained, which mixes no positions": retrieval(model, "mlm", shared["text"], T) if T >= 128 else {}, "five raw bytes": {},
+               "held-out text": text_figures(text, shared["counts"])}
+        if shared["probe"] and 256 % min(T, 256) == 0:
+            first, second, _ = out
+            out[first] |= understanding(lambda x: states(model, "mlm", x), shared["probe"])
+            out[second] = understanding(byte_features, shared["probe"])
         with open(kept, "w") as f:
             json.dump(out, f)
     with open(kept) as f:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import TINY, randomized
 
 import compare
-from data import EOT, MASK, MID, PRE, SENTINEL, SEP, SUF, generator
+from data import CLS, EOT, MASK, MID, MODE_R, PRE, SENTINEL, SEP, SUF, generator, read_stdlib, split_documents, to_bytes
 from objectives import OBJECTIVES
 
 SMALL = [x for x in TINY if x not in ("--device", "cpu", "--dtype", "float32")]
@@ -18,7 +18,8 @@ def ids(*shape, seed=0):
     return torch.randint(1, 256, shape, generator=generator(f"ids {seed}"))
 
 
-def test_two_cells_are_trained_once_and_reported(text, capsys):
+def test_two_cells_are_trained_once_and_reported(text, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "ROWS", 8)
     args = ["--data", text, "--objectives", "clm,mtp", "--max_iters", "2", "--out_dir", "out", *SMALL, "--block_size", "160"]
     compare.main(args)
     first = capsys.readouterr().out
@@ -30,7 +31,38 @@ def test_two_cells_are_trained_once_and_reported(text, capsys):
     assert "±" in capsys.readouterr().out
     with open("out/results.jsonl") as f:
         metrics = [json.loads(line)["metrics"] for line in f]
+    assert metrics[0]["loss"] != metrics[2]["loss"], "another seed, another run"
     assert len(metrics) == 4 and all(8 < m["bpb"] < 10 and m["gflops"] > 0 and 0 <= m["recall_1"] <= m["recall_10"] <= 1 for m in metrics)
+
+
+def test_a_line_cut_by_a_kill_harms_nothing(tmp_path):
+    path = str(tmp_path / "results.jsonl")
+    compare.add_result(path, {"a": 1})
+    with open(path, "a") as f:
+        f.write('{"b": ')
+    compare.add_result(path, {"c": 3})
+    assert compare.read_results(path) == [{"a": 1}, {"c": 3}]
+
+
+def test_a_half_is_found_by_its_own_other_half_alone():
+    text = torch.randint(1, 256, (9000,), generator=generator("halves"), dtype=torch.uint8)
+    class Net:                                  # states in which a byte is itself, or nothing
+        def __init__(self, blind):
+            self.blind = blind
+        def __call__(self, x, mask):
+            return torch.ones(*x.shape, 4) if self.blind else F.one_hot(x, 256).float()
+    assert compare.retrieval(Net(True), "mlm", text, 256) == {"recall_1": 0.0, "recall_10": 0.0}
+    repeated = text[:128].repeat(64)
+    assert compare.retrieval(Net(False), "mlm", repeated, 256)["recall_1"] < 0.1 > compare.retrieval(Net(False), "mlm", text, 256)["recall_1"]
+
+
+def test_what_the_probe_scores_no_model_was_trained_on():
+    data = compare.probe_data(256)
+    train_text, held_out = (to_bytes(t) for t in split_documents([*read_stdlib().values()]))
+    for i in range(0, len(data["x"]), 97):
+        window = bytes(data["x"][i].tolist())
+        assert window in (held_out if data["split"][i] == 2 else train_text)
+    assert set(data["split"].tolist()) == {0, 1, 2} and (data["split"][data["rows"]] == 2).sum() == 256 * int((data["split"] == 2).sum())
 
 
 def test_a_sweep_has_a_row_for_each_value(text, capsys):
@@ -49,10 +81,16 @@ def test_replay_is_measured_on_both_corpora(text, capsys):
 
 @pytest.mark.parametrize("flags, hint", [(["--sweep", "nothing=1"], "no such setting"), (["--sweep", "mask_rate"], "as in mask_rate"),
                                          (["--objectives", "mml"], "clm,"), (["--seeds", "one"], "numbers"),
-                                         (["--sweep", "mask_rate=2"], "--mask_rate"), (["--n_layr", "2"], "--n_layer")])
+                                         (["--sweep", "mask_rate=2"], "--mask_rate"),
+                                         (["--sweep", "replay=x"], "shares"), (["--sweep", "init=nothing"], "no objective"), (["--seed", "7"], "itself"),
+                                         (["--objectives", "mlm", "--sweep", "replay=0"], "clm"), (["--sweep", "replay=0", "--new_data", "no"], "no such"),
+                                         (["--data", "short.txt"], "4096"), (["--max_iters", "0"], "--max_iters"), (["--out_dir", "text.txt"], "a file"),
+                                          (["--n_layr", "2"], "--n_layer")])
 def test_bad_flags_are_one_line(flags, hint, text, capsys):
+    with open("short.txt", "wb") as f:
+        f.write(b"words " * 500)
     with pytest.raises(SystemExit) as e:
-        compare.main(flags)
+        compare.main([*flags, *([] if "--data" in flags else ["--data", text])])
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and hint in err and not os.path.exists("out")
 
@@ -87,7 +125,13 @@ def test_the_formats_are_those_of_training(monkeypatch):
         def logits(self, h):
             return h
     show = lambda name: (seen.clear(), compare.infill_logits(Net(), name, x, 2, 2, 99), seen[0])[-1]
-    assert show("fim") == ([PRE, *left, SUF, *right, MID, y[0]], "causal")
+    assert show("fim") == ([PRE, SUF, *right, MID, *left, y[0]], "causal")
+    assert show("ul2") == ([MODE_R, *left, SENTINEL, *right, SENTINEL + 1, SEP, SENTINEL, y[0]], 8)
+    assert show("nsp") == ([CLS, *left, MASK, MASK, *right, SEP], "bidirectional")
+    for name in ("mlm", "mdlm", "hybrid", "nsp", "clm", "span", "bart", "fim", "ul2", "prefix", "mtp"):
+        got = compare.infill_logits(Net(), name, x, 2, 2, 99).argmax(-1)[0].tolist()            # what stands where byte i is read
+        before = {"clm": left[-1], "mtp": left[-1], "prefix": left[-1], "fim": left[-1], "bart": left[-1], "span": SENTINEL, "ul2": SENTINEL}
+        assert got == ([MASK, MASK] if name in ("mlm", "mdlm", "nsp") else [left[-1], y[0]] if name == "hybrid" else [before[name], y[0]]), name
     assert show("span") == ([*left, SENTINEL, *right, SENTINEL + 1, SEP, SENTINEL, y[0]], 7)
     assert show("bart") == ([*left, MASK, *right, SEP, *left, y[0]], 6)
     assert show("prefix") == ([*left, y[0]], 2) and show("clm") == ([*left, y[0]], "causal")

@@ -681,7 +681,7 @@ BAD = {
     "a vanishing weight": (["--objective", "clm:1e-320,mlm:1"], "positive weights"),
     "endless weights of data": (["--data", "text.txt:1e308", "other.txt:1e308"], "positive number"),
     "a device that holds nothing": (["--device", "meta"], "--device cpu"),
-    "a model beyond all memory": (["--n_embd", "1048576", "--n_head", "1"], "does not fit here"),
+    "a batch beyond all memory": (["--batch_size", "16777216", "--accum", "16777216"], "does not fit here"),
 }
 
 
