@@ -650,11 +650,13 @@ def add_up(tensors):  # each becomes its sum over all processes, in one exchange
         t.copy_(total.view_as(t))
 
 
-def agree_on(name):  # -> what the first process says
-    said = [name]
-    if WORLD > 1:
-        torch.distributed.broadcast_object_list(said, src=0, device=torch.device("cpu"))
-    return said[0]
+def agree_on(path):  # -> what the first process says
+    if WORLD == 1:
+        return path
+    said, own = torch.zeros(4096, dtype=torch.uint8), os.fsencode(path)             # as bytes: torch sends objects with numpy alone
+    said[:len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    torch.distributed.broadcast(said, src=0)
+    return os.fsdecode(bytes(said.tolist()).rstrip(b"\0"))
 
 
 def any_says(yes):  # -> does any process say so?
