@@ -92,7 +92,7 @@ def states(model, name, x):  # (N, n) -> (L, N, n, C): each block's states, norm
 
 # ---- 2: infilling
 
-def column(x, *ids):  # -> (N, len(ids)), the same ids in every row
+def fixed(x, *ids):  # -> (N, len(ids)), the same ids in every row
     return torch.tensor(ids, dtype=torch.long).expand(len(x), -1)
 
 
@@ -105,16 +105,16 @@ def infill_logits(model, name, x, a, m, T):  # x (N, n) -> (N, m, V) for bytes a
         before, behind = {"hybrid": ((EOT,), ()), "nsp": ((CLS,), (SEP,))}.get(name, ((), ()))
         out = []
         for i in range(m):
-            row = torch.cat((column(x, *before), left, middle[:, :i], column(x, *[MASK] * (m - i)), right, column(x, *behind)), 1)
+            row = torch.cat((fixed(x, *before), left, middle[:, :i], fixed(x, *[MASK] * (m - i)), right, fixed(x, *behind)), 1)
             at = len(before) + a + i - (name == "hybrid")
             out.append(model.logits(model(row, "bidirectional")[:, at]))
         return torch.stack(out, 1)
     head = {
         "clm": (left,), "mtp": (left,), "prefix": (left,),
-        "fim": (column(x, PRE, SUF), right, column(x, MID), left),                  # SPM, in which the middle goes on from its left side
-        "span": (left, column(x, SENTINEL), right, column(x, SENTINEL + 1, SEP, SENTINEL)),
-        "ul2": (column(x, MODE_X if m > 16 else MODE_R), left, column(x, SENTINEL), right, column(x, SENTINEL + 1, SEP, SENTINEL)),
-        "bart": (left, column(x, MASK), right, column(x, SEP), left),
+        "fim": (fixed(x, PRE, SUF), right, fixed(x, MID), left),                  # SPM, in which the middle goes on from its left side
+        "span": (left, fixed(x, SENTINEL), right, fixed(x, SENTINEL + 1, SEP, SENTINEL)),
+        "ul2": (fixed(x, MODE_X if m > 16 else MODE_R), left, fixed(x, SENTINEL), right, fixed(x, SENTINEL + 1, SEP, SENTINEL)),
+        "bart": (left, fixed(x, MASK), right, fixed(x, SEP), left),
     }.get(name)
     if head is None:
         return None
@@ -262,13 +262,13 @@ def corruption(model, heads, name, text, T):  # -> {replaced: AUC}
     if name == "electra":
         score = heads["replaced"](model(z, "bidirectional").float())[..., 0]
     elif name in ("clm", "mtp", "prefix", "fim"):
-        start = column(z, EOT)
+        start = fixed(z, EOT)
         score = F.cross_entropy(model.logits(model(torch.cat((start, z[:, :-1]), 1), "causal")).mT, z, reduction="none")
     elif name in ("mlm", "mdlm", "nsp", "hybrid"):
         score, at = torch.zeros(z.shape), torch.arange(z.size(1))
         before, behind = {"hybrid": ((EOT,), ()), "nsp": ((CLS,), (SEP,))}.get(name, ((), ()))
         for r in range(8):
-            row = torch.cat((column(z, *before), z.masked_fill(at % 8 == r, MASK), column(z, *behind)), 1)
+            row = torch.cat((fixed(z, *before), z.masked_fill(at % 8 == r, MASK), fixed(z, *behind)), 1)
             first = len(before) - (name == "hybrid")
             logits = model.logits(model(row, "bidirectional"))[:, first:first + z.size(1), :256]
             score = torch.where(at % 8 == r, F.cross_entropy(logits.mT, z, reduction="none"), score)
@@ -315,10 +315,10 @@ def generation(model, name, text, T, counts):  # -> {gen_*, decode_speed}: 64 sa
     prompt, new, gens = windows(text, 32, ROWS, "prompts"), min(T, 256) - 40, sample.sample_generators(1, ROWS)
     begin = time.perf_counter()
     if name == "mdlm":
-        out = sample.fill(model, torch.cat((prompt, column(prompt, *[MASK] * new)), 1), gens, steps=64, order="ancestral", temperature=0.8)[:, 32:]
+        out = sample.fill(model, torch.cat((prompt, fixed(prompt, *[MASK] * new)), 1), gens, steps=64, order="ancestral", temperature=0.8)[:, 32:]
     else:
         before, behind = ((MODE_S,), (SEP,)) if name == "ul2" else ((), ())
-        ids = torch.cat((column(prompt, *before), prompt, column(prompt, *behind)), 1)
+        ids = torch.cat((fixed(prompt, *before), prompt, fixed(prompt, *behind)), 1)
         mask = "prefix" if name in ("prefix", "ul2") else "causal"
         out = torch.stack([*sample.generate(model, ids, new, T, gens, mask, temperature=0.8)], 1)
     speed = out.numel() / (time.perf_counter() - begin) / 1e3
