@@ -72,8 +72,9 @@ def from_bytes(b):  # bytes -> (N,) uint8
 
 # ---- sources: a corpus is a list of dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}
 
-def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources, weights summing to 1
+def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
     """Opens what --data names: files, folders, "-" (standard input) or "stdlib", each with an optional ":weight".
+    The weights returned add up to 1.
 
     Exits with code 2 when one is missing, empty, cannot be read, or holds no text."""
     corpus = []
@@ -113,7 +114,8 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
 
 def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memory does not grow with the file
     if not os.path.isfile(path):
-        fail(f"{flag} {path}: {'not a regular file' if os.path.exists(path) else 'no such file or folder'}. Try a path to text")
+        what = "not a regular file" if os.path.exists(path) else "no such file or folder"
+        fail(f"{flag} {path}: {what}. Try a path to text")
     size = os.path.getsize(path)
     if not size:
         fail(f"{flag} {path}: is empty. Try a file with text in it")
@@ -248,5 +250,5 @@ def check_sizes(corpus, n, T, window):
             continue
         fits = next((t for t in range(min(T, least), 1, -1) if window(t) <= least), 0)
         hint = f"Try --block_size {fits}, or more text" if fits else "Try more text"
-        fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a row of "
-             f"--block_size {T} needs {n} of each. {hint}")
+        fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a row "
+             f"of --block_size {T} needs {n} of each. {hint}")

@@ -3,8 +3,8 @@
 B batch rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys
 
 Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021), QK-norm
-(Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at zero, logits capped by
-15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them is the objective's.
+(Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at zero, logits
+capped by 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them is the objective's.
 """
 import functools
 import importlib.util
@@ -81,11 +81,12 @@ def resolve_mask(mask, B, q, T_k, D, doc=None, static=False):
 # ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
 
 def attend(q, k, v, seen):
-    """seen: what resolve_mask returns. Each form where it is the fastest: sums for the single query of a decoding step on
-    the CPU, written out for whole rows there, else the fused kernels."""
-    if q.device.type != "cuda" and q.size(2) == 1:
+    """seen: what resolve_mask returns. Each form where it is the fastest: sums for the single query of a decoding
+    step on the CPU, written out for whole rows there, else the fused kernels."""
+    T_q, T_k, cuda = q.size(2), k.size(2), q.device.type == "cuda"
+    if T_q == 1 and not cuda:
         return attend_one(q, k, v, seen)
-    return attend_fused(q, k, v, seen) if q.device.type == "cuda" or q.size(2) < k.size(2) else attend_plain(q, k, v, seen)
+    return attend_fused(q, k, v, seen) if cuda or T_q < T_k else attend_plain(q, k, v, seen)
 
 
 def attend_plain(q, k, v, seen):
@@ -176,13 +177,15 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, seen, cache=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
+        # attention is the only layer that moves information between positions
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
         qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()                               # (3, B, H, T, D)
-        (q, k), v = rotate(norm(qkv[:2]), cos, sin), qkv[2]
+        (q, k), v = rotate(norm(qkv[:2]), cos, sin), qkv[2]                         # QK-norm, then RoPE
         if cache is not None:
             k, v = extend(cache, k, v)                                              # (B, H, T_k, D)
-        y = attend(q, k, v, seen)
+        y = attend(q, k, v, seen)                                                   # (B, H, T, D)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+        # each position for itself
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
@@ -227,8 +230,9 @@ def new_cache(model, B, T, static=False):  # -> room for T positions of B rows
     """Setting "length" back forgets the positions after it. static: the length is a tensor and every step attends over
     all T positions under a mask, so that no shape depends on the length and a step can be compiled."""
     sizes, device = model.sizes, model.embed.weight.device
-    room = lambda: [torch.zeros(B, sizes.n_head, T, sizes.n_embd // sizes.n_head, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)]
-    return dict(k=room(), v=room(), length=torch.zeros((), dtype=torch.long, device=device) if static else 0)
+    shape = B, sizes.n_head, T, sizes.n_embd // sizes.n_head                        # (B, H, T, D), one for each layer
+    k, v = ([torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)] for _ in range(2))
+    return dict(k=k, v=v, length=torch.zeros((), dtype=torch.long, device=device) if static else 0)
 
 
 def extend(cache, k, v):  # one layer's (keys, values, length, positions) -> all keys and values (B, H, T_k, D)

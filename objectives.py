@@ -105,6 +105,10 @@ def nats(logits, tgt):  # logits (..., V), tgt (...) -> sum of the cross-entropy
     return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+def yes_no(logits, labels):  # logits, labels (...) of 0 and 1 -> sum of the binary cross-entropy
+    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
+
+
 def token_loss(model, heads, batch, hp):
     """Cross-entropy of the byte head at every position with a target, in nats."""
     h = model(batch["inp"], batch["mask"], batch.get("doc"))                        # (B, T, C)
@@ -188,7 +192,7 @@ def prefix_window(T, hp):
 # ---- span: span corruption
 
 def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
-    """Span corruption: the noise spans of a text, from the text with a sentinel in place of each (T5, Raffel et al. 2020).
+    """Span corruption: a text's noise spans, from the text with a sentinel in place of each (T5, Raffel et al. 2020).
 
         z     t h [0] c a t   s [1] SEP [0] e   [1] a t EOT     z one longer than a row; inp z[:-1], tgt z[1:]
               \\____ source: both ways ____/  \\__ causal, loss __/
@@ -201,22 +205,28 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     return span_rows(x, N, S, hp.block_size, g)
 
 
-def span_rows(x, N, S, T, g, mode=None):
+def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     first, noise = place_spans(*x.shape, N, S, g)                                   # (B, n) bool each
-    sentinel = SENTINEL - 1 + first.cumsum(1)
-    target = torch.stack((sentinel, x), dim=2).flatten(1)                           # (B, 2 n): a slot before each byte
-    return seq2seq(torch.where(first, sentinel, x), first | ~noise, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
+    sentinel = SENTINEL - 1 + first.cumsum(1)                                       # of the last span that has begun
+    # source: a span's first byte becomes its sentinel, its others go
+    source, keep = torch.where(first, sentinel, x), first | ~noise
+    # target: the noise bytes, and before each span's first one its sentinel; every byte has a slot before it
+    target = torch.stack((sentinel, x), dim=2).flatten(1)                           # (B, 2 n)
+    return seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
 
 
 def place_spans(B, n, N, S, g):  # -> first (B, n), noise (B, n) bool: S spans of N bytes in all, none touching another
     lengths = compose(B, N, S, g)                                                   # (B, S)
-    kept = compose(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1                    # the two edges may be empty
+    # S + 1 stretches of kept bytes around them; the two at the edges may be empty, so they are drawn one byte too long
+    kept = compose(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1                    # (B, S): kept bytes before each
     start = kept + lengths.cumsum(1) - lengths
+    # +1 where a span starts, -1 behind its end: the running sum is 1 inside
     edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device).scatter(1, start, 1).scatter(1, start + lengths, -1)
     return edge[:, :n] == 1, edge[:, :n].cumsum(1) == 1
 
 
-def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: the most raw bytes whose source, SEP, target and EOT fill T + 1 ids
+def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and spans of a row
+    """The most raw bytes whose source, SEP, target and EOT, with `extra` ids beside, fill T + 1 ids."""
     for n in range(T - 1 - extra, 1, -1):
         N = min(max(round(n * rate), 1), n - 1)
         S = max(1, round(N / mean))
@@ -225,9 +235,11 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: the most raw bytes whose s
     else:
         fail(f"--block_size {T}: too short for a span. Try --block_size 16")
     if S > min(N, n - N + 1):
-        fail(f"spans of mean {mean:g} at rate {rate:g} would touch in rows of --block_size {T}. Try a lower rate or longer spans")
+        fail(f"spans of mean {mean:g} at rate {rate:g} would touch in rows of --block_size {T}. "
+             "Try a lower rate or longer spans")
     if S > N_SENTINELS:
-        fail(f"spans of mean {mean:g} at rate {rate:g} need {S} sentinels, there are {N_SENTINELS}. Try --span_mean {math.ceil(N / N_SENTINELS)}")
+        fail(f"spans of mean {mean:g} at rate {rate:g} need {S} sentinels, there are {N_SENTINELS}. "
+             f"Try --span_mean {math.ceil(N / N_SENTINELS)}")
     return n, N, S
 
 
@@ -251,8 +263,8 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     this project's sources (U-PaLM, Tay et al. 2022, gives S half of the rows); spans as in span. Targets of all rows
     are pooled in one mean, so X rows, which have most, weigh most; each denoiser's own mean is logged."""
     T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
-    for (mode, _, n, N, S), rows in zip(parts, apportion([d[1] for d in parts], x.size(0))):
-        raw, x = x[:rows, :n], x[rows:]
+    for (_, mode, n, N, S), rows in zip(parts, apportion([d[0] for d in parts], x.size(0))):
+        raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes
         if rows and mode == MODE_S:
             cut = torch.randint(n // 4, 3 * n // 4 + 1, (rows, 1), generator=g, device=g.device)
             left = torch.arange(n, device=g.device) < cut                           # (rows, n)
@@ -262,21 +274,22 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     return {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
 
 
-def denoisers(T, hp):  # -> [(mode id, weight, n, N, S)]
+def denoisers(T, hp):  # -> [(weight, mode id, n, N, S)] of those in ul2_weights
     try:
         weights = {name: float(w) for name, w in (part.split(":") for part in hp.ul2_weights.split(","))}
     except ValueError:
         weights = {}
     if not weights or not set(weights) <= set("RSX") or not all(0 < w < math.inf for w in weights.values()):
         fail(f"--ul2_weights {hp.ul2_weights}: wants positive weights of R, S and X. Try R:.5,S:.25,X:.25")
-    spans = {"R": (MODE_R, hp.span_rate, hp.span_mean), "X": (MODE_X, *UL2_X)}
-    return [(spans[d][0], w, *fit_spans(T, *spans[d][1:], extra=1)) if d in spans else (MODE_S, w, T - 2, 0, 0) for d, w in weights.items()]
+    kinds = {"R": lambda: (MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)),
+             "X": lambda: (MODE_X, *fit_spans(T, *UL2_X, extra=1)), "S": lambda: (MODE_S, T - 2, 0, 0)}
+    return [(w, *kinds[name]()) for name, w in weights.items()]
 
 
 def ul2_window(T, hp):
     parts = denoisers(T, hp)
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
-        if min(apportion([d[1] for d in parts], rows)) == 0:
+        if min(apportion([d[0] for d in parts], rows)) == 0:
             fail(f"--ul2_weights {hp.ul2_weights}: leave a denoiser without one of {rows} rows. Try more even weights"
                  + (", or a larger --batch_size" if rows < EVAL_ROWS else ""))
     return max(d[2] for d in parts)
@@ -306,17 +319,22 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes of a row
     i, m = torch.arange(n, device=g.device), lengths(B, 1, n, g)                    # m (B, 1) bytes are rearranged
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (m + 1)).long().sort(dim=1).values
-    a, b = cut[:, :1], cut[:, 1:]                                                   # prefix i < a, middle, suffix b <= i < m
-    suffix = m - b
-    psm = torch.where(i < a, 1 + i, torch.where(i < b, 3 + suffix + i, 2 + a + i - b))          # where byte i goes
+    a, b = cut[:, :1], cut[:, 1:]               # (B, 1): prefix i < a, middle a <= i < b, suffix b <= i < m
+    suffix, rest = m - b, i >= m                # the suffix's length; which bytes are another row's
+
+    # the place of byte i in either order, then the places of PRE, SUF, MID and EOT
+    psm = torch.where(i < a, 1 + i, torch.where(i < b, 3 + suffix + i, 2 + a + i - b))          # (B, n)
     spm = torch.where(i < b, 3 + suffix + i, 2 + i - b)
-    zero, rest = torch.zeros_like(a), i >= m
-    psm = torch.cat((torch.where(rest, i + 4, psm), zero, 1 + a, 2 + a + suffix, m + 3), dim=1)
+    zero = torch.zeros_like(a)
+    psm = torch.cat((torch.where(rest, i + 4, psm), zero, 1 + a, 2 + a + suffix, m + 3), dim=1)             # (B, n + 4)
     spm = torch.cat((torch.where(rest, i + 4, spm), zero, zero + 1, 2 + suffix, m + 3), dim=1)
+
+    # each row in its order, or as it was
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
     at = torch.where(u[:, 0] < hp.fim_spm_rate, spm, psm)
     text = torch.where(rest, x[:, :n].roll(1, 0), x[:, :n])
-    moved = torch.zeros_like(x).scatter(1, at, torch.cat((text, *(column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1))
+    ids = torch.cat((text, *(column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1)   # (B, n + 4)
+    moved = torch.zeros_like(x).scatter(1, at, ids)
     return clm(torch.where(u[:, 1] < hp.fim_rate, moved, x), g, hp)
 
 
@@ -395,21 +413,24 @@ def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, he
 
 
 def electra_heads(sizes, hp):
-    return {"generator": Transformer(electra_sizes(sizes, hp), getattr(torch, hp.dtype)), "replaced": readout(sizes.n_embd)}
+    generator = Transformer(electra_sizes(sizes, hp), getattr(torch, hp.dtype))
+    return {"generator": generator, "replaced": readout(sizes.n_embd)}
 
 
 def electra_counts(batch, hp):
     return {"generator": batch["at"].numel(), "discriminator": batch["inp"].numel()}
 
 
-def electra_forward(model, heads, batch):  # -> generator's logits (B, k, V), clean bytes (B, k), labels (B, T), discriminator's logits (B, T)
+def electra_forward(model, heads, batch):
+    """-> generator's logits (B, k, V), clean bytes (B, k), labels (B, T), discriminator's logits (B, T)"""
     generator, at = heads["generator"], batch["at"]
     h = generator(batch["inp"], "bidirectional")
     logits = generator.logits(h.gather(1, at[..., None].expand(-1, -1, h.size(-1))))
     clean = batch["tgt"].gather(1, at)                                              # (B, k)
     with torch.no_grad():                       # the inverse of the distribution function, at the uniforms of the batch
-        cdf = logits[..., :N_BYTES].softmax(-1).cumsum(-1)
-        fake = torch.searchsorted(cdf, (batch["u"] * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=N_BYTES - 1)
+        cdf = logits[..., :N_BYTES].softmax(-1).cumsum(-1)                          # (B, k, 256)
+        fake = torch.searchsorted(cdf, (batch["u"] * cdf[..., -1])[..., None], right=True)[..., 0]
+        fake = fake.clamp(max=N_BYTES - 1)                                          # (B, k)
         labels = torch.zeros_like(batch["inp"]).scatter(1, at, (fake != clean).long())
     seen = model(batch["inp"].scatter(1, at, fake), "bidirectional")
     return logits, clean, labels, heads["replaced"](seen.float())[..., 0]
@@ -419,7 +440,7 @@ def electra_loss(model, heads, batch, hp):
     logits, clean, labels, replaced = electra_forward(model, heads, batch)
     counts = electra_counts(batch, hp)
     return {"generator": (nats(logits, clean), counts["generator"], 1.0),
-            "discriminator": (F.binary_cross_entropy_with_logits(replaced, labels.float(), reduction="sum"), counts["discriminator"], hp.electra_weight)}
+            "discriminator": (yes_no(replaced, labels), counts["discriminator"], hp.electra_weight)}
 
 
 def electra_stats(model, heads, batch, hp):
@@ -427,7 +448,8 @@ def electra_stats(model, heads, batch, hp):
     return {"auc": (auc(replaced.flatten(), labels.flatten()), 1), "replaced": (labels.sum(), labels.numel())}
 
 
-def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores above a 0, ties counted half; .5 without both
+def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores above a 0
+    """From the sum of the ones' ranks (Mann and Whitney 1947); ties count half; .5 where one of the two is missing."""
     scores, labels = scores.cpu().double(), labels.cpu().double()                   # mps has no float64
     order, ones = scores.sort().values, labels.sum()
     rank = (torch.searchsorted(order, scores) + torch.searchsorted(order, scores, right=True) + 1) / 2
@@ -458,10 +480,13 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     keep = present
     if "permute" in noises:
         y = permute_sentences(y, present, g)
-    if "infill" in noises:
-        keep, start, used = place_infills(present, k, 8 + int(hp.bart_rate * L + 1), hp.poisson_lambda, g)       # (B, L), (B, K), (B, K)
+    if "infill" in noises:                      # where the spans lie; their MASKs come last, since they add positions
+        most = 8 + int(hp.bart_rate * L + 1)                                        # K spans at most
+        keep, start, used = place_infills(present, k, most, hp.poisson_lambda, g)   # (B, L), (B, K), (B, K)
+
+    # distinct bytes outside the infilled spans, k for each noise: the first k of a random order, the next k, ...
     point = [noise for noise in ("mask", "delete", "replace") if noise in noises]
-    if point:                                   # distinct bytes outside the infilled spans, k for each noise
+    if point:
         order = torch.rand(B, L, generator=g, device=g.device).masked_fill(~keep, 2).argsort(dim=1)
         rank = torch.zeros_like(x).scatter(1, order, i.expand(B, L))
         for j, noise in enumerate(point):
@@ -470,14 +495,18 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
                 keep = keep & ~struck
             else:
                 y = torch.where(struck, MASK if noise == "mask" else random_bytes((B, L), g), y)
-    if "infill" in noises:                      # byte i has the slot behind all spans that start at or before it
+
+    # byte i has the slot behind all spans that start at or before it, the j-th span the slot behind j others
+    if "infill" in noises:
         K = start.size(1)
-        before = torch.zeros(B, L + 1, dtype=torch.long, device=x.device).scatter_add(1, start, used.long()).cumsum(1)[:, :L]
+        before = torch.zeros(B, L + 1, dtype=torch.long, device=x.device).scatter_add(1, start, used.long())
+        before = before.cumsum(1)[:, :L]                                            # (B, L): spans up to byte i
         slots = torch.cat((i + before, torch.where(used, start + torch.arange(K, device=x.device), L + K)), dim=1)
         wide = torch.full((B, L + K + 1), PAD, dtype=x.dtype, device=x.device)
         keep = torch.zeros_like(wide, dtype=torch.bool).scatter(1, slots, torch.cat((keep, used), dim=1))[:, :L + K]
         y = wide.scatter(1, slots, torch.cat((y, torch.full_like(start, MASK)), dim=1))[:, :L + K]
-    if "rotate" in noises:
+
+    if "rotate" in noises:                      # by 1 .. length - 1 positions
         y, length = pack(y, keep, L), keep.sum(1, keepdim=True)
         turn = 1 + (torch.rand(B, 1, generator=g, device=g.device) * (length - 1)).long()
         y, keep = y.gather(1, ((i + turn) % length.clamp(min=1)).where(i < length, i)), i < length
@@ -489,7 +518,7 @@ def permute_sentences(x, present, g):  # (B, L) -> the same sentences in another
     space = (x == 32) | ((x >= 9) & (x <= 13))
     stop = (x == ord(".")) | (x == ord("?")) | (x == ord("!"))
     end = (x == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
-    sentence = end.cumsum(1) - end.long()                                           # (B, L): an end belongs to its sentence
+    sentence = end.cumsum(1) - end.long()                                           # (B, L): an end is its sentence's
     key = torch.rand(x.shape, generator=g, device=g.device).gather(1, sentence).masked_fill(~present, 2)
     return x.gather(1, key.argsort(dim=1, stable=True))
 
@@ -498,18 +527,22 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> keep (
     """At most K spans that cover exactly M of the present bytes: lengths are Poisson until they add up to M, the last
     cut to fit; each span lies at a uniform gap between kept bytes."""
     (B, L), m = present.shape, present.sum(1, keepdim=True)
-    j = torch.arange(64, device=g.device)       # the Poisson distribution, by the inverse of its distribution function
+    # lengths, by the inverse of Poisson's distribution function
+    j = torch.arange(64, device=g.device)
     cdf = (j * math.log(mean) - mean - torch.lgamma(j + 1.0)).exp().cumsum(0)
     length = torch.searchsorted(cdf, torch.rand(B, K, generator=g, device=g.device), right=True).clamp(max=63)
+    # as many as cover M bytes; of those of length 0, which add a MASK and take nothing, so few that the source never
+    # outgrows the text
     before = length.cumsum(1) - length
-    used = before < M
+    used = before < M                                                               # (B, K)
     length = torch.where(used, length.minimum(M - before), 0)
     full = (used & (length > 0)).sum(1, keepdim=True)
-    used &= (length > 0) | ((used & (length == 0)).cumsum(1) <= M - full)           # the source never outgrows the text
+    used &= (length > 0) | ((used & (length == 0)).cumsum(1) <= M - full)
+    # each at a gap between the m - M bytes that stay, in the order of the text
     gap = (torch.rand(B, K, generator=g, device=g.device) * (m - M + 1)).long()
-    order = torch.where(used, gap, L).sort(dim=1)                                   # unused spans last; kept bytes before each
+    order = torch.where(used, gap, L).sort(dim=1)                                   # unused spans last
     used, length = used.gather(1, order.indices), length.gather(1, order.indices)
-    start = (order.values + length.cumsum(1) - length).clamp(max=L)
+    start = (order.values + length.cumsum(1) - length).clamp(max=L)                 # kept bytes, then spans, before it
     edge = torch.zeros(B, L + 1, dtype=torch.long, device=g.device)
     edge = edge.scatter_add(1, start, used.long()).scatter_add(1, (start + length).clamp(max=L), -used.long())
     return (edge[:, :L].cumsum(1) == 0) & present, start, used
@@ -523,7 +556,7 @@ def bart_counts(m, hp):  # bytes of the rows (B, 1) -> bytes that each of the no
 def bart_window(T, hp):
     noises, L = hp.bart_noise.split(","), (T - 1) // 2
     if not set(noises) <= set(NOISES) or len(set(noises)) < len(noises):
-        fail(f"--bart_noise {hp.bart_noise}: wants different names, separated by commas. Try some of {','.join(NOISES)}")
+        fail(f"--bart_noise {hp.bart_noise}: wants different names with commas between. Try some of {','.join(NOISES)}")
     if L < 8:
         fail(f"--block_size {T}: bart needs rows of 17 positions. Try --block_size 64")
     return L
@@ -531,7 +564,7 @@ def bart_window(T, hp):
 
 # ---- nsp: next sentence prediction
 
-GAP = 8                                         # bytes skipped between A and B, so that no cut word gives the answer away
+GAP = 8                                         # bytes skipped between A and B: no cut word gives the answer away
 
 
 def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
@@ -555,17 +588,19 @@ def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
         second = torch.where(negative[:, None], other, second)
     text = torch.cat((first, second), dim=1)                                        # (B, 2 h)
     noisy, tgt = mask_bytes(text, choose(B, 2 * h, max(1, round(hp.mask_rate * 2 * h)), g), g)
-    frame = lambda t, cls, sep, pad: torch.cat((column(t, cls), t[:, :h], column(t, sep), t[:, h:], column(t, sep),
-                                                t.new_full((B, T - 2 * h - 3), pad)), dim=1)
-    return dict(inp=frame(noisy, CLS, SEP, PAD), tgt=frame(tgt, IGNORE, IGNORE, IGNORE), labels=(~negative).long(), mask="bidirectional")
+    def frame(t, cls, sep, pad):  # (B, 2 h) -> (B, T)
+        rest = t.new_full((B, T - 2 * h - 3), pad)                                  # one position where T is even
+        return torch.cat((column(t, cls), t[:, :h], column(t, sep), t[:, h:], column(t, sep), rest), dim=1)
+    return dict(inp=frame(noisy, CLS, SEP, PAD), tgt=frame(tgt, IGNORE, IGNORE, IGNORE),
+                labels=(~negative).long(), mask="bidirectional")
 
 
 def nsp_window(T, hp):
     if hp.nsp_negatives not in ("random", "swap"):
         fail(f"--nsp_negatives {hp.nsp_negatives}: unknown. Try random or swap")
     if T < 7 or hp.batch_size * hp.accum < 2:
-        fail(f"--objective nsp: needs rows of 7 positions and 2 rows a step, and has {T} and {hp.batch_size * hp.accum}. "
-             "Try a larger --block_size, --batch_size or weight")
+        fail(f"--objective nsp: needs rows of 7 positions and 2 rows a step, and has {T} and "
+             f"{hp.batch_size * hp.accum}. Try a larger --block_size, --batch_size or weight")
     return 2 * ((T - 3) // 2) + GAP
 
 
@@ -581,7 +616,7 @@ def nsp_loss(model, heads, batch, hp):
     h = model(batch["inp"], batch["mask"])                                          # (B, T, C)
     follows, counts = heads["follows"](h[:, 0].float())[:, 0], nsp_counts(batch, hp)
     return {"nll": (nats(model.logits(h), batch["tgt"]), counts["nll"], 1.0),
-            "nsp": (F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="sum"), counts["nsp"], 1.0)}
+            "nsp": (yes_no(follows, batch["labels"]), counts["nsp"], 1.0)}
 
 
 def nsp_stats(model, heads, batch, hp):
@@ -599,7 +634,8 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
 
     InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both directions.
     The negatives are the other rows of the micro-batch: accumulation and several processes equal one big batch only
-    at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one length, no byte deleted, no queue of older negatives."""
+    at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one length, no byte deleted, no
+    queue of older negatives."""
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)
@@ -611,7 +647,8 @@ def contrastive_window(T, hp):
     if round(hp.crop * T) >= T:
         fail(f"--crop {hp.crop:g}: both crops would be the whole window. Try --crop 0.5")
     if hp.batch_size < 2:
-        fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size}. Try a larger --batch_size, such as 8, or weight")
+        fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size}. "
+             "Try a larger --batch_size, such as 8, or weight")
     return T
 
 
@@ -685,7 +722,8 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     reading, made a pointer over the T positions. The rotation is uniform over 0..T - 1."""
     B, T = x.shape
     r = torch.randint(0, T, (B, 1), generator=g, device=g.device)
-    return dict(inp=x.gather(1, (torch.arange(T, device=g.device) + r) % T), labels=((T - r) % T)[:, 0], mask="bidirectional")
+    at = (torch.arange(T, device=g.device) + r) % T                                 # (B, T)
+    return dict(inp=x.gather(1, at), labels=((T - r) % T)[:, 0], mask="bidirectional")
 
 
 def rotation_heads(sizes, hp):
@@ -722,14 +760,16 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
     row = torch.arange(B + 1, device=g.device) * hp.hybrid_ratio + 1e-6
     masked = row.long().diff() > 0                                                  # (B,): spread evenly over the batch
     noisy, tgt = mask_bytes(x[:, :T], 1 + choose(B, T - 1, max(1, round(hp.mask_rate * T)), g), g)
-    tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE)
-    return dict(inp=noisy.where(masked[:, None], x[:, :-1]), tgt=tgt.where(masked[:, None], x[:, 1:]), mask=torch.where(masked, T, 0))
+    tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE)                                   # shifted as in clm
+    inp, tgt = noisy.where(masked[:, None], x[:, :-1]), tgt.where(masked[:, None], x[:, 1:])
+    return dict(inp=inp, tgt=tgt, mask=torch.where(masked, T, 0))
 
 
 def hybrid_window(T, hp):
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
         if not 0 < int(rows * hp.hybrid_ratio + 1e-6) < rows and 0 < hp.hybrid_ratio < 1:
-            fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. Try a ratio nearer to .5")
+            fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
+                 "Try a ratio nearer to .5")
     if round(hp.mask_rate * T) > T - 1:
         fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
     return next_byte(T, hp)
@@ -749,17 +789,22 @@ def hybrid_loss(model, heads, batch, hp):
     logits = model.logits(model(batch["inp"], batch["mask"], batch.get("doc")))
     masked, causal = hybrid_targets(batch)
     counts = hybrid_counts(batch, hp)
-    return {"masked": (nats(logits, masked), counts["masked"], hp.hybrid_ratio), "causal": (nats(logits, causal), counts["causal"], 1 - hp.hybrid_ratio)}
+    return {"masked": (nats(logits, masked), counts["masked"], hp.hybrid_ratio),
+            "causal": (nats(logits, causal), counts["causal"], 1 - hp.hybrid_ratio)}
 
 
 # ---- the table: what train.py, sample.py, --help and the tests know of the objectives
-# settings: {flag: (default, help, lowest, highest)}. bpb: "exact" where the objective trains the model to code text from
-# the left under the causal mask, "bound" where its own loss bounds that code. whole: wants windows without a NUL inside.
-# packs: keeps the text's order, so that --doc_mask can keep attention inside a document. targets: counts of positions
-# with loss, where counts are of something else. defaults: other defaults of train.py's flags.
+#   settings  {flag: (default, help, lowest, highest)}
+#   bpb       "exact" where the objective trains the model to code text from the left under the causal mask,
+#             "bound" where its own loss bounds that code
+#   whole     wants windows without a NUL inside
+#   packs     keeps the text's order, so that --doc_mask can keep attention inside a document
+#   targets   counts of positions with loss, where counts are of something else
+#   defaults  other defaults of train.py's flags
 
 MASK_RATE = {"mask_rate": (0.15, "share of positions to predict", 0.001, 1.0)}
-SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999), "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
+SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999),
+         "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
 
 OBJECTIVES = {
     "clm": dict(
@@ -769,7 +814,8 @@ OBJECTIVES = {
         help="masked bytes from all the others", use="fill [MASK]", mask="bidirectional", packs=True,
         settings=MASK_RATE, window=same_length, make=mlm, heads=no_heads, loss=token_loss, counts=token_counts),
     "prefix": dict(
-        help="a suffix from a prefix read both ways", use="read a prompt, continue", mask="prefix", bpb="exact", packs=True,
+        help="a suffix from a prefix read both ways", use="read a prompt, continue", mask="prefix",
+        bpb="exact", packs=True,
         settings={"prefix_min": (0.0, "shortest prefix, as a share of the block", 0.0, 1.0),
                   "prefix_max": (1.0, "longest prefix, as a share of the block", 0.0, 1.0)},
         window=prefix_window, make=prefix_lm, heads=no_heads, loss=token_loss, counts=token_counts),
@@ -781,7 +827,8 @@ OBJECTIVES = {
         settings=SPANS | {"ul2_weights": ("R:.5,S:.25,X:.25", "shares of the rows of the denoisers R, S and X")},
         window=ul2_window, make=ul2, heads=no_heads, loss=token_loss, counts=token_counts, stats=ul2_stats),
     "fim": dict(
-        help="text with its middle moved to the end", use="write between two texts", mask="causal", bpb="exact", whole=True,
+        help="text with its middle moved to the end", use="write between two texts", mask="causal",
+        bpb="exact", whole=True,
         settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
                   "fim_spm_rate": (0.5, "share of those with the suffix first", 0.0, 1.0)},
         window=fim_window, make=fim, heads=no_heads, loss=token_loss, counts=token_counts),
@@ -793,7 +840,8 @@ OBJECTIVES = {
         help="which bytes a generator made up", use="mark suspicious bytes", mask="bidirectional",
         settings=MASK_RATE | {"electra_weight": (50.0, "weight of the discriminator's loss", 0.0, 1e6),
                               "gen_scale": (0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
-        window=same_length, make=electra, heads=electra_heads, loss=electra_loss, counts=electra_counts, stats=electra_stats),
+        window=same_length, make=electra, heads=electra_heads, loss=electra_loss, counts=electra_counts,
+        stats=electra_stats),
     "bart": dict(
         help="a whole text from a noisy one", use="repair a text", mask="prefix", whole=True,
         settings={"bart_noise": ("infill,permute", "any of " + ",".join(NOISES)),
@@ -808,14 +856,17 @@ OBJECTIVES = {
         help="which crops share a window", use="embed and search", mask="bidirectional", whole=True,
         settings={"tau": (0.05, "temperature of the similarities", 1e-4, 1e4),
                   "crop": (0.5, "length of a crop, as a share of the block", 0.01, 1.0)},
-        window=contrastive_window, make=contrastive, heads=no_heads, loss=contrastive_loss, counts=contrastive_counts, stats=contrastive_stats),
+        window=contrastive_window, make=contrastive, heads=no_heads, loss=contrastive_loss, counts=contrastive_counts,
+        stats=contrastive_stats),
     "mdlm": dict(
         help="masked bytes at any rate", use="write in any order", mask="bidirectional", bpb="bound", packs=True,
-        settings={}, window=same_length, make=mdlm, heads=no_heads, loss=mdlm_loss, counts=mdlm_counts, targets=token_counts),
+        settings={}, window=same_length, make=mdlm, heads=no_heads, loss=mdlm_loss, counts=mdlm_counts,
+        targets=token_counts),
     "rotation": dict(
         help="where a rotated text was cut", use="find the seam", mask="bidirectional", whole=True,
-        defaults={"block_size": 64, "batch_size": 32},          # one label a row: with 8 long rows a step it does not start to learn
-        settings={}, window=same_length, make=rotation, heads=rotation_heads, loss=rotation_loss, counts=rotation_counts, stats=rotation_stats),
+        defaults={"block_size": 64, "batch_size": 32},          # one label a row: 8 long rows do not start to learn
+        settings={}, window=same_length, make=rotation, heads=rotation_heads, loss=rotation_loss,
+        counts=rotation_counts, stats=rotation_stats),
     "hybrid": dict(
         help="masked rows and causal rows", use="continue, fill [MASK]", mask="both", bpb="exact", packs=True,
         settings=MASK_RATE | {"hybrid_ratio": (0.5, "share of rows that are masked", 0.0, 1.0)},
