@@ -27,11 +27,12 @@ import time
 import torch
 import torch.nn.functional as F
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF, decode, documents, encode, fail, generator, map_file
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF
+from data import decode, documents, encode, fail, generator, map_file
 from model import new_cache, pack_weights
 from objectives import GAP, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
-from train import (Parser, aside, build, capture, compressors, load_checkpoint, members, newest_run, pick_device, pick_dtype,
-                   restore, set_precision)
+from train import Parser, aside, build, capture, compressors, load_checkpoint, members, newest_run, restore
+from train import pick_device, pick_dtype, set_precision
 
 N_BYTES = 256                                   # nothing above is ever written, but a sentinel where holes are filled
 SCORE_ROWS = 64                                 # windows scored at once
@@ -42,19 +43,23 @@ FLAGS = {
     "objective": ("", "of a mixture, the member to use; without it the first"),
     "prompt": ("", "the text to continue, fill, repair or examine"),
     "prefix": ("", "fim: the text before; nsp: the first text"),
-    "suffix": ("", f"fim: the text behind; nsp: the second text (of a long one the first {GAP} bytes are skipped, as in training)"),
+    "suffix": ("", "fim: the text behind; nsp: the second text (of a long one the first "
+                   f"{GAP} bytes are skipped, as in training)"),
     "spm": (False, "fim: give the suffix first"),
     "hole": ("", "marker of a hole, in place of <extra_id_0> or, for bytes one by one, [MASK] and [MASK:4]"),
     "mode": ("", "ul2: R (short holes), X (long holes) or S (continue); without it R where there is a hole, else S"),
     "order": ("", "mlm, hybrid: confident, left or parallel [confident]; mdlm: ancestral or confident [ancestral]"),
-    "steps": (0, "mlm, hybrid, mdlm: passes in which the holes of a block are filled; 0 for one a byte (mdlm: at most 64)", 0, 1 << 20),
+    "steps": (0, "mlm, hybrid, mdlm: passes in which the holes of a block are filled; 0 for one a byte (mdlm: at most "
+              "64)", 0, 1 << 20),
     "show": (False, "mdlm: play the unmasking"),
-    "speculate": (True, "mtp: heads 2, 3, ... draft, head 1 verifies; of itself for one sample at a temperature above 0 (in bfloat16 drafts "
-                        "break near-ties differently at 0). Given, it is compared with plain decoding"),
+    "speculate": (True, "mtp: heads 2, 3, ... draft, head 1 verifies; of itself for one sample at a temperature above 0 "
+                        "(in bfloat16 drafts break near-ties differently at 0). Given, it is compared with plain "
+                        "decoding"),
     "query": ("", "contrastive: the text to look for"),
     "corpus": ("", "contrastive: file whose lines, or folder whose files, are embedded, or searched for --query"),
     "score": ("", "file whose bits per byte to print"),
-    "stride": (0, "with --score: bytes scored per window, block_size for disjoint cold windows; 0 for half a block", 0, 1 << 24),
+    "stride": (0, "with --score: bytes scored per window, block_size for disjoint cold windows; 0 for half a block",
+               0, 1 << 24),
     "compile": (False, "torch.compile the decoding step: slow to start, faster for long texts"),
     "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
     "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
@@ -71,7 +76,7 @@ DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
 
 # ---- drawing a byte
 
-def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (..., V) -> p (..., 256 + len(extra)) float64
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (..., V) -> (..., 256 + len(extra)) float64
     """Probabilities of the bytes, then of the extra ids allowed; at temperature 0 all on the most likely. top_k cuts
     before top_p, which counts what was there before the cut. In float64, since float32 loses tails (Zheng et al. 2024),
     which mps does not have: there on the CPU."""
@@ -79,7 +84,8 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (...
     logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
-    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)        # the difference first: 1 / temperature may overflow
+    # the difference first: 1 / temperature may overflow
+    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_k and top_k < p.size(-1) or top_p < 1:
         p, ids = p.sort(dim=-1, descending=True, stable=True)
         before, p = p.cumsum(-1) - p, p.clone()
@@ -154,7 +160,8 @@ def emptied(cache):  # a static cache, for another text
 def fast_step(model, N, T, heads=None, n=1):  # -> dict(cache, n, run), or None where torch.compile cannot
     """One decoding step over a static cache for a block of T, compiled; on CUDA captured in a graph besides.
 
-    run: bytes (N, 1) -> logits (N, V); with heads, for speculate, ids (1, n) -> logits (n, V) of head 1, (n, heads - 1, V)."""
+    run: bytes (N, 1) -> logits (N, V); with heads, for speculate, ids (1, n) -> logits (n, V) of head 1 and
+    (n, heads - 1, V) of the others."""
     cache, device = new_cache(model, N, T, static=True), model.embed.weight.device
     held = torch.zeros(N, n, dtype=torch.long, device=device)
     def step(ids):
@@ -163,10 +170,11 @@ def fast_step(model, N, T, heads=None, n=1):  # -> dict(cache, n, run), or None 
     forward = torch.compile(step, fullgraph=True, dynamic=False)
     try:
         from torch._inductor import config  # here: it costs half a second to import
-        with config.patch(freezing=device.type == "cpu"):       # the weights as constants, which are laid out for their kernels
+        with config.patch(freezing=device.type == "cpu"):       # weights as constants, laid out for their kernels
             forward(held)
     except Exception as e:                      # no compiler, an old one, an operating system without support
-        print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it", file=sys.stderr)
+        why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+        print(f"--compile: does not work here ({why}), going on without it", file=sys.stderr)
         return None
     if device.type != "cuda":
         return dict(cache=cache, n=n, run=forward)
@@ -176,15 +184,16 @@ def fast_step(model, N, T, heads=None, n=1):  # -> dict(cache, n, run), or None 
 
 
 @torch.inference_mode()
-def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None, **how):  # ids -> yields ids, as many a pass as are accepted
+def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None, **how):  # ids -> yields ids
     """Self-speculative decoding: heads 2.. draft, head 1 verifies the draft in one pass (Stern et al. 2018). A draft d
     is kept with probability min(1, p(d) / q(d)), else (p - q)+ is drawn from (Leviathan et al. 2023): at temperature 0
     the text is that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept).
     step: what fast_step returned for these heads."""
     ids, drafts, q = list(prompt), [], None     # drafts d_2 .. d_n that follow ids[-1], and what they were drawn from
-    start, fed, cache, written = max(0, len(ids) - T), 0, None, 0                   # fed: ids behind start that the cache holds
+    start, fed, cache, written = max(0, len(ids) - T), 0, None, 0                   # fed: ids from start in the cache
     draw = lambda p: invert(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
     while written < max_new_tokens:
+        # one pass over what the cache lacks and over the drafts
         if len(ids) - start > T:
             start, fed = len(ids) - T // 2, 0
         if not fed:
@@ -196,9 +205,12 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None,
         else:
             h, far = model(new, "causal", cache=cache)[0, new.size(1) - len(drafts) - 1:], None
             logits = model.logits(h)            # (drafts + 1, V): what follows ids[-1], d_2, ...
+
+        # the drafts up to the first that is refused, then one byte more
         p, kept = distribution(logits, **how), 0
         if drafts:
-            d, u = torch.tensor(drafts)[:, None].to(p.device), torch.rand(len(drafts), 1, generator=g, dtype=torch.double).to(p.device)
+            d, u = torch.tensor(drafts)[:, None], torch.rand(len(drafts), 1, generator=g, dtype=torch.double)
+            d, u = d.to(p.device), u.to(p.device)
             kept = int((u * q[:len(d)].gather(1, d) < p[:-1].gather(1, d)).long().cumprod(0).sum())
         rest = p[kept] if kept == len(drafts) else (p[kept] - q[kept]).clamp(min=0)
         out = drafts[:kept] + [int(draw(rest if rest.sum() > 0 else p[kept]))]
@@ -206,8 +218,11 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None,
             tally.append((len(drafts), kept))
         cache["length"] -= len(drafts) - kept   # the rejected ones are forgotten
         fed += new.size(1) - (len(drafts) - kept)
+
+        # the next drafts, from the state behind the last draft that was kept
         if "mtp" in heads:
-            q = distribution(model.logits(far_states(heads, h[kept])) if far is None else far[kept], **how)       # (n - 1, 256)
+            ahead = model.logits(far_states(heads, h[kept])) if far is None else far[kept]
+            q = distribution(ahead, **how)                                          # (n - 1, 256)
             drafts = draw(q).tolist()
         for i in out:
             ids.append(i)
@@ -220,7 +235,7 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None,
 # ---- filling masked bytes
 
 @torch.inference_mode()
-def unmask(model, ids, gens, steps=0, order="confident", shift=False, **how):  # ids (N, n) with MASKs -> yields (N, n) after each pass
+def unmask(model, ids, gens, steps=0, order="confident", shift=False, **how):  # (N, n) with MASKs -> yields (N, n)
     """Fills the masked positions in so many passes (0: one for each), leaving everything else.
 
     confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left; parallel: one pass, each
@@ -242,7 +257,8 @@ def unmask(model, ids, gens, steps=0, order="confident", shift=False, **how):  #
         if order == "ancestral":                # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
             now = (uniforms(ids.shape[1:], gens) * (steps - i) < 1).to(ids.device)
         else:
-            urgency = logits[..., :N_BYTES].float().softmax(-1).amax(-1) if order == "confident" else -at.float().expand(ids.shape)
+            sure = logits[..., :N_BYTES].float().softmax(-1).amax(-1)               # (N, n)
+            urgency = sure if order == "confident" else -at.float().expand(ids.shape)
             rank = urgency.masked_fill(~holes, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
             now = rank < -(-holes.sum(1, keepdim=True) // (steps - i))              # an equal share of what is left
         ids = torch.where(holes & now, new, ids)
@@ -258,7 +274,8 @@ def fill(*args, **kwargs):  # unmask, its last state alone
 @torch.inference_mode()
 def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of the whole text, left to right
     """Window i codes bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
-    windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask: as in training."""
+    windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask: as in
+    training."""
     n, bits = len(data), 8.0
     windows = [(max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride)]
     for length, group in itertools.groupby(windows, lambda w: w[2] - w[0]):
@@ -270,7 +287,8 @@ def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of
 
 @torch.inference_mode()
 def score_rows(model, data, rows, length, doc_mask):  # rows [(first, first scored, end)] of one length -> bits
-    x = torch.stack([data[a:end + 1] for a, _, end in rows]).long().to(model.embed.weight.device)      # (rows, length + 1)
+    x = torch.stack([data[a:end + 1] for a, _, end in rows])                        # (rows, length + 1)
+    x = x.long().to(model.embed.weight.device)
     logits = model.logits(model(x[:, :-1], "causal", documents(x[:, :-1]) if doc_mask else None))
     nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), length)
     return sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
@@ -290,7 +308,8 @@ def score_bound(model, data, T, seed, draws=16):  # data (n,) uint8 -> bits at m
 
 @torch.inference_mode()
 def score_pseudo(model, data, T, shift=False):  # data (n,) uint8 -> bits: each byte from all the others of its window
-    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others. shift: as in unmask."""
+    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others. shift: as
+    in unmask."""
     bits = 0.0
     for x in data.split(T - shift):
         x = x.long().to(model.embed.weight.device)
@@ -381,18 +400,21 @@ def hole_ids(flags):  # -> ids of the prompt, MASK for each byte of a hole
 MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_\d+>"
 
 
-# ---- what each objective is for. Each mode: (model, heads, hp, flags, held-out bytes) -> prints. A flag is None when not given
+# ---- what each objective is for. Each mode: (model, heads, hp, flags, held-out bytes) -> prints
+# a flag is None when not given; without a prompt a mode demonstrates itself on the held-out bytes
 
 def continue_mode(model, heads, hp, flags, held_out):
+    """clm, prefix, mtp, and where there is nothing to fill ul2 and hybrid: goes on with a prompt."""
     name, T = flags.objective, hp.block_size
-    ahead = name == "mtp" and flags.speculate and ("speculate" in flags.given or flags.num_samples == 1 and flags.temperature > 0)
+    by_itself = flags.num_samples == 1 and flags.temperature > 0
+    ahead = name == "mtp" and flags.speculate and ("speculate" in flags.given or by_itself)
     prompt = held_out[:T // 2].tolist() if flags.prompt is None else encode(flags.prompt)
     if flags.prompt is None:
         print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
         print(f"{decode(held_out[:T].tolist())}\n--- the model's continuation:")
     prompt = prompt or [EOT]                    # an empty prompt is the start of a document
     before, behind = ([MODE_S], [SEP]) if name == "ul2" else ([], [])
-    if name in ("prefix", "ul2"):
+    if name in ("prefix", "ul2"):               # one block holds the prompt and what is written
         room = max(1, T - 2 * len(before) - min(flags.max_new_tokens, T // 2))
         if len(prompt) > room:
             print(f"--- the last {room} of {len(prompt)} bytes of the prompt, which leave room in the block")
@@ -402,7 +424,8 @@ def continue_mode(model, heads, hp, flags, held_out):
     if ahead:
         return speculate_mode(model, heads, hp, flags, prompt)
     step = fast_step(model, flags.num_samples, T) if flags.compile else None
-    steps = generate(model, ids, flags.max_new_tokens, T, sample_generators(flags.seed, flags.num_samples), mask, step=step, **drawing(flags))
+    gens = sample_generators(flags.seed, flags.num_samples)
+    steps = generate(model, ids, flags.max_new_tokens, T, gens, mask, step=step, **drawing(flags))
     if flags.num_samples == 1:
         stream, byte, written = Stream(prompt), None, 0
         for byte in steps:
@@ -418,21 +441,25 @@ def continue_mode(model, heads, hp, flags, held_out):
 
 
 def speculate_mode(model, heads, hp, flags, prompt):
-    written, seconds, tally = 0, 0.0, []
-    step = fast_step(model, 1, hp.block_size, heads, hp.mtp_heads) if flags.compile and hp.mtp_heads > 1 else None
+    T, n, written, seconds, tally = hp.block_size, hp.mtp_heads, 0, 0.0, []
+    step = fast_step(model, 1, T, heads, n) if flags.compile and n > 1 else None
     for i in headings(flags):
-        stream, begin = Stream(prompt), time.perf_counter()
-        for byte in speculate(model, heads, prompt, flags.max_new_tokens, hp.block_size, one_row(flags, i)[0], tally, step, **drawing(flags)):
+        stream, [g], begin = Stream(prompt), one_row(flags, i), time.perf_counter()
+        for byte in speculate(model, heads, prompt, flags.max_new_tokens, T, g, tally, step, **drawing(flags)):
             seconds += time.perf_counter() - begin              # without the printing
             stream.write(byte)
             written, begin = written + 1, time.perf_counter()
         stream.end()
-    each = [sum(kept >= k for drafted, kept in tally if drafted >= k) / max(1, sum(drafted >= k for drafted, _ in tally)) for k in range(1, hp.mtp_heads)]
-    line = f"--- {written / max(1, len(tally)):.2f} bytes per pass; kept of head {', '.join(f'{k + 2}: {a:.0%}' for k, a in enumerate(each))}"
+    each = []                                   # of the passes that had a draft of head k + 1: the share that kept it
+    for k in range(1, n):
+        asked = [kept >= k for drafted, kept in tally if drafted >= k]
+        each.append(f"{k + 1}: {sum(asked) / max(1, len(asked)):.0%}")
+    line = f"--- {written / max(1, len(tally)):.2f} bytes per pass; kept of head {', '.join(each)}"
     if "speculate" in flags.given:              # the same bytes one by one, with the same cache
-        begin = time.perf_counter()
-        plain = list(generate(model, tensor(prompt, hp), min(written, flags.max_new_tokens), hp.block_size, one_row(flags, 0), **drawing(flags)))
-        line += f"; {written / max(seconds, 1e-9):.0f} bytes/s against {len(plain) / max(time.perf_counter() - begin, 1e-9):.0f} plain"
+        begin, most = time.perf_counter(), min(written, flags.max_new_tokens)
+        plain = list(generate(model, tensor(prompt, hp), most, T, one_row(flags, 0), **drawing(flags)))
+        speed = len(plain) / max(time.perf_counter() - begin, 1e-9)
+        line += f"; {written / max(seconds, 1e-9):.0f} bytes/s against {speed:.0f} plain"
     print(line, file=sys.stderr)
 
 
@@ -442,8 +469,9 @@ def fill_mode(model, heads, hp, flags, held_out):
     order = flags.order or ("ancestral" if name == "mdlm" else "confident")
     if order == "parallel" and flags.steps:
         fail("--steps: --order parallel is one pass. Try --order confident")
-    if order not in (("ancestral", "confident") if name == "mdlm" else ("confident", "left", "parallel")):
-        fail(f"--order {order}: {name} has {'ancestral and confident' if name == 'mdlm' else 'confident, left and parallel'}. Try one of them")
+    orders = ("ancestral", "confident") if name == "mdlm" else ("confident", "left", "parallel")
+    if order not in orders:
+        fail(f"--order {order}: unknown to {name}. Try {', '.join(orders)}")
     steps = flags.steps or (64 if name == "mdlm" else 0)
     how = dict(steps=steps, order=order, shift=name == "hybrid", **drawing(flags))
     if flags.prompt is None:
@@ -457,7 +485,8 @@ def fill_mode(model, heads, hp, flags, held_out):
             for out in unmask(model, masked, one_row(flags, i), **how):
                 if flags.show:
                     show_frame(out[0])
-            print(f"--- filled, {int((out == x)[asked].sum())} of {int(asked.sum())} masked bytes as in the original:\n{shown(out[0])}")
+            right = f"{int((out == x)[asked].sum())} of {int(asked.sum())}"
+            print(f"--- filled, {right} masked bytes as in the original:\n{shown(out[0])}")
         return
     ids = hole_ids(flags)
     if MASK not in ids and name != "mdlm":
@@ -502,7 +531,8 @@ def holes_mode(model, heads, hp, flags, held_out):
         for c in cuts:                          # a hole of 4 bytes in some of the pieces of 8
             pieces, end = pieces + [held_out[end:8 * c + 2].tolist(), 1], 8 * c + 6
         pieces += [held_out[end:n].tolist()]
-        print(f"clean:\n{decode(held_out[:n])}\n--- with holes:\n" + "".join(decode(p) if isinstance(p, list) else "[..]" for p in pieces) + "\n--- filled:")
+        text = "".join(decode(p) if isinstance(p, list) else "[..]" for p in pieces)
+        print(f"clean:\n{decode(held_out[:n])}\n--- with holes:\n{text}\n--- filled:")
     else:
         pieces = parse_holes(bytes(encode(flags.prompt)), encoded(flags.hole), HOLES)
     holes = len(pieces) // 2
@@ -514,15 +544,16 @@ def holes_mode(model, heads, hp, flags, held_out):
     if holes >= N_SENTINELS:
         fail(f"--prompt: has {holes} holes, there are {N_SENTINELS} sentinels. Try a shorter text")
     source = mode + [i for k, p in enumerate(pieces) for i in (p if isinstance(p, list) else [SENTINEL + k // 2])]
-    source += ([SENTINEL + holes] if pieces[-1] else []) + [SEP]        # one more hole: its sentinel, not EOT, ends the last span
+    source += ([SENTINEL + holes] if pieces[-1] else []) + [SEP]        # one more hole, see infill_spans
     if len(source) + holes + 1 > T:
         fail(f"--prompt: {len(source)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for i in headings(flags):
         spans, whole = infill_spans(model, source, holes, flags.max_new_tokens, T, one_row(flags, i), **drawing(flags))
-        print(marked([(spans[k // 2], True) if k % 2 else (p, False) for k, p in enumerate(pieces)]) + ("" if whole else "\n--- stopped before the end"))
+        text = marked([(spans[k // 2], True) if k % 2 else (p, False) for k, p in enumerate(pieces)])
+        print(text + ("" if whole else "\n--- stopped before the end"))
 
 
-def infill_spans(model, source, holes, max_new_tokens, T, gens, **how):  # ids -> [bytes of each hole], did all end by themselves
+def infill_spans(model, source, holes, max_new_tokens, T, gens, **how):  # -> [bytes of each hole], did all end?
     """Writes sentinel 0, then lets the model write each span up to the next sentinel. A source that does not end with a
     hole has one more sentinel behind it: rows of one length have taught the model to write EOT at one place alone."""
     spans, x = [], torch.tensor([source], device=model.embed.weight.device)
@@ -555,18 +586,21 @@ def fim_mode(model, heads, hp, flags, held_out):
     elif flags.prefix is not None or flags.suffix is not None:
         prefix, suffix = encode(flags.prefix or ""), encode(flags.suffix or "")
     else:
-        n = min(len(held_out), T // 2)
-        prefix, middle, suffix = (held_out[a:b].tolist() for a, b in ((0, n // 2), (n // 2, n // 2 + 16), (n // 2 + 16, n)))
-        print(f"clean:\n{decode(prefix + middle + suffix)}\n--- with a hole:\n{decode(prefix)}[..]{decode(suffix)}\n--- filled:")
-    room = max(2, T - 4 - min(flags.max_new_tokens, T // 3))                        # for both sides; each keeps what is nearest
+        text = held_out[:T // 2].tolist()
+        a, b = len(text) // 2, len(text) // 2 + 16
+        prefix, suffix = text[:a], text[b:]
+        print(f"clean:\n{decode(text)}\n--- with a hole:\n{decode(prefix)}[..]{decode(suffix)}\n--- filled:")
+    # room for both sides, of which each keeps what is nearest
+    room = max(2, T - 4 - min(flags.max_new_tokens, T // 3))
     keep = max(room // 2, room - len(suffix))
     left, right = prefix[-keep:], suffix[:room - min(len(prefix), keep)]
     ids = [PRE, SUF, *right, MID, *left] if flags.spm else [PRE, *left, SUF, *right, MID]
+    most = min(flags.max_new_tokens, T + 1 - len(ids))
     for i in headings(flags):
-        steps = generate(model, tensor(ids, hp), min(flags.max_new_tokens, T + 1 - len(ids)), T, one_row(flags, i), **drawing(flags))
-        middle = [int(b) for b in steps]
+        middle = [int(b) for b in generate(model, tensor(ids, hp), most, T, one_row(flags, i), **drawing(flags))]
         whole = bool(middle) and middle[-1] == EOT
-        print(marked([(prefix, False), (middle[:len(middle) - whole], True), (suffix, False)]) + ("" if whole else "\n--- stopped before EOT"))
+        text = marked([(prefix, False), (middle[:len(middle) - whole], True), (suffix, False)])
+        print(text + ("" if whole else "\n--- stopped before EOT"))
 
 
 def repair_mode(model, heads, hp, flags, held_out):
@@ -591,7 +625,8 @@ def repair_mode(model, heads, hp, flags, held_out):
 
 @torch.inference_mode()
 def suspicion(model, heads, ids, T):  # ids (n,) long -> (n,): probability that each byte was replaced
-    return torch.cat([heads["replaced"](model(x[None], "bidirectional").float())[0, :, 0].sigmoid() for x in ids.split(T)])
+    logits = [heads["replaced"](model(x[None], "bidirectional").float())[0, :, 0] for x in ids.split(T)]
+    return torch.cat(logits).sigmoid()
 
 
 def suspicious_mode(model, heads, hp, flags, held_out):
@@ -601,7 +636,8 @@ def suspicious_mode(model, heads, hp, flags, held_out):
         bad = torch.rand(x.shape, generator=g).to(x.device) < 0.05
         clean, x = x, torch.where(bad, random_bytes(x.shape, g).to(x.device), x)
         bad = x != clean
-        print(f"clean:\n{decode(clean)}\n--- {int(bad.sum())} bytes replaced at random:\n{decode(x)}\n--- marked where the model thinks so:")
+        print(f"clean:\n{decode(clean)}\n--- {int(bad.sum())} bytes replaced at random:\n{decode(x)}")
+        print("--- marked where the model thinks so:")
     p = suspicion(model, heads, x, hp.block_size)
     found = p > 0.5
     print(marked(runs(x.tolist(), found.tolist()), ("«", "»")))
@@ -627,7 +663,8 @@ def follows_mode(model, heads, hp, flags, held_out):
         first, true, other = (held_out[a:a + n].tolist() for a in (0, n, len(held_out) - n))
         print(f"first text:\n{decode(first)}")
         for title, second in (("its continuation", true), ("a later passage", other)):
-            print(f"--- {title}, which follows with probability {follows(model, heads, first, second, hp):.3f}:\n{decode(second)}")
+            p = follows(model, heads, first, second, hp)
+            print(f"--- {title}, which follows with probability {p:.3f}:\n{decode(second)}")
     else:
         print(f"{follows(model, heads, encode(flags.prefix or ''), encode(flags.suffix or ''), hp):.4f}")
 
@@ -649,9 +686,11 @@ def embeddings(model, texts, T):  # list of ids -> (N, C) float32 of length 1; o
 def passages(path):  # a file's lines, or a folder's files -> [(title, ids)]
     try:
         if not os.path.isdir(path):
-            found = [(f"line {i}", list(line)) for i, line in enumerate(read_file(path).splitlines(), 1) if line.strip()]
+            lines = enumerate(read_file(path).splitlines(), 1)
+            found = [(f"line {i}", list(line)) for i, line in lines if line.strip()]
         else:
-            paths = sorted(os.path.join(root, name) for root, _, names in os.walk(path) for name in names if not name.startswith("."))
+            names = [(root, name) for root, _, names in os.walk(path) for name in names if not name.startswith(".")]
+            paths = sorted(os.path.join(*name) for name in names)
             found = [(p, list(text)) for p in paths if os.path.isfile(p) and (text := read_file(p))]
     except (OSError, ValueError) as e:          # a path with a NUL in it
         fail(f"--corpus {path}: cannot be read ({e}). Try another file or folder")
@@ -695,13 +734,15 @@ def seam(model, heads, ids, hp):  # ids -> index of the byte that came first bef
 
 
 def seam_mode(model, heads, hp, flags, held_out):
-    ids = encode(flags.prompt) or [EOT] if flags.prompt is not None else held_out[:hp.block_size].roll(hp.block_size // 3).tolist()
-    if len(ids) > hp.block_size:
-        print(f"--- the first {hp.block_size} of {len(ids)} bytes, which fill the block")
-        ids = ids[:hp.block_size]
+    T, turn = hp.block_size, hp.block_size // 3
+    ids = held_out[:T].roll(turn).tolist() if flags.prompt is None else encode(flags.prompt) or [EOT]
+    if len(ids) > T:
+        print(f"--- the first {T} of {len(ids)} bytes, which fill the block")
+        ids = ids[:T]
     at, p = seam(model, heads, ids, hp)
-    print(f"rotated:\n{shown(ids)}\n--- rolled back at byte {at} (probability {p:.2f}" +
-          (f", the right one is {hp.block_size // 3 % len(ids)}" if flags.prompt is None else "") + f"):\n{shown(ids[at:] + ids[:at])}")
+    truth = f", the right one is {turn % len(ids)}" if flags.prompt is None else ""
+    print(f"rotated:\n{shown(ids)}\n--- rolled back at byte {at} (probability {p:.2f}{truth}):")
+    print(shown(ids[at:] + ids[:at]))
 
 
 def score_mode(model, heads, hp, flags, held_out):
@@ -716,14 +757,17 @@ def score_mode(model, heads, hp, flags, held_out):
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
     def say(bits, note):
-        print(f"{flags.score}: {bits / len(data):.4f} bits per byte ({bits * math.log(2) / len(data):.4f} nats), {len(data):,} bytes, {note}", flush=True)
+        bits /= len(data)
+        figures = f"{bits:.4f} bits per byte ({bits * math.log(2):.4f} nats), {len(data):,} bytes"
+        print(f"{flags.score}: {figures}, {note}", flush=True)
     if OBJECTIVES[name].get("bpb") == "exact":
         say(score(model, data, T, stride, hp.doc_mask), f"windows of {T}, stride {stride}")
     elif name == "mdlm":
         bits, error = score_bound(model, data, T, flags.seed)
         say(bits, f"at most, standard error {error / len(data):.4f}, cold windows of {T}")
     elif name != "mlm":
-        fail(f"--score: {name} defines no probability of a text. Try a run trained as {' '.join(n for n, e in OBJECTIVES.items() if 'bpb' in e)} mlm")
+        those = " ".join(other for other, entry in OBJECTIVES.items() if "bpb" in entry)
+        fail(f"--score: {name} defines no probability of a text. Try a run trained as {those} mlm")
     if name in ("mlm", "hybrid"):
         shift = name == "hybrid"
         say(score_pseudo(model, data, T, shift), f"pseudo: every byte given all others of its window of {T - shift}")
@@ -760,7 +804,8 @@ def parse(argv):  # -> Namespace of every flag; texts that were not given are No
             dict(action=argparse.BooleanOptionalAction if default else "store_true")
         parser.add_argument(f"--{flag}", help=text + (f" [{default}]" if default not in ("", 0, True) else ""), **how)
     given = vars(parser.parse_args(argv))
-    flags = argparse.Namespace(**{flag: None if default == "" else default for flag, (default, *_) in FLAGS.items()} | given)
+    defaults = {flag: None if default == "" else default for flag, (default, *_) in FLAGS.items()}
+    flags = argparse.Namespace(**defaults | given)
     for flag, spec in FLAGS.items():
         if len(spec) == 4 and not spec[2] <= getattr(flags, flag) <= spec[3]:
             fail(f"--{flag} {getattr(flags, flag)}: must lie between {spec[2]} and {spec[3]}. Try the default")
@@ -796,14 +841,15 @@ def main(argv=None):  # -> exit code
         if flags.objective not in names:
             fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
         if flags.objective not in MODES and flags.score is None:    # a fork's new objective
-            return print(f"{path}: sample.py has no mode for {flags.objective} yet; its table MODES is the place for one")
+            return print(f"{path}: sample.py has no mode for {flags.objective} yet. Try adding one to its table MODES")
         mode, read = choose_mode(flags)
         for flag in sorted(flags.given - read - COMMON):
             those = [n for n, (_, r) in MODES.items() if flag in r and n != flags.objective]
             hint = "--score" if not those else "a --prompt" if flag == "hole" else " ".join(those)
             if flags.score is not None:
                 fail(f"--{flag}: not used with --score. Try it without --score")
-            fail(f"--{flag}: not used by {flags.objective}{' here' if flag in MODES[flags.objective][1] else ''}. Try it with {hint}")
+            here = " here" if flag in MODES[flags.objective][1] else ""
+            fail(f"--{flag}: not used by {flags.objective}{here}. Try it with {hint}")
         mode(model, heads, hp, flags, ckpt["held_out"])
     finally:
         torch.set_float32_matmul_precision(precision)

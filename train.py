@@ -30,7 +30,8 @@ from model import Sizes, Transformer
 from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, apportion, token_loss
 
 VERSION = 1                                     # of the checkpoint's layout
-CHECKPOINT = {"config", "step", "seconds", "best", "sources", "metrics_bytes", "model", "heads", "adamw", "muon", "held_out"}
+CHECKPOINT = {"config", "step", "seconds", "best", "sources", "metrics_bytes", "model", "heads", "adamw", "muon",
+              "held_out"}
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
@@ -79,7 +80,7 @@ SETTINGS = {
 # what may differ between a run and its continuation
 FREE = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile", "cuda_graph"}
 WARM = 3                                        # steps before a CUDA graph is captured
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # of the processes that torchrun started
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # of torchrun's processes
 
 
 # ---- settings
@@ -89,17 +90,20 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message}. Try: python {self.prog} --help")
 
     def format_help(self):
-        lines = [super().format_help(), "objectives: mask, share of a row's positions with loss, rows for the signal of one clm row, what it predicts, use"]
+        title = "objectives: mask, share of a row's positions with loss, rows for the signal of one clm row, what, use"
+        lines = [super().format_help(), title]
         for name, entry in OBJECTIVES.items():
-            share = default_share(name)
-            lines.append(f"  {name:12s}{entry['mask']:14s}{share:6.1%} {1 / share:6.2f}x  {entry['help']}; {entry['use']}")
+            share, words = default_share(name), f"{entry['help']}; {entry['use']}"
+            lines.append(f"  {name:12s}{entry['mask']:14s}{share:6.1%} {1 / share:6.2f}x  {words}")
         return "\n".join(lines) + "\n"
 
 
 def parse(argv):  # -> {flag: value} of the flags that argv gives
     groups = SETTINGS | {"of " + name: entry["settings"] for name, entry in OBJECTIVES.items()}
-    parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]", description=__doc__,
-                    allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # no defaults here: what was not given must be known, since a checkpoint's settings come in between
+    parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]",
+                    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
     seen = set()
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
@@ -108,7 +112,8 @@ def parse(argv):  # -> {flag: value} of the flags that argv gives
                 continue
             seen.add(flag)
             if isinstance(default, dict):
-                text, default = f"{text} [{', '.join(f'{k} {v}' for k, v in default.items())}]", [*default.values()][0]
+                shown = ", ".join(f"{k} {v}" for k, v in default.items())
+                text, default = f"{text} [{shown}]", [*default.values()][0]
             elif default != "" and default is not False:
                 text = f"{text} [{' '.join(default) if isinstance(default, list) else default}]"
             how = dict(action="store_true") if default is False else dict(metavar="X", type=type(default))
@@ -127,7 +132,8 @@ def specs():  # -> {flag: (default, help, lowest, highest)}, the objectives' own
 
 
 def defaults(kind="cpu", optimizer="muon"):  # -> {flag: default}
-    pick = lambda default: next(default[k] for k in (kind, optimizer) if k in default) if isinstance(default, dict) else default
+    def pick(default):
+        return next(default[k] for k in (kind, optimizer) if k in default) if isinstance(default, dict) else default
     return {flag: pick(spec[0]) for flag, spec in specs().items()}
 
 
@@ -135,6 +141,7 @@ def get_config(argv):  # -> Namespace of every setting
     """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes nothing.
 
     Exits with code 2 on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
+    # what was given, and what a checkpoint says
     given, saved = {flag: value for flag, value in parse(argv).items() if value != "auto"}, {}
     if given.get("resume"):
         given["out_dir"] = given.get("out_dir") or newest_run()
@@ -146,6 +153,8 @@ def get_config(argv):  # -> Namespace of every setting
         refuse_changes(given, saved, sizes[:3], f"the model in {given['init_from']} has")
     if given.get("optimizer", "muon") not in ("muon", "adamw"):
         fail(f"--optimizer {given['optimizer']}: unknown. Try muon or adamw")
+
+    # defaults of the device, of the optimizer, of the objective, then those two
     device = pick_device(given.get("device", saved.get("device", "auto")))
     kind = "cuda" if device.type == "cuda" else "cpu"
     chosen = saved | given
@@ -153,13 +162,16 @@ def get_config(argv):  # -> Namespace of every setting
     hp = argparse.Namespace(**defaults(kind, chosen.get("optimizer", "muon")) | own | chosen)
     hp.device = str(device)
     hp.dtype = pick_dtype(hp.dtype, device)
+
+    # what cannot be
     for flag, spec in specs().items():
         if len(spec) == 4 and not spec[2] <= getattr(hp, flag) <= spec[3]:
             fail(f"--{flag} {getattr(hp, flag)}: must lie between {spec[2]} and {spec[3]}. Try the default")
     if hp.cuda_graph and device.type != "cuda":
         fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {device}. Try without it")
     if hp.n_embd % (2 * hp.n_head):
-        fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)}")
+        fits = 2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)
+        fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
     run = members(hp)
     for name, entry in OBJECTIVES.items():
         for flag in sorted(set(entry["settings"]) & set(given)):
@@ -167,7 +179,8 @@ def get_config(argv):  # -> Namespace of every setting
                 fail(f"--{flag}: is a setting of {name}, but this run trains {hp.objective}. Try --objective {name}")
     for m in run:
         if hp.doc_mask and not m.get("packs"):
-            fail(f"--doc_mask: {m['name']} does not keep the text's order. Try it with {' '.join(n for n, e in OBJECTIVES.items() if e.get('packs'))}")
+            those = " ".join(name for name, entry in OBJECTIVES.items() if entry.get("packs"))
+            fail(f"--doc_mask: {m['name']} does not keep the text's order. Try it with {those}")
     return hp
 
 
@@ -196,15 +209,19 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
     if min(rows) == 0:
         fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
              f"Try --batch_size {math.ceil(1 / min(weights))}")
-    own = lambda r: argparse.Namespace(**{**vars(hp), "batch_size": r})             # an objective sees the rows that are its own
-    return [dict(OBJECTIVES[name], name=name, weight=w, rows=r, n=OBJECTIVES[name]["window"](hp.block_size, own(r)))
-            for (name, _, _), w, r in zip(parts, weights, rows)]
+    out = []
+    for (name, _, _), weight, r in zip(parts, weights, rows):
+        own = argparse.Namespace(**vars(hp) | {"batch_size": r})                    # it sees the rows that are its own
+        n = OBJECTIVES[name]["window"](hp.block_size, own)
+        out.append(dict(OBJECTIVES[name], name=name, weight=weight, rows=r, n=n))
+    return out
 
 
 def default_share(name):  # -> share of positions with loss at the default settings, from a batch that is made
     entry, B, g = OBJECTIVES[name], 64, generator("share")
     T = entry.get("defaults", {}).get("block_size", 256)
-    hp = argparse.Namespace(**{flag: spec[0] for flag, spec in entry["settings"].items()}, block_size=T, batch_size=B, accum=1)
+    own = {flag: spec[0] for flag, spec in entry["settings"].items()}
+    hp = argparse.Namespace(**own, block_size=T, batch_size=B, accum=1)
     batch = entry["make"](torch.randint(1, 256, (B, entry["window"](T, hp)), generator=g), g, hp)
     return targets(entry, batch, hp) / (B * T)
 
@@ -265,7 +282,8 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
         if os.path.isfile(log):
             with open(log, "rb") as f:
                 if b'"split": "train"' in f.read():
-                    fail(f"--out_dir {hp.out_dir}: holds the metrics of a run whose checkpoints are gone. Try another --out_dir")
+                    fail(f"--out_dir {hp.out_dir}: holds the metrics of a run whose checkpoints are gone. "
+                         "Try another --out_dir")
         return hp.out_dir
     base = os.path.join("out", hp.objective.replace(",", "+").replace(":", "_"))
     path, i = base, 1
@@ -298,7 +316,8 @@ def save_checkpoint(path, state):
     except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
         if os.path.exists(path + ".tmp"):
             os.remove(path + ".tmp")
-        fail(f"{path}: could not be written ({str(e).splitlines()[0]}). The checkpoint before it is whole. Try freeing disk space, then --resume")
+        fail(f"{path}: could not be written ({str(e).splitlines()[0]}). The checkpoint before it is whole. "
+             "Try freeing disk space, then --resume")
 
 
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
@@ -313,7 +332,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         missing = CHECKPOINT - set(ckpt)
         assert version > VERSION or not missing, missing
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
-        fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try best.pt beside it, or another run")
+        fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). "
+             "Try best.pt beside it, or another run")
     if version > VERSION:
         fail(f"{path}: has layout {version}, this program reads up to {VERSION}. Try a newer version of the program")
     return ckpt
@@ -342,6 +362,7 @@ def restore(model, heads, ckpt, path):
 
 
 def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep` bytes
+    """Locked, so that a folder holds one run at a time. Exits with code 2 where it cannot be written."""
     path = os.path.join(out_dir, "metrics.jsonl")
     try:
         os.makedirs(out_dir, exist_ok=True)
@@ -365,7 +386,8 @@ def write_line(f, record):
         f.write(json.dumps(record).encode() + b"\n")
         f.flush()
     except OSError as e:
-        fail(f"{f.name}: could not be written ({e.strerror}). The checkpoint before it is whole. Try freeing disk space, then --resume")
+        fail(f"{f.name}: could not be written ({e.strerror}). The checkpoint before it is whole. "
+             "Try freeing disk space, then --resume")
 
 
 # ---- batches
@@ -375,7 +397,8 @@ def draw_windows(run, corpus, split, rows, key):  # -> (source, offsets) of each
     return [draw(corpus, split, m["n"], rows(m), g) for m in run]
 
 
-def make_batches(run, corpus, split, where, gens, hp):  # -> one batch per member: its windows, corrupted by its generator
+def make_batches(run, corpus, split, where, gens, hp):  # -> one batch per member
+    """The windows at where, each member's corrupted with numbers from its own generator."""
     batches = []
     for m, (source, offset), g in zip(run, where, gens):
         x = gather(corpus, split, source, offset, m["n"], m.get("whole", False)).to(hp.device)
@@ -387,7 +410,7 @@ def make_batches(run, corpus, split, where, gens, hp):  # -> one batch per membe
 
 def draw_batches(run, corpus, split, rows, key, hp):  # -> one batch per member, rows(member) rows each
     """A pure function of key: windows from a generator on the CPU, corruption from one on the device."""
-    on = corpus[0][split].device
+    on = corpus[0][split].device                # windows are gathered where the corpus is
     where = [(source.to(on), offset.to(on)) for source, offset in draw_windows(run, corpus, split, rows, key)]
     return make_batches(run, corpus, split, where, [generator(f"{key},{m['name']}", hp.device) for m in run], hp)
 
@@ -396,12 +419,16 @@ def rows_of(batch, a, b):
     return {k: v if isinstance(v, str) else v[a:b] for k, v in batch.items()}
 
 
-GLYPHS = {10: "⏎", 9: "⇥", 0: "∅", IGNORE: "·", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ", MID: "Ⓜ",
-          MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ"}
+GLYPHS = {10: "⏎", 9: "⇥", 0: "∅", IGNORE: "·", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ",
+          MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ"}
 
 
 def glyphs(ids):  # -> one character for each position
-    return "".join(GLYPHS.get(i) or (chr(0x2460 + (i - SENTINEL) % 20) if i >= SENTINEL else chr(i) if 32 <= i < 127 else "�") for i in ids)
+    def glyph(i):
+        if i >= SENTINEL:
+            return chr(0x2460 + (i - SENTINEL) % 20)            # circled numbers
+        return GLYPHS.get(i) or (chr(i) if 32 <= i < 127 else "�")
+    return "".join(map(glyph, ids))
 
 
 def show_example(run, batches, width=128, most=256):
@@ -414,9 +441,10 @@ def show_example(run, batches, width=128, most=256):
                 print(f"  {m['name']} {name}   {glyphs(row[i:i + width])}")
         if "labels" in batch:
             print(f"  {m['name']} label {int(batch['labels'][0])}")
-        P = batch["mask"] if isinstance(batch["mask"], str) else int(batch["mask"][0])
-        P = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(P, P)
-        print(f"  {m['name']} mask  {P if isinstance(P, str) else f'the first {P} positions see each other, the rest what is before them'}")
+        mask = batch["mask"] if isinstance(batch["mask"], str) else int(batch["mask"][0])
+        words = f"the first {mask} positions see each other, the rest what is before them"
+        mask = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(mask, mask)
+        print(f"  {m['name']} mask  {mask if isinstance(mask, str) else words}")
 
 
 def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where torch.compile cannot
@@ -428,7 +456,8 @@ def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where 
             terms = loss(s["model"], s["heads"], rows_of(batch, 0, m["rows"]), hp)
             sum(total for total, _, _ in terms.values()).backward()
     except Exception as e:                      # no compiler, an old one, an operating system without support
-        print(f"--compile: does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0]}), going on without it")
+        why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+        print(f"--compile: does not work here ({why}), going on without it")
         losses = s["losses"]
     for p in s["params"]:
         p.grad = None
@@ -486,7 +515,8 @@ def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthon
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
         a = x @ x.mT                                                                # A (N, r, r)
-        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)    # a x + (b A + c A^2) x
+        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)                      # B = -4.775 A + 2.0315 A^2
+        x = torch.baddbmm(x, b, x, beta=3.4445)                                     # 3.4445 X + B X
     return x
 
 
@@ -501,15 +531,17 @@ def learning_rate(step, hp):
 
 def prepare(run, corpus, hp, rows):  # -> all that a training step reads and writes, in tensors that stay where they are
     """rows: of the global batch, by member. The host puts windows, seeds, rate and number of a step into where, gens,
-    lr and step; the rest is the device's alone, so that a CUDA graph can replay the step."""
+    opt["lr"] and step; the rest is the device's alone, so that a CUDA graph can replay the step."""
     device, (model, heads) = torch.device(hp.device), build(hp)
     on = corpus[0]["train"].device
     where = [(source.to(on), offset.to(on)) for source, offset in draw_windows(run, corpus, "train", rows, "0")]
     opt = make_optimizer(model, heads, hp)
-    return dict(model=model, heads=heads, params=[*model.parameters(), *heads.parameters()], opt=opt, losses=[m["loss"] for m in run],
-                weights=torch.tensor([m["weight"] for m in run], device=device), where=where, gens=[torch.Generator(device) for _ in run],
-                lr=opt["lr"], step=torch.zeros((), dtype=torch.long, device=device),
-                first_bad=torch.full((), -1, device=device))    # the first step whose loss or gradient was not finite
+    return dict(
+        model=model, heads=heads, params=[*model.parameters(), *heads.parameters()], opt=opt,
+        losses=[m["loss"] for m in run], weights=torch.tensor([m["weight"] for m in run], device=device),
+        where=where, gens=[torch.Generator(device) for _ in run],
+        step=torch.zeros((), dtype=torch.long, device=device),
+        first_bad=torch.full((), -1, device=device))            # the first step whose loss or gradient was not finite
 
 
 def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before a step
@@ -518,12 +550,14 @@ def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before
             a.copy_(b.pin_memory() if a.is_cuda else b, non_blocking=True)
     for g, m in zip(s["gens"], run):
         reseed(g, f"{hp.seed},{step},{m['name']}")
-    s["lr"].fill_(learning_rate(step, hp))
+    s["opt"]["lr"].fill_(learning_rate(step, hp))
     s["step"].fill_(step)
 
 
 def training_step(s, run, corpus, hp):  # -> batches, loss of each member (len(run),), total loss, norm of the gradient
     batches = make_batches(run, corpus, "train", s["where"], s["gens"], hp)
+
+    # forward and backward: sums of nats, divided by the counts of the whole batch
     counts = [m["counts"](batch, hp) for m, batch in zip(run, batches)]
     each = torch.zeros_like(s["weights"])
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
@@ -535,6 +569,8 @@ def training_step(s, run, corpus, hp):  # -> batches, loss of each member (len(r
         each += torch.stack(part).detach()
     if WORLD > 1:
         add_up([p.grad for p in s["params"] if p.grad is not None] + [each])
+
+    # clip, look for what is not finite, move
     loss = (each * s["weights"]).sum()
     norm = torch.nn.utils.clip_grad_norm_(s["params"], hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -569,12 +605,14 @@ def aside(take, stream):  # on a stream of its own, as steps before a capture mu
 # ---- evaluation
 
 def validation_list(run, corpus, hp):  # -> [(source, member, batches, causal batches or None)]
-    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone."""
+    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone. The causal
+    batches are for bits per byte, where the objective's own are not clm's."""
     def fixed(m, source):
-        return [b for i in range(hp.eval_iters) for b in draw_batches([m], [source], "val", lambda m: EVAL_ROWS, f"validation,{i}", hp)]
+        rows = lambda m: EVAL_ROWS
+        return [draw_batches([m], [source], "val", rows, f"validation,{i}", hp)[0] for i in range(hp.eval_iters)]
     clm = dict(OBJECTIVES["clm"], name="clm", n=hp.block_size + 1)
-    return [(source, m, fixed(m, source), fixed(clm, source) if m.get("bpb") == "exact" and m["name"] != "clm" else None)
-            for source in corpus for m in run]
+    causal = lambda m, source: fixed(clm, source) if m.get("bpb") == "exact" and m["name"] != "clm" else None
+    return [(source, m, fixed(m, source), causal(m, source)) for source in corpus for m in run]
 
 
 @torch.no_grad()
@@ -591,20 +629,23 @@ def evaluate(model, heads, validation, hp):  # -> one record for each source and
         if "stats" in m:
             figures |= means([m["stats"](model, heads, b, hp) for b in batches])
         share = sum(targets(m, b, hp) for b in batches) / (len(batches) * EVAL_ROWS * hp.block_size)
-        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss, "bpb": nats / math.log(2) if "bpb" in m else None,
-                        "targets": share, "tokens_per_target": 1 / share, "terms": figures})
+        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
+                        "bpb": nats / math.log(2) if "bpb" in m else None, "targets": share,
+                        "tokens_per_target": 1 / share, "terms": figures})
     return records
 
 
 def means(parts):  # [{name: (sum, count, ...)}] -> {name: sum of sums / sum of counts}
-    return {name: sum(float(p[name][0]) for p in parts) / max(1.0, sum(float(p[name][1]) for p in parts)) for name in parts[0]}
+    total = lambda name, i: sum(float(part[name][i]) for part in parts)
+    return {name: total(name, 0) / max(1.0, total(name, 1)) for name in parts[0]}
 
 
 def compressors(data):  # (N,) uint8 -> what the standard library's compressors make of it, as one stream, in words
     text = to_bytes(data[:COMPRESSED].cpu())
     sizes = {"zlib": len(zlib.compress(text, 9)), "bz2": len(bz2.compress(text)), "lzma": len(lzma.compress(text))}
     part = f"all {len(text):,}" if len(text) == len(data) else f"the first {len(text):,} of {len(data):,}"
-    return f"{', '.join(f'{name} {8 * size / len(text):.3f}' for name, size in sizes.items())} bits/byte on {part} bytes as one stream"
+    bits = ", ".join(f"{name} {8 * size / len(text):.3f}" for name, size in sizes.items())
+    return f"{bits} bits/byte on {part} bytes as one stream"
 
 
 def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is installed
@@ -619,9 +660,11 @@ def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is inst
         records = [json.loads(line) for line in f][1:]
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for split, style in (("train", dict(lw=0.6, alpha=0.6)), ("val", dict(marker="o", ms=3))):
-        for key in sorted({(r["data"], r["objective"]) for r in records if r["split"] == split}):
-            points = [(r["step"], r["loss"]) for r in records if r["split"] == split and (r["data"], r["objective"]) == key]
-            axes.plot(*zip(*points), label=f"{split} {key[1]}, {key[0]}", **style)
+        curves = {}
+        for r in [r for r in records if r["split"] == split]:
+            curves.setdefault(f"{split} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
+        for label, points in sorted(curves.items()):
+            axes.plot(*zip(*points), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats per target)")
     axes.legend()
     figure.savefig(os.path.join(os.path.dirname(path), "loss.png"), dpi=120, bbox_inches="tight")
@@ -634,7 +677,8 @@ def join_processes(hp):
     if WORLD == 1:
         return
     if hp.accum % WORLD:
-        fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try --accum {WORLD * math.ceil(hp.accum / WORLD)}")
+        fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. "
+             f"Try --accum {WORLD * math.ceil(hp.accum / WORLD)}")
     if hp.cuda_graph or any(d.split(":")[0] == "-" for d in hp.data):
         fail(f"{'--cuda_graph' if hp.cuda_graph else '--data -'}: is for one process. Try without torchrun")
     if hp.device.startswith("cuda"):
@@ -653,7 +697,8 @@ def add_up(tensors):  # each becomes its sum over all processes, in one exchange
 def agree_on(path):  # -> what the first process says
     if WORLD == 1:
         return path
-    said, own = torch.zeros(4096, dtype=torch.uint8), os.fsencode(path)             # as bytes: torch sends objects with numpy alone
+    # as bytes, since torch sends objects with numpy alone
+    said, own = torch.zeros(4096, dtype=torch.uint8), os.fsencode(path)
     said[:len(own)] = torch.tensor(list(own), dtype=torch.uint8)
     torch.distributed.broadcast(said, src=0)
     return os.fsdecode(bytes(said.tolist()).rstrip(b"\0"))
@@ -684,6 +729,7 @@ def main(argv=None):  # -> exit code
 
 def train(hp, handlers):  # -> exit code
     device, run = torch.device(hp.device), members(hp)
+    rows = lambda m: m["rows"] * hp.accum       # of a member, in the batch of a step
     precision = set_precision(device)
 
     # the folder, the corpus
@@ -692,18 +738,14 @@ def train(hp, handlers):  # -> exit code
     for m in run:
         check_sizes(corpus, m["n"], hp.block_size, lambda T: m["window"](T, hp))
     sources = [[s["name"], s["size"], s["crc"], s["weight"]] for s in corpus]
-    if device.type == "cuda" and sum(s["size"] for s in corpus) < torch.cuda.mem_get_info(device)[0] / 4:
-        for s in corpus:
-            s["train"], s["val"] = s["train"].to(device), s["val"].to(device)
-    elif hp.cuda_graph:
-        fail(f"--cuda_graph: the corpus of {sum(s['size'] for s in corpus):,} bytes does not fit on the GPU beside the model. Try without it")
+    move_corpus(corpus, hp)
 
     # the model, its optimizer, what a checkpoint says of them
-    rows = lambda m: m["rows"] * hp.accum
     try:
         s = prepare(run, corpus, hp, rows)
     except RuntimeError as e:                   # what torch raises where there is not enough memory
-        fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or its batch, does not fit here ({str(e).splitlines()[0][:80]}). Try smaller ones")
+        fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or its batch, does not fit here "
+             f"({str(e).splitlines()[0][:80]}). Try smaller ones")
     start, seconds, best, kept = 0, 0.0, math.inf, 0
     if hp.init_from and not hp.resume:
         restore(s["model"], s["heads"], load_checkpoint(hp.init_from), hp.init_from)
@@ -713,27 +755,22 @@ def train(hp, handlers):  # -> exit code
 
     # what is about to happen
     metrics = open_metrics(hp.out_dir, kept) if RANK == 0 else open(os.devnull, "wb")
-    size = sum(p.numel() for p in s["params"])
-    if metrics.tell() == 0:
-        write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__, "python": platform.python_version(),
-                             "processes": WORLD, "threads": torch.get_num_threads(), "parameters": size, "sources": sources})
-    print(f"{hp.objective} | {size:,} parameters | {', '.join(f'{name} {n:,} bytes' for name, n, _, _ in sources)} | {hp.out_dir}")
-    print(f"{hp.device}, {torch.get_num_threads()} threads{f', {WORLD} processes' if WORLD > 1 else ''} | activations {hp.dtype}, {precision}")
+    announce(s, sources, precision, metrics, hp)
     if start == 0 or hp.compile:
         batches = draw_batches(run, corpus, "train", rows, f"{hp.seed},{start}", hp)
         show_example(run, batches)
         s["losses"] = compile_losses(run, s, batches, hp) if hp.compile else s["losses"]
 
-    stop = []                                   # signals so far: the step in progress is finished, then the state is saved
+    stop = []                                   # signals so far: the step in progress is finished, then all is saved
     handlers.update(catch_signals(stop))
     def save(name, step):
         if RANK == 0:
             os.fsync(metrics.fileno())          # a checkpoint counts its bytes
             save_checkpoint(os.path.join(hp.out_dir, name), dict(
-                version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources, metrics_bytes=metrics.tell(),
-                model=s["model"].state_dict(), heads={k: h.state_dict() for k, h in s["heads"].items()},
-                adamw=s["opt"]["adamw"].state_dict(), muon=[momentum for _, momentum in s["opt"]["muon"].values()],
-                held_out=corpus[0]["val"][:HELD_OUT].cpu().clone()))
+                version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources,
+                metrics_bytes=metrics.tell(), held_out=corpus[0]["val"][:HELD_OUT].cpu().clone(),
+                model=s["model"].state_dict(), heads={name: head.state_dict() for name, head in s["heads"].items()},
+                adamw=s["opt"]["adamw"].state_dict(), muon=[momentum for _, momentum in s["opt"]["muon"].values()]))
     bar = tqdm(total=hp.max_iters, initial=start, disable=True if RANK else None, unit="step", dynamic_ncols=True)
     clock, clock_step, printed, bpb = time.perf_counter(), start, 0.0, None
     step_once = take = lambda: training_step(s, run, corpus, hp)
@@ -746,7 +783,7 @@ def train(hp, handlers):  # -> exit code
         if (due or halt) and (step > start or not hp.resume):
             if int(s["first_bad"]) >= 0:
                 break
-            seconds += time.perf_counter() - clock
+            seconds += time.perf_counter() - clock              # the clock stands while the model is evaluated
             if due:
                 records = evaluate(s["model"], s["heads"], validation, hp)
                 for r in records:
@@ -762,6 +799,7 @@ def train(hp, handlers):  # -> exit code
         if step == hp.max_iters or halt:
             break
 
+        # one step, on CUDA perhaps the replay of a captured one
         set_step(s, run, corpus, rows, step, hp)
         if hp.cuda_graph and step - start < WARM:
             take = lambda: aside(step_once, stream)
@@ -769,28 +807,32 @@ def train(hp, handlers):  # -> exit code
             take = capture(step_once, s["gens"])
         batches, each, loss, norm = take()
 
+        # everything that follows is diagnostics, and alone reads from the device
         bar.update()
-        if step % hp.log_interval == 0:         # reads from the device, every so many steps
+        if step % hp.log_interval == 0:
             value = float(loss)
             if int(s["first_bad"]) >= 0:
                 break
-            now = time.perf_counter()
-            speed = (step + 1 - clock_step) * hp.batch_size * hp.accum * hp.block_size / (now - clock)
-            record = {"step": step, "split": "train", "data": " ".join(hp.data), "lr": learning_rate(step, hp), "grad_norm": float(norm),
-                      "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)}
-            for name, x, share in logged_losses(run, batches, each.tolist(), value, rows, hp):
-                write_line(metrics, {**record, "objective": name, "loss": x, "bpb": x / math.log(2) if name in ("clm", "mdlm") else None, "targets": share})
-            line = f"loss {value:.3f}" + (f", {bpb:.3f} bits/byte on validation" if bpb else "") + f", {speed / 1e3:.1f} kB/s"
+            now, positions = time.perf_counter(), hp.batch_size * hp.accum * hp.block_size
+            speed = (step + 1 - clock_step) * positions / (now - clock)
+            record = {"step": step, "split": "train", "data": " ".join(hp.data), "lr": learning_rate(step, hp),
+                      "grad_norm": float(norm), "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)}
+            for figures in logged_losses(run, batches, each.tolist(), value, rows, hp):
+                write_line(metrics, record | figures)
+            so_far = f", {bpb:.3f} bits/byte on validation" if bpb else ""
+            line = f"loss {value:.3f}{so_far}, {speed / 1e3:.1f} kB/s"
             bar.set_postfix_str(line)
             if bar.disable and now - printed > 5:               # no terminal: a plain line now and then
                 printed = now
-                print(f"step {step:6d} | {line}, {(hp.max_iters - step) * hp.batch_size * hp.accum * hp.block_size / speed:.0f} s left", flush=True)
+                print(f"step {step:6d} | {line}, {(hp.max_iters - step) * positions / speed:.0f} s left", flush=True)
 
+    # how it ended
     bar.close()
     metrics.close()
     if int(s["first_bad"]) >= 0:
-        print(f"error: loss or gradient not finite at step {int(s['first_bad'])}; nothing after it was kept, {hp.out_dir} holds the last good state. "
-              f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
+        print(f"error: loss or gradient not finite at step {int(s['first_bad'])}; nothing after it was kept, "
+              f"{hp.out_dir} holds the last good state. Try --init_from {hp.out_dir} with a lower --learning_rate "
+              "or --dtype float32", file=sys.stderr)
         return 1
     if halt and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
@@ -799,12 +841,38 @@ def train(hp, handlers):  # -> exit code
     return finish(corpus, hp) if RANK == 0 else 0
 
 
-def logged_losses(run, batches, each, total, rows, hp):  # -> [(objective, loss, share of positions with loss)]: a mixture's own line, then its members'
+def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loader
+    if not hp.device.startswith("cuda"):
+        return
+    size = sum(s["size"] for s in corpus)
+    if size < torch.cuda.mem_get_info(torch.device(hp.device))[0] / 4:
+        for s in corpus:
+            s["train"], s["val"] = s["train"].to(hp.device), s["val"].to(hp.device)
+    elif hp.cuda_graph:
+        fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
+
+
+def announce(s, sources, precision, metrics, hp):  # the first line of metrics.jsonl, the first two on the terminal
+    size, threads = sum(p.numel() for p in s["params"]), torch.get_num_threads()
+    if metrics.tell() == 0:
+        write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__,
+                             "python": platform.python_version(), "processes": WORLD, "threads": threads,
+                             "parameters": size, "sources": sources})
+    names = ", ".join(f"{name} {n:,} bytes" for name, n, _, _ in sources)
+    processes = f", {WORLD} processes" if WORLD > 1 else ""
+    print(f"{hp.objective} | {size:,} parameters | {names} | {hp.out_dir}")
+    print(f"{hp.device}, {threads} threads{processes} | activations {hp.dtype}, {precision}")
+
+
+def logged_losses(run, batches, each, total, rows, hp):  # -> [{objective, loss, bpb, targets}]
+    """A mixture's own line first, then its members'."""
     shares = [targets(m, b, hp) / (rows(m) * hp.block_size) for m, b in zip(run, batches)]
     lines = [(m["name"], x, share) for m, x, share in zip(run, each, shares)]
     if len(run) > 1:
-        lines.insert(0, (hp.objective, total, sum(share * rows(m) for share, m in zip(shares, run)) / sum(map(rows, run))))
-    return lines
+        share = sum(share * rows(m) for share, m in zip(shares, run)) / sum(map(rows, run))
+        lines.insert(0, (hp.objective, total, share))
+    bits = lambda name, x: x / math.log(2) if name in ("clm", "mdlm") else None     # whose loss is nats a byte
+    return [{"objective": name, "loss": x, "bpb": bits(name, x), "targets": share} for name, x, share in lines]
 
 
 def finish(corpus, hp):  # -> exit code; the compressors beside it, the picture, a sample
@@ -822,20 +890,25 @@ def finish(corpus, hp):  # -> exit code; the compressors beside it, the picture,
 
 def resume(ckpt, s, sources, hp):  # -> step, seconds, best validation loss, bytes of metrics.jsonl
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in sources]:
-        fail(f"--data {' '.join(hp.data)}: is not the corpus, or not the weights, of the run in {hp.out_dir}. Try the same, or --init_from {hp.out_dir}")
+        fail(f"--data {' '.join(hp.data)}: is not the corpus, or not the weights, of the run in {hp.out_dir}. "
+             f"Try the same, or --init_from {hp.out_dir}")
     if hp.max_iters < ckpt["step"]:
-        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']} already. Try a larger number")
+        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']} already. "
+             "Try a larger number")
     if hp.max_iters != ckpt["config"]["max_iters"]:
-        print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: the learning rate follows the new plan")
+        print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: "
+              "the learning rate follows the new plan")
     restore(s["model"], s["heads"], ckpt, hp.out_dir)
     adamw, muon = s["opt"]["adamw"], s["opt"]["muon"]
-    here = [{k: group[k] for k in ("lr", "capturable")} for group in adamw.param_groups]       # this device's, not the checkpoint's
+    # of this device, not of the checkpoint's
+    here = [{k: group[k] for k in ("lr", "capturable")} for group in adamw.param_groups]
     try:
         adamw.load_state_dict(ckpt["adamw"])
         for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
             momentum.copy_(saved)
     except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
-        fail(f"{hp.out_dir}: its optimizer's state does not fit its settings ({type(e).__name__}). Try --init_from {hp.out_dir}")
+        fail(f"{hp.out_dir}: its optimizer's state does not fit its settings ({type(e).__name__}). "
+             f"Try --init_from {hp.out_dir}")
     for group, own in zip(adamw.param_groups, here):
         group.update(own)
     return ckpt["step"], ckpt["seconds"], ckpt["best"], ckpt["metrics_bytes"]
@@ -860,7 +933,8 @@ def describe(step, r):  # -> a line for a record of evaluate
     bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
     terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
     perplexity = f", perplexity {math.exp(r['terms']['nll']):.2f}" if "nll" in r["terms"] else ""
-    return f"step {step:6d} | validation on {r['data']}: {r['objective']} loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
+    figures = f"loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
+    return f"step {step:6d} | validation on {r['data']}: {r['objective']} {figures}"
 
 
 if __name__ == "__main__":
