@@ -35,7 +35,8 @@ FLAGS = {
     "objectives": (",".join(OBJECTIVES), "for train and batch"),
     "n_layer": (4, "blocks"), "n_head": (4, "attention heads"), "n_embd": (128, "width"),
     "block_size": (256, "positions of a row"), "batch_size": (8, "rows of a batch"),
-    "repeats": (5, "runs of each side"), "steps": (4, "training steps of a run"), "new": (150, "bytes of a decoding run"),
+    "repeats": (5, "runs of each side"), "steps": (4, "training steps of a run"),
+    "new": (150, "bytes of a decoding run"),
     "device": ("auto", "auto, cpu, cuda, mps"), "dtype": ("auto", "auto, float32, bfloat16"),
     "optimizer": ("muon", "muon or adamw, on our side"),
     "compile": (False, "compiled sides too"), "cuda_graph": (False, "captured sides too, on a GPU"),
@@ -46,7 +47,8 @@ FLAGS = {
 }
 
 
-def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds, for each of the units that it returns}
+def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds}
+    """A function that returns a number is charged for each of so many units."""
     times = {name: [] for name in sides}
     for i in range(repeats + 1):                # the first round warms up
         for name, side in sides.items():
@@ -79,18 +81,20 @@ def copying(device):  # -> a function that copies memory and returns the bytes t
 
 
 def transformer_flops(sizes, positions, pairs, logits):  # of one forward and backward pass, without embedding lookups
-    """6 FLOPs a weight of every matrix and position; 12 L C for each pair of positions that see each other; the byte head
-    at as many positions as have logits."""
+    """6 FLOPs a weight of every matrix and position; 12 L C for each pair of positions that see each other; the byte
+    head at as many positions as have logits."""
     return (72 * sizes.n_layer * sizes.n_embd ** 2 * positions + 12 * sizes.n_layer * sizes.n_embd * pairs
             + 6 * sizes.vocab_size * sizes.n_embd * logits)
 
 
-def step_flops(name, batch, hp):  # a batch of one micro-batch -> FLOPs of its forward and backward pass, exact for its masks
-    sizes, x = Sizes(hp.n_layer, hp.n_head, hp.n_embd), batch["inp"]
+def step_flops(name, batch, hp):  # a micro-batch -> FLOPs of its forward and backward pass, exact for its masks
+    sizes, x, P = Sizes(hp.n_layer, hp.n_head, hp.n_embd), batch["inp"], batch["mask"]
     T, positions = x.size(-1), x.numel()
-    P = batch["mask"] if isinstance(batch["mask"], torch.Tensor) else torch.tensor({"causal": 0, "bidirectional": T}[batch["mask"]])
-    pairs = float((T * (T + 1) / 2 + P * (P - 1.0) / 2).mean()) * positions / T     # queries from P on see what is before them
-    logits = {"contrastive": 0, "rotation": 0, "electra": 0, "mtp": positions * getattr(hp, "mtp_heads", 1)}.get(name, positions)
+    P = torch.tensor({"causal": 0, "bidirectional": T}[P]) if isinstance(P, str) else P
+    # the triangle of a causal row, and what the prefix sees ahead of it
+    pairs = float((T * (T + 1) / 2 + P * (P - 1.0) / 2).mean()) * positions / T
+    logits = {"contrastive": 0, "rotation": 0, "electra": 0, "mtp": positions * getattr(hp, "mtp_heads", 1)}
+    logits = logits.get(name, positions)
     total = transformer_flops(sizes, positions, pairs, logits)
     if name == "mtp":
         total += 6 * (hp.mtp_heads - 1) * hp.n_embd ** 2 * positions
@@ -99,28 +103,40 @@ def step_flops(name, batch, hp):  # a batch of one micro-batch -> FLOPs of its f
     return total
 
 
-def settings(flags, name, *more):
-    return train.get_config(["--objective", name, "--device", flags.device, "--dtype", flags.dtype, "--optimizer", flags.optimizer, *more,
-                             *(x for f in ("n_layer", "n_head", "n_embd", "block_size", "batch_size") for x in (f"--{f}", str(getattr(flags, f))))])
+PASSED_ON = "n_layer", "n_head", "n_embd", "block_size", "batch_size", "device", "dtype", "optimizer"
+
+
+def passed_on(flags):  # -> those of train.py's flags that bench.py has too
+    return [word for flag in PASSED_ON for word in (f"--{flag}", str(getattr(flags, flag)))]
+
+
+def settings(flags, name, *more):  # -> train.py's settings
+    return train.get_config(["--objective", name, *passed_on(flags), *more])
 
 
 def random_corpus(hp):
-    text = torch.randint(1, 256, (1 << 20,), generator=generator("bench"), dtype=torch.uint8).to(hp.device if "cuda" in hp.device else "cpu")
+    text = torch.randint(1, 256, (1 << 20,), generator=generator("bench"), dtype=torch.uint8)
+    text = text.to(hp.device if "cuda" in hp.device else "cpu")
     return [dict(name="random", weight=1.0, train=text, val=text)]
 
 
 def mean_flops(name, hp, n=8):  # -> FLOPs of a step's forward and backward passes, over the first batches of a run
-    batches = [train.draw_batches(train.members(hp), random_corpus(hp), "train", lambda m: m["rows"], f"{hp.seed},{i}", hp)[0] for i in range(n)]
-    return statistics.fmean(step_flops(name, {k: v if isinstance(v, str) else v.cpu() for k, v in b.items()}, hp) for b in batches)
+    run, corpus, rows, figures = train.members(hp), random_corpus(hp), lambda m: m["rows"], []
+    for i in range(n):
+        [batch] = train.draw_batches(run, corpus, "train", rows, f"{hp.seed},{i}", hp)
+        figures.append(step_flops(name, {k: v if isinstance(v, str) else v.cpu() for k, v in batch.items()}, hp))
+    return statistics.fmean(figures)
 
 
-def training_step(hp):  # -> functions that take one step, and that only make its batch; None where it cannot be compiled
+def training_step(hp):
+    """-> a function that takes one step, and one that only makes its batch; None, None where torch cannot compile."""
     run, corpus = train.members(hp), random_corpus(hp)
     rows, count = lambda m: m["rows"], iter(range(1 << 40))
     s = train.prepare(run, corpus, hp, rows)
     take, stream = lambda: train.training_step(s, run, corpus, hp), torch.cuda.Stream() if hp.cuda_graph else None
     if hp.compile:
-        plain, s["losses"] = s["losses"], train.compile_losses(run, s, train.draw_batches(run, corpus, "train", rows, "1,0", hp), hp)
+        first, plain = train.draw_batches(run, corpus, "train", rows, "1,0", hp), s["losses"]
+        s["losses"] = train.compile_losses(run, s, first, hp)
         if plain is s["losses"]:
             return None, None
     def batch():
@@ -159,13 +175,14 @@ def at_highest(side):  # on the CPU nanoGPT leaves torch's default precision, we
 
 
 def nanogpt_model(flags, device, vocab=V):  # -> the model, the context in which its train.py and sample.py call it
-    module = load_nanogpt(flags.nanogpt)
-    model = module.GPT(module.GPTConfig(block_size=flags.block_size, vocab_size=vocab, n_layer=flags.n_layer, n_head=flags.n_head, n_embd=flags.n_embd,
-                                        dropout=0.2 if device.type == "cuda" and vocab != V else 0.0, bias=False)).to(device)      # as its configurations
-    return model, torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+    module, cuda = load_nanogpt(flags.nanogpt), device.type == "cuda"
+    dropout = 0.2 if cuda and vocab != V else 0.0               # as in its configurations
+    sizes = module.GPTConfig(block_size=flags.block_size, vocab_size=vocab, n_layer=flags.n_layer, n_head=flags.n_head,
+                             n_embd=flags.n_embd, dropout=dropout, bias=False)
+    return module.GPT(sizes).to(device), torch.autocast("cuda", torch.bfloat16) if cuda else contextlib.nullcontext()
 
 
-def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> a function that takes one step, the model
+def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> function that takes one step, model
     model, context = nanogpt_model(flags, device, vocab)
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
     forward = torch.compile(model) if device.type == "cuda" else model
@@ -188,11 +205,13 @@ def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> 
 
 
 def bench_train(flags, device, names):
+    # the sides: every objective in every way asked for
     ways = {"": [], " compiled": ["--compile"], " captured": ["--cuda_graph"], " both": ["--compile", "--cuda_graph"]}
     asked = {f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way)}
-    hps = {name + way: settings(flags, name, *more) for name in names for way, more in ways.items() if set(more) <= asked}
+    ways = {way: more for way, more in ways.items() if set(more) <= asked}
+    hps = {name + way: settings(flags, name, *more) for name in names for way, more in ways.items()}
     if flags.optimizer == "adamw":              # the default's figure beside
-        hps |= {f"{name}, muon": settings(argparse.Namespace(**vars(flags) | {"optimizer": "muon"}), name) for name in names[:1]}
+        hps[f"{names[0]}, muon"] = settings(flags, names[0], "--optimizer", "muon")
     steps = {name: step for name, hp in hps.items() if (step := training_step(hp)[0])}
     flops = {name: mean_flops(name.split()[0].strip(","), hps[name]) for name in steps}
     if flags.nanogpt:
@@ -203,24 +222,29 @@ def bench_train(flags, device, names):
                 step()
             return flags.steps
         return run
-    sides = {name: side(step) for name, step in steps.items()} | {"GEMM": gemm(device, getattr(torch, hps[names[0]].dtype))}
+    dtype = hps[names[0]].dtype
+    sides = {name: side(step) for name, step in steps.items()} | {"GEMM": gemm(device, getattr(torch, dtype))}
     seconds = take_turns(sides, flags.repeats, device)
-    positions, first, rate = flags.batch_size * flags.block_size, "clm" if "clm" in names else names[0], 1 / seconds.pop("GEMM")
-    print(f"GEMM probe, {hps[names[0]].dtype}: {rate / 1e9:.0f} GFLOP/s")
-    print(f"{'training':20s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}" + ("  to nanoGPT" if flags.nanogpt else ""))
+    rate, first = 1 / seconds.pop("GEMM"), "clm" if "clm" in names else names[0]
+
+    peer, positions = "  to nanoGPT" if flags.nanogpt else "", flags.batch_size * flags.block_size
+    print(f"GEMM probe, {dtype}: {rate / 1e9:.0f} GFLOP/s")
+    print(f"{'training':20s} {'positions/s':>12s} {'to ' + first:>8s} {'of GEMM':>8s}{peer}")
     for name, s in seconds.items():
         share = f"{flops[name] / s / rate:8.1%}" if name in flops else ""
-        print(f"{name:20s} {positions / s:12.0f} {seconds[first] / s:8.2f} {share:>8s}" + (f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""))
+        ratio = f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""
+        print(f"{name:20s} {positions / s:12.0f} {seconds[first] / s:8.2f} {share:>8s}{ratio}")
 
 
 def bench_memory(flags, device, names):
     """What the forward pass keeps for the backward pass, each storage once; on CUDA also the peak of a whole step."""
-    s = None
-    print(f"{'memory, MiB':20s} {'weights':>8s} {'optimizer':>10s} {'kept for backward':>18s}" + (f" {'peak':>8s}" if device.type == "cuda" else ""))
+    s, cuda, mib = None, device.type == "cuda", 2 ** 20
+    title = f"{'memory, MiB':20s} {'weights':>8s} {'optimizer':>10s} {'kept for backward':>18s}"
+    print(title + (f" {'peak':>8s}" if cuda else ""))
     for name in names:
         hp, kept = settings(flags, name), {}
         run, corpus, rows = train.members(hp), random_corpus(hp), lambda m: m["rows"]
-        if device.type == "cuda":
+        if cuda:
             s = None                            # the one before it, and its peak
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
@@ -232,15 +256,17 @@ def bench_memory(flags, device, names):
             return t
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             train.training_step(s, run, corpus, hp)
-        states = [t for state in s["opt"]["adamw"].state.values() for t in state.values()] + [m for _, m in s["opt"]["muon"].values()]
-        sizes = [sum(t.numel() * t.element_size() for t in some) for some in (s["params"], states)] + [sum(n for at, n in kept.items() if at not in own)]
-        print(f"{name:20s} {sizes[0] / 2 ** 20:8.1f} {sizes[1] / 2 ** 20:10.1f} {sizes[2] / 2 ** 20:18.1f}" +
-              (f" {torch.cuda.max_memory_allocated(device) / 2 ** 20:8.0f}" if device.type == "cuda" else ""))
+        states = [t for state in s["opt"]["adamw"].state.values() for t in state.values()]
+        states += [momentum for _, momentum in s["opt"]["muon"].values()]
+        weights, optimizer = (sum(t.numel() * t.element_size() for t in some) / mib for some in (s["params"], states))
+        activations = sum(n for at, n in kept.items() if at not in own) / mib
+        peak = f" {torch.cuda.max_memory_allocated(device) / mib:8.0f}" if cuda else ""
+        print(f"{name:20s} {weights:8.1f} {optimizer:10.1f} {activations:18.1f}{peak}")
 
 
 def bench_loss(flags, device, names):
-    """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then nanoGPT once,
-    and whether our median loss is no worse than its."""
+    """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then nanoGPT
+    once, and whether our median loss is no worse than its."""
     if not flags.data:
         train.fail("--parts loss: trains on a text. Try --data with a file")
     [source] = train.open_corpus([flags.data])
@@ -249,12 +275,12 @@ def bench_loss(flags, device, names):
     ours = []
     for seed in range(1, flags.repeats + 1):
         with tempfile.TemporaryDirectory() as folder:
-            argv = ["--data", flags.data, "--seed", str(seed), "--max_iters", str(flags.max_iters), "--eval_interval", str(flags.max_iters),
-                    "--out_dir", os.path.join(folder, "run"), "--device", flags.device, "--dtype", flags.dtype, "--optimizer", flags.optimizer,
-                    *(f"--{f}" for f in ("compile", "cuda_graph") if getattr(flags, f)),
-                    *(x for f in ("n_layer", "n_head", "n_embd", "block_size", "batch_size") for x in (f"--{f}", str(getattr(flags, f))))]
+            steps, ways = str(flags.max_iters), [f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way)]
+            argv = ["--data", flags.data, "--seed", str(seed), "--max_iters", steps, "--eval_interval", steps,
+                    "--out_dir", os.path.join(folder, "run"), *passed_on(flags), *ways]
             begin = time.perf_counter()
-            done = subprocess.run([sys.executable, train.__file__, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run([sys.executable, train.__file__, *argv], text=True,
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             whole = time.perf_counter() - begin
             if done.returncode:
                 train.fail(f"--parts loss: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
@@ -263,11 +289,14 @@ def bench_loss(flags, device, names):
             print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {whole:11.1f} {ckpt['seconds']:8.1f}", flush=True)
     medians = [statistics.median(column) for column in zip(*ours)]
     print(f"{'median':12s} {medians[0]:8.4f} {medians[1]:11.1f} {medians[2]:8.1f}")
-    if flags.nanogpt:                           # its config/train_shakespeare_char.py; on a CPU with the flags that its README gives
+    if flags.nanogpt:                           # its config/train_shakespeare_char.py; on a CPU with its README's flags
         n = flags.peer_iters or (5000 if device.type == "cuda" else 2000)
-        rate = lambda i: 1e-3 * (i + 1) / 101 if i < 100 else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
-        bytes_used = torch.cat((source["train"], source["val"])).unique().long()    # its vocabulary holds the characters that occur
-        table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, bytes_used, torch.arange(len(bytes_used), dtype=torch.uint8))
+        falling = lambda i: 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
+        rate = lambda i: 1e-3 * (i + 1) / 101 if i < 100 else falling(i)
+        # its vocabulary holds the characters that occur
+        bytes_used = torch.cat((source["train"], source["val"])).unique().long()
+        numbers = torch.arange(len(bytes_used), dtype=torch.uint8)
+        table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, bytes_used, numbers)
         step, theirs = nanogpt_step(flags, device, table[source["train"].long()], rate, len(bytes_used))
         begin = time.perf_counter()
         at_highest(lambda: [step() for _ in range(n)])()
@@ -281,8 +310,9 @@ def bench_loss(flags, device, names):
             def logits(self, logits):
                 return logits
         loss = score(Theirs(), table[source["val"].long()])
-        print(f"{'nanoGPT':12s} {loss:8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, {seconds / medians[2]:.1f} times our loop, "
-              f"whose median loss is {'no worse' if medians[0] <= loss else 'worse'}")
+        print(f"{'nanoGPT':12s} {loss:8.4f} {'':11s} {seconds:8.1f}   {n} steps without evaluation, "
+              f"{seconds / medians[2]:.1f} times our loop, whose median loss is "
+              f"{'no worse' if medians[0] <= loss else 'worse'}")
 
 
 def bench_batch(flags, device, names):
@@ -302,8 +332,9 @@ def bench_decode(flags, device, names):
         prompt, T = ckpt["held_out"][:hp.block_size // 2].tolist(), hp.block_size
     else:
         hp, heads, T = settings(flags, "clm"), {}, flags.block_size
+        dtype = getattr(torch, hp.dtype)
         torch.manual_seed(1)
-        model = Transformer(Sizes(flags.n_layer, flags.n_head, flags.n_embd), getattr(torch, hp.dtype)).to(hp.device).to(getattr(torch, hp.dtype))
+        model = Transformer(Sizes(flags.n_layer, flags.n_head, flags.n_embd), dtype).to(hp.device, dtype)
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_(0, 0.05)
@@ -315,7 +346,8 @@ def bench_decode(flags, device, names):
         gens = [generator(f"decode,{next(seeds)}")]
         return len([int(b) for b in sample.generate(model, x, flags.new, T, gens, step=step, temperature=temperature)])
     def speculate(step=None):
-        return len(list(sample.speculate(model, heads, prompt, flags.new, T, generator(f"decode,{next(seeds)}"), tally, step, temperature=0.8)))
+        g = generator(f"decode,{next(seeds)}")
+        return len(list(sample.speculate(model, heads, prompt, flags.new, T, g, tally, step, temperature=0.8)))
     sides = {"plain": decode}
     if flags.compile:
         step = sample.fast_step(model, 1, T)
@@ -329,7 +361,7 @@ def bench_decode(flags, device, names):
                 sides["both"] = lambda: speculate(fast)
     if flags.nanogpt:
         if flags.run:
-            flags.n_layer, flags.n_head, flags.n_embd, flags.block_size = hp.n_layer, hp.n_head, hp.n_embd, hp.block_size
+            vars(flags).update(n_layer=hp.n_layer, n_head=hp.n_head, n_embd=hp.n_embd, block_size=hp.block_size)
         theirs, context = nanogpt_model(flags, device)
         theirs.eval()
         def generate():
@@ -338,27 +370,31 @@ def bench_decode(flags, device, names):
         sides["nanoGPT"] = at_highest(generate)
     sides["copy"] = copying(device)
     speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, device).items()}
-    rate, weights = speed.pop("copy"), sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed" not in name)
-    print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s} {'of copying':>11s}" + ("  to nanoGPT" if flags.nanogpt else "") +
-          f"   batch 1, {hp.dtype}, a prompt of {len(prompt)}; weights read by a pass for each byte, against a copy's {rate / 1e9:.0f} GB/s")
+    rate, read = speed.pop("copy"), [p for name, p in model.named_parameters() if "embed" not in name]
+    weights, peer = sum(p.numel() * p.element_size() for p in read), "  to nanoGPT" if flags.nanogpt else ""
+    print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s} {'of copying':>11s}{peer}   batch 1, {hp.dtype}, a "
+          f"prompt of {len(prompt)}; weights read by a pass for each byte, against a copy's {rate / 1e9:.0f} GB/s")
     for name, v in speed.items():
         share = f"{v * weights / rate:11.1%}" if name in ("plain", "compiled") else " " * 11
-        print(f"{name:12s} {v:8.0f} {v / speed['plain']:9.2f} {share}" + (f" {v / speed['nanoGPT']:11.1f}" if flags.nanogpt else ""))
+        ratio = f" {v / speed['nanoGPT']:11.1f}" if flags.nanogpt else ""
+        print(f"{name:12s} {v:8.0f} {v / speed['plain']:9.2f} {share}{ratio}")
     if tally:
         greedy = [int(b) for b in sample.generate(model, x, flags.new, T, [generator("greedy")], temperature=0)]
         drafted = list(sample.speculate(model, heads, prompt, flags.new, T, generator("greedy"), temperature=0))
         differ = sum(a != b for a, b in zip(greedy, drafted)) + abs(len(greedy) - len(drafted))
-        print(f"speculation: {sum(kept + 1 for _, kept in tally) / len(tally):.2f} bytes a pass; at temperature 0 {differ} of {len(greedy)} bytes "
-              "differ from plain decoding")
+        print(f"speculation: {sum(kept + 1 for _, kept in tally) / len(tally):.2f} bytes a pass; at temperature 0 "
+              f"{differ} of {len(greedy)} bytes differ from plain decoding")
 
 
 def main(argv=None):
-    parser = train.Parser(prog="bench.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = train.Parser(prog="bench.py", description=__doc__, allow_abbrev=False,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text) in FLAGS.items():
         how = dict(action="store_true") if default is False else dict(type=type(default), default=default, metavar="X")
         parser.add_argument(f"--{flag}", help=f"{text} [{default}]" if default not in ("", False) else text, **how)
     flags = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    parts = {"train": bench_train, "batch": bench_batch, "decode": bench_decode, "memory": bench_memory, "loss": bench_loss}
+    parts = {"train": bench_train, "batch": bench_batch, "decode": bench_decode, "memory": bench_memory,
+             "loss": bench_loss}
     for given, known, flag in ((flags.parts, parts, "parts"), (flags.objectives, OBJECTIVES, "objectives")):
         for name in given.split(","):
             if name not in known:

@@ -13,7 +13,7 @@ positions; what is finished is not trained again. Results go to results.jsonl, f
 pictures are drawn anew each time, with differences from the first row paired by seed. To measure anew, delete
 results.jsonl: the runs stay. Flags that are not listed below are train.py's, such as --n_layer 6.
 """
-# N windows, n bytes of a window, a bytes left of a middle of m, T = block_size, C width, K classes, L layers, V vocabulary
+# N windows, n bytes of a window, a bytes left of a middle of m, T = block_size, C width, K classes, L layers
 import argparse
 import contextlib
 import io
@@ -52,10 +52,12 @@ FLAGS = {
 }
 MIDDLES = 4, 16, 64                             # bytes to infill
 ROWS = 64                                       # windows of a yardstick, and samples
+CPP_HEADERS = os.path.join(torch.__path__[0], "include")
 SHARE = 0.1                                     # of the bytes are replaced in yardstick 5
 CLASSES = "space", "keyword", "name", "string", "comment", "number", "operator"
 ORDER = 5                                       # of the count model
-CELL = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # compare.py's to set
+# train.py's flags that compare.py sets
+CELL = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}
 
 # what an objective's model can be asked: the left side alone, masked bytes, or text that it writes by itself
 LEFT = {"clm", "mtp", "prefix"}
@@ -64,18 +66,21 @@ NATIVE = {"clm", "prefix", "ul2", "fim", "mtp", "hybrid", "mdlm"}
 
 # two tables. metric: (heading, digits, is more better)
 LEARNED = {
-    "loss": ("own loss", 3, None), "bpb": ("left to right, bits/byte", 3, False), "old_before": ("old corpus before", 3, None),
-    "old": ("old corpus after", 3, False), "new": ("new corpus", 3, False),
+    "loss": ("own loss", 3, None), "bpb": ("left to right, bits/byte", 3, False),
+    "old_before": ("old corpus before", 3, None), "old": ("old corpus after", 3, False),
+    "new": ("new corpus", 3, False),
     **{f"infill_{m}": (f"infill {m}, bits/byte", 2, False) for m in MIDDLES},
     **{f"exact_{m}": (f"{m} exact", 3, True) for m in MIDDLES},
     "classes": ("byte classes", 3, True), "package": ("package", 3, True), "recall_1": ("recall@1", 3, True),
-    "recall_10": ("recall@10", 3, True), "replaced": ("replaced, AUC", 3, True), "gen_bpb": ("samples, bits/byte", 2, None),
-    "gen_lines": ("lines that tokenize", 2, True), "gen_distinct": ("distinct 8-grams", 2, True),
+    "recall_10": ("recall@10", 3, True), "replaced": ("replaced, AUC", 3, True),
+    "gen_bpb": ("samples, bits/byte", 2, None), "gen_lines": ("lines that tokenize", 2, True),
+    "gen_distinct": ("distinct 8-grams", 2, True),
 }
 COST = {
     "raw_mb": ("MB read", 2, None), "targets": ("targets a row", 1, True), "tflop": ("TFLOP", 2, False),
     "seconds": ("training, s", 0, False), "train_speed": ("training, kB/s", 1, True),
-    "decode_speed": ("writing 64, kB/s", 1, True), "alone_speed": ("writing one, kB/s", 2, True), "pass_bytes": ("bytes a pass", 2, True),
+    "decode_speed": ("writing 64, kB/s", 1, True), "alone_speed": ("writing one, kB/s", 2, True),
+    "pass_bytes": ("bytes a pass", 2, True),
 }
 
 
@@ -97,14 +102,16 @@ def sight(hp):  # the mask under which a model's states are read
 @torch.no_grad()
 def states(model, hp, x):  # (N, n) -> (L, N, n, C): each block's states, normed; n in pieces of the model's block
     kept, (N, n) = [], x.shape
-    hooks = [block.register_forward_hook(lambda module, args, out: kept.append(norm(out).float())) for block in model.blocks]
+    keep = lambda module, args, out: kept.append(norm(out).float())
+    hooks = [block.register_forward_hook(keep) for block in model.blocks]
     model(x.reshape(-1, min(hp.block_size, n)), sight(hp))
     for hook in hooks:
         hook.remove()
     return torch.stack(kept).view(len(kept), N, n, -1)
 
 
-def masked_states(model, hp, x):  # (N, n) with MASKs -> (N, n, C): the state that predicts each byte, in a row as in training
+def masked_states(model, hp, x):  # (N, n) with MASKs -> (N, n, C): the state that predicts each byte
+    """Of a masked objective, in a row as in training."""
     before, behind = {"hybrid": ((EOT,), ()), "nsp": ((CLS,), (SEP,))}.get(hp.objective, ((), ()))
     h = model(torch.cat((fixed(x, *before), x, fixed(x, *behind)), 1), "bidirectional")
     first = 0 if hp.objective == "hybrid" else len(before)      # hybrid's position i - 1 predicts byte i
@@ -114,7 +121,7 @@ def masked_states(model, hp, x):  # (N, n) with MASKs -> (N, n, C): the state th
 # ---- 2: infilling
 
 @torch.no_grad()
-def infill_logits(model, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1, each given those before it, or None
+def infill_logits(model, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1; None where there is no way
     """In the model's own format, each byte from the middle's bytes before it, and from both sides where the objective
     gives both: the chain rule, so that their nats add up to a code length."""
     name, (left, middle, right) = hp.objective, (x[:, :a], x[:, a:a + m], x[:, a + m:])
@@ -125,9 +132,10 @@ def infill_logits(model, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a
     holes = next((holes[noise] for noise in getattr(hp, "bart_noise", "").split(",") if noise in holes), 0)
     head = {
         **dict.fromkeys(LEFT, (left,)),
-        "fim": (fixed(x, PRE, SUF), right, fixed(x, MID), left),                    # SPM: the middle goes on from its left side
+        "fim": (fixed(x, PRE, SUF), right, fixed(x, MID), left),    # SPM: the middle goes on from its left side
         "span": (left, fixed(x, SENTINEL), right, fixed(x, SENTINEL + 1, SEP, SENTINEL)),
-        "ul2": (fixed(x, MODE_X if m > 16 else MODE_R), left, fixed(x, SENTINEL), right, fixed(x, SENTINEL + 1, SEP, SENTINEL)),
+        "ul2": (fixed(x, MODE_X if m > 16 else MODE_R), left, fixed(x, SENTINEL), right,
+                fixed(x, SENTINEL + 1, SEP, SENTINEL)),
         "bart": (left, fixed(x, *[MASK] * holes), right, fixed(x, SEP), left),
     }.get(name)
     if head is None or name == "bart" and not holes:
@@ -140,7 +148,7 @@ def infill_logits(model, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a
     return model.logits(h[:, -m:])
 
 
-def infilling(model, hp, text):  # -> {infill_m: bits a byte, exact_m: share of middles of which every byte is the likeliest}
+def infilling(model, hp, text):  # -> {infill_m: bits a byte, exact_m: share of middles that the likeliest bytes make}
     n, out = (hp.block_size - 16) // 2, {}
     for m in [m for m in MIDDLES if m + 2 <= n]:
         x, a = windows(text, n, ROWS, f"infill,{m}"), (n - m) // 2
@@ -158,15 +166,16 @@ def infilling(model, hp, text):  # -> {infill_m: bits a byte, exact_m: share of 
 def byte_classes(text):  # bytes -> (n,) long: index into CLASSES of every byte, or None where tokenize gives up
     try:
         lines = [line + "\n" for line in text.decode().split("\n")]
-        kinds = {token_kinds.NAME: 2, token_kinds.STRING: 3, token_kinds.COMMENT: 4, token_kinds.NUMBER: 5, token_kinds.OP: 6}
-        kinds |= {getattr(token_kinds, f"FSTRING_{part}"): 3 for part in ("START", "MIDDLE", "END") if hasattr(token_kinds, "FSTRING_START")}
+        kinds = {"NAME": 2, "STRING": 3, "FSTRING_START": 3, "FSTRING_MIDDLE": 3, "FSTRING_END": 3, "COMMENT": 4,
+                 "NUMBER": 5, "OP": 6}          # FSTRING_*: from Python 3.12 on
         starts, labels = [0], torch.zeros(len(text) + 1, dtype=torch.long)
         for line in lines:
             starts.append(starts[-1] + len(line.encode()))
         place = lambda at: starts[at[0] - 1] + len(lines[at[0] - 1][:at[1]].encode())
         for token in tokenize.generate_tokens(iter(lines).__next__):
-            if token.type in kinds:
-                labels[place(token.start):place(token.end)] = 1 if keyword.iskeyword(token.string) else kinds[token.type]
+            kind = kinds.get(token_kinds.tok_name[token.type])
+            if kind:
+                labels[place(token.start):place(token.end)] = 1 if keyword.iskeyword(token.string) else kind
         return labels[:len(text)]
     except (SyntaxError, tokenize.TokenError, UnicodeDecodeError, IndexError):
         return None
@@ -187,8 +196,8 @@ def labelled(documents, held, n):  # {path: bytes}, paths held out -> x (N, n), 
     return torch.stack(x), torch.stack(classes), paths
 
 
-def fit(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> a function x -> classes: multinomial logistic regression on standardized x
-    """All classes weigh the same, however rare."""
+def fit(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> a function x -> classes
+    """Multinomial logistic regression on standardized x. All classes weigh the same, however rare."""
     mean, std, weight = x.mean(0), x.std(0) + 1e-6, len(y) / (K * torch.bincount(y, minlength=K).clamp(min=1))
     W = torch.zeros(x.size(1) + 1, K, requires_grad=True)
     wide = lambda x: F.pad((x - mean) / std, (0, 1), value=1.0)
@@ -207,7 +216,8 @@ def balanced(guess, y):  # (N,), (N,) -> the mean over classes of the share that
     return statistics.fmean(float((guess[y == k] == k).float().mean()) for k in y.unique().tolist())
 
 
-def probe(layers, y, split, K):  # layers (L, N, C), y (N,), split (N,) 0 fit, 1 choose the layer, 2 score -> balanced accuracy
+def probe(layers, y, split, K):  # layers (L, N, C), y (N,), split (N,) -> balanced accuracy
+    """split: 0 to fit on, 1 to choose the layer, 2 to score."""
     at = [split == part for part in range(3)]
     solved = [fit(x[at[0]], y[at[0]], K) for x in layers]
     best = max(range(len(layers)), key=lambda i: balanced(solved[i](layers[i][at[1]]), y[at[1]]))
@@ -222,12 +232,13 @@ def probe_data(n):  # -> x (N, n), classes (N, n), package (N,), split (N,), K p
     x, classes, paths = labelled(documents, {path for path, i in order.items() if i % 10 == 9}, n)
     split = torch.tensor([2 if order[path] % 10 == 9 else int(order[path] % 5 == 0) for path in paths])
     names = [os.path.relpath(path, top).split(os.sep)[0] for path in paths]
-    fitted, scored = ([name for name, part in zip(names, split.tolist()) if (part == 2) == last] for last in (False, True))
-    enough = {name for name in names if not name.endswith(".py") and scored.count(name) >= 6}
+    fitted = [name for name, part in zip(names, split.tolist()) if part < 2]
+    scored = [name for name, part in zip(names, split.tolist()) if part == 2]
+    enough = {name for name in names if not name.endswith(".py") and scored.count(name) >= 12}
     kept = sorted(enough, key=lambda name: (-fitted.count(name), name))[:10]
     package = torch.tensor([kept.index(name) if name in kept else -1 for name in names])
     held = (split == 2)[:, None].expand(-1, n)
-    rate = torch.where(held, 0.4, 8000 / float((~held).sum()))                      # of the others 8000 bytes serve to fit
+    rate = torch.where(held, 0.4, 8000 / float((~held).sum()))  # of the others 8000 bytes serve to fit
     rows, cols = (torch.rand(len(x), n, generator=generator("compare,positions")) < rate).nonzero().T
     return dict(x=x, classes=classes, package=package, split=split, K=len(kept), rows=rows, cols=cols)
 
@@ -240,12 +251,12 @@ def understanding(features, data):  # features: x (N, n) -> (L, N, n, C) -> {cla
         here = (rows >= a) & (rows < a + ROWS)
         local.append(h[:, rows[here] - a, cols[here]])
         pooled.append(h.mean(2))
-    local, pooled = torch.cat(local, 1), torch.cat(pooled, 1)[:, inside]            # (L, N', C), (L, windows with a package, C)
+    local, pooled = torch.cat(local, 1), torch.cat(pooled, 1)[:, inside]            # (L, N', C), (L, inside, C)
     return {"classes": probe(local, data["classes"][rows, cols], data["split"][rows], len(CLASSES)),
             "package": probe(pooled, data["package"][inside], data["split"][inside], data["K"])}
 
 
-def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): the bytes from two before to two behind, one-hot, without any model
+def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states the bytes from two before to two behind
     near = F.pad(x, (2, 2)).unfold(1, 5, 1).clamp(max=127)                          # (N, n, 5)
     return F.one_hot(near, 128).flatten(2).float()[None]
 
@@ -290,25 +301,30 @@ def corruption(model, heads, hp, text):  # -> {replaced: AUC}
 # ---- 6: generation
 
 class CountModel:
-    """Byte probabilities from counts of n-grams up to ORDER bytes of context, interpolated as by Witten and Bell (1991)."""
+    """Byte probabilities from counts with up to ORDER bytes of context, interpolated (Witten and Bell 1991)."""
 
     def __init__(self, text):  # (M,) uint8
         self.tables = []
         for k in range(ORDER + 1):
             grams, n = keys(text, k + 1).unique(return_counts=True)
             contexts, kinds = (grams // 256).unique(return_counts=True)
-            total = torch.zeros(len(contexts), dtype=torch.long).index_add_(0, torch.searchsorted(contexts, grams // 256), n)
+            at = torch.searchsorted(contexts, grams // 256)
+            total = torch.zeros(len(contexts), dtype=torch.long).index_add_(0, at, n)
             self.tables.append((grams, n, contexts, kinds, total))
 
     def bits(self, text):  # (n,) uint8 -> bits of its bytes behind the first ORDER
         p = torch.full((len(text) - ORDER,), 1 / 256, dtype=torch.double)
         for k, (grams, n, contexts, kinds, total) in enumerate(self.tables):
             key = keys(text, k + 1)[ORDER - k:]
-            found = lambda table, values, key: torch.where(table[(i := torch.searchsorted(table, key).clamp(max=len(table) - 1))] == key, values[i], 0)
-            new, all_n = found(contexts, kinds, key // 256).double(), found(contexts, total, key // 256).double()
-            mixed = (found(grams, n, key) + new * p) / (all_n + new).clamp(min=1)
+            new, all_n = (look_up(contexts, values, key // 256).double() for values in (kinds, total))
+            mixed = (look_up(grams, n, key) + new * p) / (all_n + new).clamp(min=1)
             p = torch.where(all_n > 0, mixed, p)
         return float(-p.log2().sum())
+
+
+def look_up(table, values, key):  # sorted keys (M,), their values (M,), keys (n,) -> (n,) values, 0 where there is none
+    i = torch.searchsorted(table, key).clamp(max=len(table) - 1)
+    return torch.where(table[i] == key, values[i], 0)
 
 
 def keys(text, n):  # (M,) uint8 -> (M - n + 1,) long: every n-gram as a number in base 256
@@ -333,21 +349,23 @@ def generation(model, heads, hp, text, counts):  # -> {gen_*, decode_speed, alon
     """64 samples at once behind prompts of 32 bytes, then eight one at a time; mtp's eight are speculated."""
     if hp.objective not in NATIVE:
         return {}
-    prompt, new, gens = windows(text, 32, ROWS, "prompts"), min(hp.block_size, 256) - 40, sample.sample_generators(1, ROWS)
+    T, gens = hp.block_size, sample.sample_generators(1, ROWS)
+    prompt, new = windows(text, 32, ROWS, "prompts"), min(T, 256) - 40
     begin = time.perf_counter()
     out = write(model, hp, prompt, new, gens)
-    speed, tally, written = out.numel() / (time.perf_counter() - begin) / 1e3, [], 0
-    begin = time.perf_counter()
+    speed = out.numel() / (time.perf_counter() - begin) / 1e3
+
+    tally, written, begin = [], 0, time.perf_counter()
     for i in range(8):
         if "mtp" in heads:
-            g = generator(f"compare,{i}")
-            written += len(list(sample.speculate(model, heads, prompt[i].tolist(), new, hp.block_size, g, tally, temperature=0.8)))
+            g, ids = generator(f"compare,{i}"), prompt[i].tolist()
+            written += len(list(sample.speculate(model, heads, ids, new, T, g, tally, temperature=0.8)))
         else:
             written += write(model, hp, prompt[i:i + 1], new, gens[i:i + 1]).numel()
-    passes = {"mtp": len(tally) or written, "mdlm": 8 * 64}.get(hp.objective, written)
+    alone, passes = written / (time.perf_counter() - begin) / 1e3, {"mtp": len(tally) or written, "mdlm": 8 * 64}
     texts = [bytes(row).partition(b"\0")[0] for row in out.tolist()]
-    return text_figures(texts, counts) | {"decode_speed": speed, "alone_speed": written / (time.perf_counter() - begin) / 1e3,
-                                          "pass_bytes": written / passes}
+    return text_figures(texts, counts) | {"decode_speed": speed, "alone_speed": alone,
+                                          "pass_bytes": written / passes.get(hp.objective, written)}
 
 
 def text_figures(texts, counts):  # [bytes] -> {gen_bpb, gen_lines, gen_distinct}
@@ -355,12 +373,14 @@ def text_figures(texts, counts):  # [bytes] -> {gen_bpb, gen_lines, gen_distinct
     lines = [line for t in texts for line in t.decode("utf-8", "replace").split("\n")[1:-1] if line.strip()]
     grams = [t[i:i + 8] for t in texts for i in range(len(t) - 7)]
     return {"gen_bpb": sum(map(counts.bits, long)) / max(1, sum(len(t) - ORDER for t in long)),
-            "gen_lines": sum(map(tokenizes, lines)) / max(1, len(lines)), "gen_distinct": len(set(grams)) / max(1, len(grams))}
+            "gen_lines": sum(map(tokenizes, lines)) / max(1, len(lines)),
+            "gen_distinct": len(set(grams)) / max(1, len(grams))}
 
 
 def tokenizes(line):  # str -> does tokenize accept the line by itself?
     try:
-        return all(t.type != token_kinds.ERRORTOKEN for t in tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline))
+        tokens = tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline)
+        return all(token.type != token_kinds.ERRORTOKEN for token in tokens)
     except (SyntaxError, tokenize.TokenError):
         return False
 
@@ -387,27 +407,29 @@ def logged(folder):  # -> {metric: number} that metrics.jsonl and the settings h
     steps, raw = val["step"], run["n"] * run["rows"] * hp.accum                     # raw: bytes of a step
     clock = [(r["step"], r["seconds"]) for r in records if r["split"] == "train"]
     paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(clock, clock[1:])] or [val["seconds"] / max(1, steps)]
-    return {"loss": val["loss"], "bpb": val["bpb"], "targets": val["targets"] * hp.block_size, "seconds": val["seconds"],
-            "raw_mb": raw * steps / 1e6, "train_speed": raw / max(statistics.median(paces), 1e-9) / 1e3,
-            "tflop": bench.mean_flops(run["name"], hp) * hp.accum * steps / 1e12}
+    return {"loss": val["loss"], "bpb": val["bpb"], "targets": val["targets"] * hp.block_size,
+            "seconds": val["seconds"], "train_speed": raw / max(statistics.median(paces), 1e-9) / 1e3,
+            "raw_mb": raw * steps / 1e6, "tflop": bench.mean_flops(run["name"], hp) * hp.accum * steps / 1e12}
 
 
 def left_right_bits(folder, text):  # -> bits a byte of held-out windows under the causal mask
     model, _, hp, _ = sample.load_run(folder, "cpu", "float32")
-    x = windows(text, hp.block_size + 1, 4 * ROWS, "left to right")
+    x, nats = windows(text, hp.block_size + 1, 4 * ROWS, "left to right"), []
     with torch.no_grad():
-        nats = [F.cross_entropy(model.logits(model(part[:, :-1], "causal")).flatten(0, 1), part[:, 1:].flatten()) for part in x.split(ROWS)]
-    return float(sum(nats)) / len(nats) / math.log(2)
+        for part in x.split(ROWS):
+            logits = model.logits(model(part[:, :-1], "causal"))
+            nats.append(float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())))
+    return statistics.fmean(nats) / math.log(2)
 
 
-def run_training(cell, flags):  # -> folder of the finished run, or None if it diverged; folder of the run that it began with
-    """What it finds finished it leaves, what it finds begun it resumes."""
+def run_training(cell, flags):  # -> folder of the finished run, folder of the run that it began with, or None
+    """What it finds finished it leaves, what it finds begun it resumes. A run that diverged is none."""
     setting, value, steps, first = cell["setting"], cell["value"], cell["max_iters"], None
     plain = {**cell, "setting": "", "value": "", "new_data": "", "crc": cell["crc"][:1]}
     argv = ["--objective", cell["objective"], "--seed", str(cell["seed"]), *cell["flags"]]
     if setting == "replay":                     # the same steps again, on the new corpus
         first, share = run_training(plain, flags)[0], float(value)
-        new = cell["new_data"] or os.path.join(torch.__path__[0], "include")
+        new = cell["new_data"] or CPP_HEADERS
         argv += ["--data", f"{new}:{1 - share:g}", *([f"{cell['data']}:{share:g}"] if share else [])]
     else:
         argv += ["--data", cell["data"]]
@@ -419,16 +441,17 @@ def run_training(cell, flags):  # -> folder of the finished run, or None if it d
     argv += ["--init_from", first] if first else []
     if first is None and (setting == "replay" or setting == "init" and value != "none"):
         return None, None
-    words = [cell["objective"], *([f"{setting}={value}"] if setting else []), str(cell["max_iters"]), f"seed{cell['seed']}"]
+    words = [cell["objective"], f"{setting}={value}", str(cell["max_iters"]), f"seed{cell['seed']}"]
     tag = zlib.crc32(json.dumps([cell["flags"], cell["data"], cell["new_data"], cell["crc"]]).encode())
-    folder = os.path.join(flags.out_dir, "runs", "-".join(words).replace(":", "_") + f"-{tag:x}")
+    name = "-".join(word for word in words if word != "=").replace(":", "_")
+    folder = os.path.join(flags.out_dir, "runs", f"{name}-{tag:x}")
     begun = os.path.exists(os.path.join(folder, "ckpt.pt"))
     if begun and train.load_checkpoint(folder)["step"] == steps:
         return folder, first
     os.makedirs(folder, exist_ok=True)
-    argv = ["--resume", "--out_dir", folder] if begun else [*argv, "--max_iters", str(steps), "--eval_interval", str(steps), "--out_dir", folder]
+    argv = ["--resume"] if begun else [*argv, "--max_iters", str(steps), "--eval_interval", str(steps)]
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        code = train.main(argv)
+        code = train.main([*argv, "--out_dir", folder])
     if code > 1:                                # a signal
         sys.exit(code)
     return (None if code else folder), first
@@ -475,16 +498,19 @@ def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data
 def open_shared(source):  # what every measurement reads
     pieces = source["train"].split(1 << 16)     # evenly spaced: 4 MiB of a larger corpus
     pieces = [p for i, p in enumerate(pieces) if i * 64 % max(64, len(pieces)) < 64]
-    return dict(text=source["val"], counts=CountModel(torch.cat(pieces)), probe=probe_data(256) if source["name"] == "stdlib" else None)
+    probe = probe_data(256) if source["name"] == "stdlib" else None
+    return dict(text=source["val"], counts=CountModel(torch.cat(pieces)), probe=probe)
 
 
-def baselines(path, shared, todo):  # -> {name: metrics} of an untrained model, raw bytes, the held-out text itself; kept in a file
+def baselines(path, shared, todo):  # -> {name: metrics} of an untrained model, raw bytes, the held-out text itself
+    """Kept in the file at path."""
     if not os.path.exists(path):
         hp = train.get_config(["--objective", "mlm", *todo[0]["flags"], "--device", "cpu", "--dtype", "float32"])
         model = train.build(hp)[0].requires_grad_(False)
         text = [to_bytes(row.byte()) for row in windows(shared["text"], 216, ROWS, "prompts")]
-        out = {"untrained, which mixes no positions": retrieval(model, hp, shared["text"]) if hp.block_size >= 128 else {},
-               "five raw bytes": {}, "held-out text": text_figures(text, shared["counts"])}
+        found = retrieval(model, hp, shared["text"]) if hp.block_size >= 128 else {}
+        out = {"untrained, which mixes no positions": found, "five raw bytes": {},
+               "held-out text": text_figures(text, shared["counts"])}
         if shared["probe"] and 256 % min(hp.block_size, 256) == 0:
             first, second, _ = out.values()
             first |= understanding(lambda x: states(model, hp, x), shared["probe"])
@@ -522,8 +548,8 @@ def collect(results, keep):  # -> {row name: {seed: metrics}}
 
 
 def column(rows, metric):  # -> {row name: {seed: number}} of the rows that have the metric
-    found = {name: {seed: m[metric] for seed, m in seeds.items() if m.get(metric) is not None} for name, seeds in rows.items()}
-    return {name: seeds for name, seeds in found.items() if seeds}
+    have = lambda seeds: {seed: m[metric] for seed, m in seeds.items() if m.get(metric) is not None}
+    return {name: found for name, seeds in rows.items() if (found := have(seeds))}
 
 
 def mean_and_error(values, digits, error, sign=""):  # -> "mean ± error" in words, the mean alone for a single value
@@ -541,7 +567,8 @@ def table(rows, metrics, cell):  # -> Markdown: a line for each row, a column fo
     return "\n".join(lines) + "\n" if columns else ""
 
 
-def tables(rows, extra):  # rows {name: {seed: metrics}}, extra {name: metrics} -> Markdown of what was learned, at what cost, and differences
+def tables(rows, extra):  # rows {name: {seed: metrics}}, extra {name: metrics} -> Markdown
+    """What was learned, at what cost, and differences from the first row."""
     def spread(m, seeds, name):                 # mdlm's bits are a bound
         digits = (LEARNED | COST)[m][1]
         return "<= " * (m == "bpb" and name == "mdlm") + mean_and_error([*seeds.values()], digits, statistics.stdev)
@@ -550,8 +577,10 @@ def tables(rows, extra):  # rows {name: {seed: metrics}}, extra {name: metrics} 
         error = lambda d: statistics.stdev(d) / len(d) ** 0.5
         return mean_and_error(pairs, max(3, LEARNED[m][1]), error, "+") if len(pairs) > 1 else ""
     note = "† has the left side alone in infill.\n" if set(rows) & LEFT else ""
-    named = {name + " †" * (name in LEFT): seeds for name, seeds in rows.items()} | {name: {0: m} for name, m in extra.items()}
-    parts = [table(named, LEARNED, spread), note, "Mean over seeds ± their standard deviation.\n", table(rows, COST, spread)]
+    named = {name + " †" * (name in LEFT): seeds for name, seeds in rows.items()}
+    named |= {name: {0: m} for name, m in extra.items()}
+    spreads = "Mean over seeds ± their standard deviation.\n"
+    parts = [table(named, LEARNED, spread), note, spreads, table(rows, COST, spread)]
     first, others = next(iter(rows)), {name: seeds for name, seeds in [*rows.items()][1:]}
     base = {m: column(rows, m).get(first, {}) for m in LEARNED}
     paired = {name: {s: m for s, m in seeds.items() if s in rows[first]} for name, seeds in others.items()}
@@ -578,7 +607,8 @@ def picture(rows, path):  # one panel of dots for each metric, a line for each r
     panels = {m: found for m in LEARNED | COST if (found := column(rows, m))}
     across = min(5, len(panels))
     down = -(-len(panels) // across)
-    figure, axes = plt.subplots(down, across, figsize=(3.2 * across, 0.6 + down * (0.9 + 0.2 * len(rows))), squeeze=False)
+    size = 3.2 * across, 0.6 + down * (0.9 + 0.2 * len(rows))   # inches
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.axis("off")
     for (m, found), axis in zip(panels.items(), axes.flat):
@@ -597,11 +627,13 @@ def picture(rows, path):  # one panel of dots for each metric, a line for each r
     plt.close(figure)
 
 
-def report(flags, todo, extra):  # tables and pictures of all finished cells that differ from those asked for in seed or objective alone
+def report(flags, todo, extra):  # tables and pictures
+    """Of all finished cells that differ from those asked for in seed, objective or value alone."""
     same = ("setting", "max_iters", "data", "new_data", "flags", "crc")
     results, setting = read_results(os.path.join(flags.out_dir, "results.jsonl")), todo[0]["setting"]
     for name in dict.fromkeys(cell["objective"] for cell in todo) if setting else [""]:
-        rows = collect(results, lambda cell: all(cell.get(k) == todo[0][k] for k in same) and name in ("", cell["objective"]))
+        alike = lambda cell: all(cell.get(k) == todo[0][k] for k in same)
+        rows = collect(results, lambda cell, name=name: alike(cell) and name in ("", cell["objective"]))
         if not rows:
             continue
         stem = os.path.join(flags.out_dir, f"sweep-{setting}-{name}" if setting else "compare")
@@ -612,12 +644,13 @@ def report(flags, todo, extra):  # tables and pictures of all finished cells tha
         print(f"\n{stem}.md, {stem}.png\n\n{text}")
 
 
-LABELS = {10: "\\n", EOT: "EOT", PAD: "PAD", MASK: "MASK", CLS: "CLS", SEP: "SEP", PRE: "PRE", SUF: "SUF", MID: "MID",
-          MODE_R: "R", MODE_S: "S", MODE_X: "X"}
+LABELS = {train.IGNORE: " ", 10: "\\n", EOT: "EOT", PAD: "PAD", MASK: "MASK", CLS: "CLS", SEP: "SEP", PRE: "PRE",
+          SUF: "SUF", MID: "MID", MODE_R: "R", MODE_S: "S", MODE_X: "X"}
 
 
 def picture_of_rows(path, T=32):
-    """What make really makes of one text: inputs above targets, and which position (down) may attend to which (across)."""
+    """What make really makes of one text: inputs above targets, and which position (down) may attend to which
+    (across)."""
     plt = pyplot()
     if not plt:
         fail("--rows: draws with matplotlib. Try: pip install matplotlib")
@@ -628,19 +661,23 @@ def picture_of_rows(path, T=32):
         [m] = train.members(hp)
         B = 2 if name == "hybrid" else 4        # its masked row is the second of two
         batch = m["make"](from_bytes(text[:m["n"]]).long().expand(B, -1), generator("rows"), hp)
-        telling = {"hybrid": lambda b: b == B - 1, "fim": lambda b: PRE in batch["inp"][b].tolist(), "rotation": lambda b: batch["labels"][b] > 0}
+        telling = {"hybrid": lambda b: b == B - 1, "fim": lambda b: PRE in batch["inp"][b].tolist(),
+                   "rotation": lambda b: batch["labels"][b] > 0}
         b = next(b for b in range(B) if telling.get(name, lambda b: True)(b))
         inp = batch["inp"][b].reshape(-1)
         tgt = batch["tgt"][b] if "tgt" in batch else torch.full_like(inp, train.IGNORE)
-        P = {"causal": 0, "bidirectional": T}[batch["mask"]] if isinstance(batch["mask"], str) else int(batch["mask"][b])
+        P = batch["mask"]
+        P = {"causal": 0, "bidirectional": T}[P] if isinstance(P, str) else int(P[b])
         at = torch.arange(batch["inp"].size(-1))
         for y, (ids, colour) in enumerate(((inp, "#dde8f5"), (tgt, "#f9e3c8"))):
             for x, i in enumerate(ids.tolist()):
                 colour_of = "white" if i == train.IGNORE else "#c9b6e4" if i > 255 or i == EOT else colour
                 row.add_patch(plt.Rectangle((x, -y), 1, 1, fc=colour_of, ec="#cccccc", lw=0.5))
-                glyph = "" if i == train.IGNORE else LABELS.get(i) or (f"{i - SENTINEL}" if i >= SENTINEL else train.glyphs([i]))
-                row.text(x + 0.5, 0.5 - y, glyph, ha="center", va="center", fontsize=5 if i in LABELS else 7, family="DejaVu Sans Mono")
-        note = f"   label {int(batch['labels'][b])}" if "labels" in batch else "   two crops of one window" if inp.numel() > len(at) else ""
+                glyph = LABELS.get(i) or (f"{i - SENTINEL}" if i >= SENTINEL else train.glyphs([i]))
+                row.text(x + 0.5, 0.5 - y, glyph, ha="center", va="center", fontsize=5 if i in LABELS else 7,
+                         family="DejaVu Sans Mono")
+        note = f"   label {int(batch['labels'][b])}" if "labels" in batch else ""
+        note = "   two crops of one window" if inp.numel() > len(at) else note
         row.set(xlim=(0, T), ylim=(-1, 1))
         row.set_title(f"{name}: {m['help']}{note}", fontsize=8, loc="left", pad=2)
         grid.imshow(allow(at[:, None], at, P), cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
@@ -655,7 +692,8 @@ def picture_of_rows(path, T=32):
 # ---- the comparison
 
 def parse(argv):  # -> flags, train.py's flags
-    parser = train.Parser(prog="compare.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = train.Parser(prog="compare.py", description=__doc__, allow_abbrev=False,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text) in FLAGS.items():
         how = dict(action="store_true") if default is False else dict(type=type(default), default=default, metavar="X")
         parser.add_argument(f"--{flag}", help=f"{text} [{default}]" if default not in ("", False) else text, **how)
@@ -667,9 +705,10 @@ def main(argv=None):
     if flags.rows:
         return picture_of_rows("rows.png")
     todo, replay = cells(flags, rest), flags.sweep.startswith("replay=")
-    sources = open_corpus([flags.data, *([flags.new_data or os.path.join(torch.__path__[0], "include")] if replay else [])])
+    sources = open_corpus([flags.data, *([flags.new_data or CPP_HEADERS] if replay else [])])
     if len(sources[0]["val"]) < 1 << 12:
-        fail(f"--data {flags.data}: has {len(sources[0]['val'])} bytes to validate on, the yardsticks want 4096. Try more text")
+        fail(f"--data {flags.data}: has {len(sources[0]['val'])} bytes to validate on, the yardsticks want 4096. "
+             "Try more text")
     if os.path.exists(flags.out_dir) and not os.path.isdir(flags.out_dir):
         fail(f"--out_dir {flags.out_dir}: is a file. Try another name")
     os.makedirs(flags.out_dir, exist_ok=True)
@@ -677,7 +716,8 @@ def main(argv=None):
     done = [r["cell"] for r in read_results(path)]
     for i, cell in enumerate(todo):
         cell["crc"] = [s["crc"] for s in sources]               # other bytes are another cell
-        title = f"[{i + 1}/{len(todo)}] {cell['objective']} {'='.join(filter(None, (cell['setting'], cell['value'])))} seed {cell['seed']}"
+        what = f" {cell['setting']}={cell['value']}" if cell["setting"] else ""
+        title = f"[{i + 1}/{len(todo)}] {cell['objective']}{what} seed {cell['seed']}"
         if cell in done:
             print(f"{title}: finished before")
             continue
@@ -689,7 +729,8 @@ def main(argv=None):
         metrics = logged(folder) | measure(folder, shared)
         if replay:                              # all three by one ruler
             old, new = shared["text"], sources[1]["val"]
-            metrics |= {"bpb": None, "new": left_right_bits(folder, new), "old": left_right_bits(folder, old), "old_before": left_right_bits(first, old)}
+            metrics |= {"bpb": None, "new": left_right_bits(folder, new), "old": left_right_bits(folder, old),
+                        "old_before": left_right_bits(first, old)}
         if first and not replay:
             metrics |= {m: metrics[m] + logged(first)[m] for m in ("seconds", "raw_mb", "tflop")}
         add_result(path, {"cell": cell, "metrics": metrics})

@@ -52,8 +52,8 @@ FLAGS = {
     "steps": (0, "mlm, hybrid, mdlm: passes in which the holes of a block are filled; 0 for one a byte (mdlm: at most "
               "64)", 0, 1 << 20),
     "show": (False, "mdlm: play the unmasking"),
-    "speculate": (True, "mtp: heads 2, 3, ... draft, head 1 verifies; of itself for one sample at a temperature above 0 "
-                        "(in bfloat16 drafts break near-ties differently at 0). Given, it is compared with plain "
+    "speculate": (True, "mtp: heads 2, 3, ... draft, head 1 verifies; of itself for one sample at a temperature above "
+                        "0 (in bfloat16 drafts break near-ties differently at 0). Given, it is compared with plain "
                         "decoding"),
     "query": ("", "contrastive: the text to look for"),
     "corpus": ("", "contrastive: file whose lines, or folder whose files, are embedded, or searched for --query"),
