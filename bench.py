@@ -145,6 +145,7 @@ def training_step(hp):
     def step():
         train.set_step(s, run, corpus, rows, next(count), hp)
         take()
+    # settle, then capture, in the order of train.train
     if hp.cuda_graph:
         for _ in range(train.WARM):
             train.set_step(s, run, corpus, rows, next(count), hp)
@@ -184,6 +185,7 @@ def nanogpt_model(flags, device, vocab=V):  # -> the model, the context in which
 
 def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> function that takes one step, model
     model, context = nanogpt_model(flags, device, vocab)
+    # nanoGPT's own: weight decay .1, betas .9 and .99
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
     forward = torch.compile(model) if device.type == "cuda" else model
     text = torch.randint(0, 256, (1 << 20,), generator=generator("bench")) if text is None else text.long()
@@ -250,6 +252,7 @@ def bench_memory(flags, device, names):
             torch.cuda.reset_peak_memory_stats(device)
         s = train.prepare(run, corpus, hp, rows)
         train.set_step(s, run, corpus, rows, 0, hp)
+        # parameters are held anyway: only what the forward pass adds is counted
         own = {p.untyped_storage().data_ptr() for p in s["params"]}
         def keep(t):
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
@@ -303,6 +306,7 @@ def bench_loss(flags, device, names):
         synchronize(device)
         seconds = time.perf_counter() - begin
         theirs.eval()
+        # sample.score asks for embed (its device), a call and logits: the least that passes
         class Theirs:                           # as sample.score calls a model
             embed = theirs.transformer.wte
             def __call__(self, x, mask, doc):
@@ -336,6 +340,7 @@ def bench_decode(flags, device, names):
         torch.manual_seed(1)
         model = Transformer(Sizes(flags.n_layer, flags.n_head, flags.n_embd), dtype).to(hp.device, dtype)
         with torch.no_grad():
+            # zero-init heads make every byte alike; random ones make texts that do not end at once
             for p in model.parameters():
                 p.normal_(0, 0.05)
         pack_weights(model)

@@ -126,6 +126,7 @@ def infill_logits(model, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a
     gives both: the chain rule, so that their nats add up to a code length."""
     name, (left, middle, right) = hp.objective, (x[:, :a], x[:, a:a + m], x[:, a + m:])
     if name in MASKED:
+        # m passes, pass i with the middle's first i bytes in place: the chain rule
         rows = [torch.cat((left, middle[:, :i], fixed(x, *[MASK] * (m - i)), right), 1) for i in range(m)]
         return torch.stack([model.logits(masked_states(model, hp, row)[:, a + i]) for i, row in enumerate(rows)], 1)
     holes = {"infill": 1, "mask": m}            # MASKs that stand for a hole; the other noises leave none
@@ -198,6 +199,7 @@ def labelled(documents, held, n):  # {path: bytes}, paths held out -> x (N, n), 
 
 def fit(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> a function x -> classes
     """Multinomial logistic regression on standardized x. All classes weigh the same, however rare."""
+    # a class weighs the inverse of its count, or a probe that says "name" would do well
     mean, std, weight = x.mean(0), x.std(0) + 1e-6, len(y) / (K * torch.bincount(y, minlength=K).clamp(min=1))
     W = torch.zeros(x.size(1) + 1, K, requires_grad=True)
     wide = lambda x: F.pad((x - mean) / std, (0, 1), value=1.0)
@@ -269,6 +271,7 @@ def retrieval(model, hp, text):  # -> {recall_1, recall_10}: a passage's second 
     half = x.size(1) // 2
     pooled = [embed(model, part) if sight(hp) == "bidirectional" else model(part, "causal").float().mean(1)
               for part in (x[:, :half], x[:, half:])]
+    # the mean state is shared by all passages; with it every cosine is near 1
     a, b = (F.normalize(p - p.mean(0), dim=-1) for p in map(F.normalize, pooled))   # without what all passages share
     near = a @ b.T                              # (256, 256)
     rank = (near >= near.diagonal()[:, None]).sum(1) - 1        # of a tie every other one comes first
@@ -290,6 +293,7 @@ def corruption(model, heads, hp, text):  # -> {replaced: AUC}
         score = F.cross_entropy(model.logits(h).mT, z, reduction="none")
     elif hp.objective in MASKED:
         score, eighth = torch.zeros(z.shape), torch.arange(z.size(1)) % 8
+        # eight passes, each with every eighth byte masked, in place of one for each byte
         for r in range(8):
             logits = model.logits(masked_states(model, hp, z.masked_fill(eighth == r, MASK)))[..., :256]
             score = torch.where(eighth == r, F.cross_entropy(logits.mT, z, reduction="none"), score)
@@ -425,6 +429,7 @@ def left_right_bits(folder, text):  # -> bits a byte of held-out windows under t
 def run_training(cell, flags):  # -> folder of the finished run, folder of the run that it began with, or None
     """What it finds finished it leaves, what it finds begun it resumes. A run that diverged is none."""
     setting, value, steps, first = cell["setting"], cell["value"], cell["max_iters"], None
+    # the cell without its sweep: the parent that all values of replay start from
     plain = {**cell, "setting": "", "value": "", "new_data": "", "crc": cell["crc"][:1]}
     argv = ["--objective", cell["objective"], "--seed", str(cell["seed"]), *cell["flags"]]
     if setting == "replay":                     # the same steps again, on the new corpus
@@ -442,6 +447,7 @@ def run_training(cell, flags):  # -> folder of the finished run, folder of the r
     if first is None and (setting == "replay" or setting == "init" and value != "none"):
         return None, None
     words = [cell["objective"], f"{setting}={value}", str(cell["max_iters"]), f"seed{cell['seed']}"]
+    # settings and corpus are in the folder's name: other ones cannot resume it
     tag = zlib.crc32(json.dumps([cell["flags"], cell["data"], cell["new_data"], cell["crc"]]).encode())
     name = "-".join(word for word in words if word != "=").replace(":", "_")
     folder = os.path.join(flags.out_dir, "runs", f"{name}-{tag:x}")
@@ -535,6 +541,7 @@ def read_results(path):  # what a killed process left half is skipped
 
 def add_result(path, result):
     with open(path, "a+b") as f:
+        # a kill may have left half a line: end it before the next
         half = f.tell() > 0 and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n"
         f.write(b"\n" * half + json.dumps(result).encode() + b"\n")
 

@@ -6,8 +6,10 @@ or another number of micro-batches sees the same bytes.
 
 B rows, n raw bytes in a row, N bytes in a split of a source, S sources
 """
+import contextlib
 import ctypes
 import hashlib
+import io
 import os
 import shutil
 import sys
@@ -215,6 +217,7 @@ def draw(corpus, split, n, B, g):  # -> source (B,), offset (B, TRIES), both lon
     """Where the B windows of n bytes lie. Sources and offsets are stratified: every batch holds each source's
     share to within a row, and the rows of a batch come each from its own B-th of a source, in random order."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
+    # room: offsets that fit; u: one number from each B-th of [0, 1), in random order
     room = torch.tensor([len(s[split]) - n + 1 for s in corpus])
     u = (torch.randperm(B, generator=g) + torch.rand(B, generator=g, dtype=torch.double)) / B
     source = torch.searchsorted(edges, u, right=True).clamp(max=len(corpus) - 1)
@@ -237,18 +240,24 @@ def gather(corpus, split, source, offset, n, whole=False):  # -> (B, n) long, cl
     return x[:, 0].long()
 
 
-def documents(x):  # (B, T) -> (B, T) long: which document of its row a byte belongs to; EOT ends its own
+def document_ids(x):  # (B, T) -> (B, T) long: which document of its row a byte belongs to; EOT ends its own
     end = (x == EOT).long()
     return end.cumsum(1) - end
 
 
 def check_sizes(corpus, n, T, window):
     """Exits with code 2 when a split cannot fill one window of n = window(T) bytes, naming the block that fits."""
+    def fill(t):                                # whether a window of a block of t does; some blocks have none
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return window(t) <= least
+        except SystemExit:
+            return False
     for s in corpus:
         least = min(len(s["train"]), len(s["val"]))
         if least >= n:
             continue
-        fits = next((t for t in range(min(T, least), 1, -1) if window(t) <= least), 0)
+        fits = next((t for t in range(min(T, least), 1, -1) if fill(t)), 0)
         hint = f"Try --block_size {fits}, or more text" if fits else "Try more text"
         fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a row "
              f"of --block_size {T} needs {n} of each. {hint}")

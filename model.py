@@ -97,6 +97,7 @@ def attend_plain(q, k, v, seen):
     if isinstance(seen, torch.Tensor):
         bias = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf).expand(B, H, T_q, T_k).flatten(0, 1)
     elif seen == "causal":
+        # triu(1): only what lies strictly behind a query is shut out, so it sees itself
         bias = q.new_full((T_q, T_k), -torch.inf).triu(1)
     att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D ** -0.5)  # (B H, T_q, T_k)
     return (att.softmax(-1) @ v.flatten(0, 1)).view_as(q)
@@ -205,6 +206,7 @@ class Transformer(nn.Module):
         """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep attention
         inside a document. cache: what new_cache returned; idx then continues what it holds."""
         B, T = idx.shape
+        # absolute positions: with a cache the first new one stands behind what it holds
         start, D = 0 if cache is None else cache["length"], self.sizes.n_embd // self.sizes.n_head
         static = isinstance(start, torch.Tensor)
         at = start + torch.arange(T, device=idx.device)                             # (T,)

@@ -216,12 +216,12 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
 
 
 def place_spans(B, n, N, S, g):  # -> first (B, n), noise (B, n) bool: S spans of N bytes in all, none touching another
-    lengths = compose(B, N, S, g)                                                   # (B, S)
+    length = compose(B, N, S, g)                                                    # (B, S)
     # S + 1 stretches of kept bytes around them; the two at the edges may be empty, so they are drawn one byte too long
     kept = compose(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1                    # (B, S): kept bytes before each
-    start = kept + lengths.cumsum(1) - lengths
+    start = kept + length.cumsum(1) - length
     # +1 where a span starts, -1 behind its end: the running sum is 1 inside
-    edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device).scatter(1, start, 1).scatter(1, start + lengths, -1)
+    edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device).scatter(1, start, 1).scatter(1, start + length, -1)
     return edge[:, :n] == 1, edge[:, :n].cumsum(1) == 1
 
 
@@ -346,8 +346,8 @@ def fim_window(T, hp):
 
 # ---- mtp: multi-token prediction
 
-def mtp(x, g, hp):  # x (B, T + h) -> inp, tgt (B, T), tgt_far (B, T, h - 1)
-    """Multi-token prediction: the next h bytes at once, from one trunk (Gloeckle et al. 2024).
+def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), tgt_far (B, T, n - 1)
+    """Multi-token prediction: the next n = mtp_heads bytes at once, from one trunk (Gloeckle et al. 2024).
 
         inp       t h e   c      who sees whom: causal
         tgt       h e   c a      head 1, the model's own
@@ -356,7 +356,7 @@ def mtp(x, g, hp):  # x (B, T + h) -> inp, tgt (B, T), tgt_far (B, T, h - 1)
     The loss is the sum over heads. Head k reads norm(h + W_k h) through the shared byte head, so that mtp_heads 1 is
     clm exactly. Departure: the paper takes a transformer layer per head; its linear heads score nearly the same."""
     T = x.size(1) - hp.mtp_heads
-    ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                                     # (B, T, h): bytes t + 1 .. t + h
+    ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                                     # (B, T, n): bytes t + 1 .. t + n
     return dict(clm(x[:, :T + 1], g, hp), tgt_far=ahead[:, :, 1:])
 
 
@@ -365,8 +365,8 @@ def mtp_window(T, hp):
 
 
 def mtp_heads(sizes, hp):
-    h = hp.mtp_heads
-    return {"mtp": Linear(sizes.n_embd, sizes.n_embd, stack=h - 1, zero=True)} if h > 1 else {}
+    n = hp.mtp_heads
+    return {"mtp": Linear(sizes.n_embd, sizes.n_embd, stack=n - 1, zero=True)} if n > 1 else {}
 
 
 def far_states(heads, h):  # (..., C) -> (..., heads - 1, C): what the byte head reads for bytes 2, 3, ... ahead
@@ -381,7 +381,7 @@ def mtp_loss(model, heads, batch, hp):
     h = model(batch["inp"], batch["mask"], batch.get("doc"))                        # (B, T, C)
     terms = {"nll": nats(model.logits(h), batch["tgt"])}
     if hp.mtp_heads > 1:
-        far = model.logits(far_states(heads, h))                                    # (B, T, h - 1, V)
+        far = model.logits(far_states(heads, h))                                    # (B, T, n - 1, V)
         for k in range(2, hp.mtp_heads + 1):
             terms[f"head{k}"] = nats(far[:, :, k - 2], batch["tgt_far"][:, :, k - 2])
     return {term: (total, mtp_counts(batch, hp)[term], 1.0) for term, total in terms.items()}
@@ -409,7 +409,7 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), at (B, k), u (B, k)
 
 def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads of the same width where that divides
     H = max(1, round(sizes.n_head * hp.gen_scale))
-    return Sizes(sizes.n_layer, H, 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H))))
+    return Sizes(sizes.n_layer, H, 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H))), sizes.vocab_size)
 
 
 def electra_heads(sizes, hp):
@@ -475,6 +475,7 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     rows hold as many, the others fewer: else EOT would be known by its place in the row."""
     B, L = x.shape
     noises, i, m = hp.bart_noise.split(","), torch.arange(L, device=x.device), lengths(B, min(8, L), L, g)
+    # k bytes of each row for each noise with a rate: they share bart_rate
     k = bart_counts(m, hp)                                                          # (B, 1)
     y, present = x, i < m                                                           # (B, L)
     keep = present

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF
-from data import decode, documents, encode, fail, generator, map_file
+from data import decode, document_ids, encode, fail, generator, map_file
 from model import new_cache, pack_weights
 from objectives import GAP, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
 from train import Parser, aside, build, capture, compressors, load_checkpoint, members, newest_run, restore
@@ -86,6 +86,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (...
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
     # the difference first: 1 / temperature may overflow
     p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    # nucleus (Holtzman et al. 2020): the mass in front of a byte decides, so the first stays
     if top_k and top_k < p.size(-1) or top_p < 1:
         p, ids = p.sort(dim=-1, descending=True, stable=True)
         before, p = p.cumsum(-1) - p, p.clone()
@@ -96,6 +97,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (...
 
 
 def invert(p, u):  # p (..., M), u (...) in [0, 1) -> index (...): the inverse of the distribution function
+    # the last sum may miss 1 by rounding: u is scaled to it, so no draw falls off the end
     cdf = p.cumsum(-1)
     return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
 
@@ -130,16 +132,19 @@ def generate(model, prompt, max_new_tokens, T, gens, mask="causal", cached=True,
     start, fed, cache, byte = max(0, n - T), 0, None, None     # fed: ids behind start that the cache holds
     patience = LOOK if prompt.device.type == "cuda" else 1
     for i in range(max_new_tokens):
+        # the block is full: read its last half again, and the next T / 2 bytes are cheap
         if ids.size(1) - start > T:
             if mask == "prefix":
                 return
             start, fed = ids.size(1) - T // 2, 0
+        # a compiled step knows its cache by address: empty it, never make a new one
         if cached and not fed:
             cache = new_cache(model, N, T) if step is None else emptied(step["cache"])
         new = ids[:, start + fed:]
         if step is not None and fed:
             logits = step["run"](byte[:, None])
         else:
+            # the prompt alone is read both ways; what has been written is read to the left
             seen = "causal" if mask == "causal" or fed else torch.full((N,), prefix or n, device=ids.device)
             logits = model.logits(model(new, seen, cache=cache)[:, -1])
         fed += new.size(1) if cached else 0
@@ -193,20 +198,22 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None,
     start, fed, cache, written = max(0, len(ids) - T), 0, None, 0                   # fed: ids from start in the cache
     draw = lambda p: invert(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
     while written < max_new_tokens:
-        # one pass over what the cache lacks and over the drafts
+        # 1. room: when the block is full its last half is encoded anew
         if len(ids) - start > T:
             start, fed = len(ids) - T // 2, 0
         if not fed:
             cache = new_cache(model, 1, T) if step is None else emptied(step["cache"])
+        # 2. draft no further than the block and the budget reach
         drafts = drafts[:min(T - (len(ids) - start), max_new_tokens - written - 1)]
         new = torch.tensor([ids[start + fed:] + drafts], device=model.embed.weight.device)
+        # 3. verify: one pass of head 1 over the draft, V numbers behind each of its bytes
         if step is not None and fed and new.size(1) == step["n"]:
             logits, far = step["run"](new)
         else:
             h, far = model(new, "causal", cache=cache)[0, new.size(1) - len(drafts) - 1:], None
             logits = model.logits(h)            # (drafts + 1, V): what follows ids[-1], d_2, ...
 
-        # the drafts up to the first that is refused, then one byte more
+        # 4. keep drafts while u q(d) < p(d), draw one byte in place of the first refused or behind the last
         p, kept = distribution(logits, **how), 0
         if drafts:
             d, u = torch.tensor(drafts)[:, None], torch.rand(len(drafts), 1, generator=g, dtype=torch.double)
@@ -216,10 +223,11 @@ def speculate(model, heads, prompt, max_new_tokens, T, g, tally=None, step=None,
         out = drafts[:kept] + [int(draw(rest if rest.sum() > 0 else p[kept]))]
         if tally is not None:
             tally.append((len(drafts), kept))
-        cache["length"] -= len(drafts) - kept   # the rejected ones are forgotten
+        # 5. forget what was refused: its keys lie behind the length and will be written over
+        cache["length"] -= len(drafts) - kept
         fed += new.size(1) - (len(drafts) - kept)
 
-        # the next drafts, from the state behind the last draft that was kept
+        # 6. draft anew, from the state behind the last draft that was kept
         if "mtp" in heads:
             ahead = model.logits(far_states(heads, h[kept])) if far is None else far[kept]
             q = distribution(ahead, **how)                                          # (n - 1, 256)
@@ -249,6 +257,7 @@ def unmask(model, ids, gens, steps=0, order="confident", shift=False, **how):  #
         if not holes.any():
             return
         if shift:
+            # hybrid's byte i is predicted at position i - 1, so EOT stands before the first
             start = ids.new_full((len(ids), 1), EOT)
             logits = model.logits(model(torch.cat((start, ids), dim=1), "bidirectional"))[:, :-1]
         else:
@@ -278,6 +287,7 @@ def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of
     training."""
     n, bits = len(data), 8.0
     windows = [(max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride)]
+    # windows of one length share a batch: all but the first few and the last
     for length, group in itertools.groupby(windows, lambda w: w[2] - w[0]):
         group = list(group)
         for i in range(0, len(group), SCORE_ROWS):
@@ -289,27 +299,28 @@ def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of
 def score_rows(model, data, rows, length, doc_mask):  # rows [(first, first scored, end)] of one length -> bits
     x = torch.stack([data[a:end + 1] for a, _, end in rows])                        # (rows, length + 1)
     x = x.long().to(model.embed.weight.device)
-    logits = model.logits(model(x[:, :-1], "causal", documents(x[:, :-1]) if doc_mask else None))
+    logits = model.logits(model(x[:, :-1], "causal", document_ids(x[:, :-1]) if doc_mask else None))
     nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), length)
     return sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
 
 
 @torch.inference_mode()
-def score_bound(model, data, T, seed, draws=16):  # data (n,) uint8 -> bits at most, standard error; in windows of T
-    """The bound of masked diffusion, with `draws` numbers of masked bytes from as many strata for each window."""
+def score_bound(model, data, T, seed, doc_mask=False, draws=16):  # data (n,) uint8 -> bits at most, standard error
+    """The bound of masked diffusion in windows of T, each with `draws` numbers of masked bytes from as many strata."""
     g, bits, variance = generator(f"{seed},bound"), 0.0, 0.0
     for x in data.split(T):
         batch = mdlm(x.long().expand(draws, -1), g, None)
         batch = {k: v if isinstance(v, str) else v.to(model.embed.weight.device) for k, v in batch.items()}
+        batch |= {"doc": document_ids(batch["inp"])} if doc_mask else {}
         each = mdlm_bounds(model, batch).cpu().double() / math.log(2)               # (draws,)
         bits, variance = bits + float(each.mean()), variance + float(each.var()) / draws
     return bits, variance ** 0.5
 
 
 @torch.inference_mode()
-def score_pseudo(model, data, T, shift=False):  # data (n,) uint8 -> bits: each byte from all the others of its window
-    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others. shift: as
-    in unmask."""
+def score_pseudo(model, data, T, shift=False, doc_mask=False):  # data (n,) uint8 -> bits
+    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others of its
+    window. shift: as in unmask."""
     bits = 0.0
     for x in data.split(T - shift):
         x = x.long().to(model.embed.weight.device)
@@ -317,7 +328,8 @@ def score_pseudo(model, data, T, shift=False):  # data (n,) uint8 -> bits: each 
             at = torch.arange(i, min(i + SCORE_ROWS, len(x)), device=x.device)
             rows = x.repeat(len(at), 1).scatter(1, at[:, None], MASK)
             rows = torch.cat((rows.new_full((len(at), 1), EOT), rows), dim=1) if shift else rows
-            h = model(rows, "bidirectional")[torch.arange(len(at), device=x.device), at]
+            h = model(rows, "bidirectional", document_ids(rows) if doc_mask else None)              # (rows, n, C)
+            h = h[torch.arange(len(at), device=x.device), at]
             bits += float(F.cross_entropy(model.logits(h), x[at], reduction="sum")) / math.log(2)
     return bits
 
@@ -331,6 +343,7 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, c
     hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
     model, heads = build(hp)
     restore(model, heads, ckpt, path)
+    # no training here: weights take the activations' type, and a pass reads half as much
     model, heads = model.to(getattr(torch, hp.dtype)).requires_grad_(False), heads.requires_grad_(False)
     pack_weights(model)
     return model, heads, hp, ckpt
@@ -415,6 +428,7 @@ def continue_mode(model, heads, hp, flags, held_out):
     prompt = prompt or [EOT]                    # an empty prompt is the start of a document
     before, behind = ([MODE_S], [SEP]) if name == "ul2" else ([], [])
     if name in ("prefix", "ul2"):               # one block holds the prompt and what is written
+        # what is written needs room, half of the block at most
         room = max(1, T - 2 * len(before) - min(flags.max_new_tokens, T // 2))
         if len(prompt) > room:
             print(f"--- the last {room} of {len(prompt)} bytes of the prompt, which leave room in the block")
@@ -499,6 +513,7 @@ def fill_mode(model, heads, hp, flags, held_out):
     for i in headings(flags):
         x, gens, T1 = tensor(ids, hp), one_row(flags, i), T - (name == "hybrid")
         while (x == MASK).any():                # a text longer than the block is filled window by window
+            # a quarter of the window stands before the hole, the rest behind it
             at = int((x[0] == MASK).byte().argmax())
             a = max(0, min(at - T1 // 4, x.size(1) - T1))
             for state in unmask(model, x[:, a:a + T1], gens, **how):
@@ -592,6 +607,7 @@ def fim_mode(model, heads, hp, flags, held_out):
         print(f"clean:\n{decode(text)}\n--- with a hole:\n{decode(prefix)}[..]{decode(suffix)}\n--- filled:")
     # room for both sides, of which each keeps what is nearest
     room = max(2, T - 4 - min(flags.max_new_tokens, T // 3))
+    # near the hole counts most: the prefix loses its front, the suffix its end
     keep = max(room // 2, room - len(suffix))
     left, right = prefix[-keep:], suffix[:room - min(len(prefix), keep)]
     ids = [PRE, SUF, *right, MID, *left] if flags.spm else [PRE, *left, SUF, *right, MID]
@@ -652,6 +668,7 @@ def suspicious_mode(model, heads, hp, flags, held_out):
 def follows(model, heads, first, second, hp):  # ids, ids -> probability that the second text follows the first
     """As in training the pieces are at most h bytes, and GAP bytes are skipped between them."""
     h = (hp.block_size - 3) // 2
+    # training skipped GAP bytes between the texts; a long second text loses them too
     second = second[GAP:GAP + h] if len(second) > 2 * GAP else second[:h]
     row = tensor([CLS, *first[-h:], SEP, *second, SEP], hp)
     return float(heads["follows"](model(row, "bidirectional")[:, 0].float()).sigmoid())
@@ -763,14 +780,15 @@ def score_mode(model, heads, hp, flags, held_out):
     if OBJECTIVES[name].get("bpb") == "exact":
         say(score(model, data, T, stride, hp.doc_mask), f"windows of {T}, stride {stride}")
     elif name == "mdlm":
-        bits, error = score_bound(model, data, T, flags.seed)
+        bits, error = score_bound(model, data, T, flags.seed, hp.doc_mask)
         say(bits, f"at most, standard error {error / len(data):.4f}, cold windows of {T}")
     elif name != "mlm":
         those = " ".join(other for other, entry in OBJECTIVES.items() if "bpb" in entry)
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {those} mlm")
     if name in ("mlm", "hybrid"):
         shift = name == "hybrid"
-        say(score_pseudo(model, data, T, shift), f"pseudo: every byte given all others of its window of {T - shift}")
+        bits = score_pseudo(model, data, T, shift, hp.doc_mask)
+        say(bits, f"pseudo: every byte given all others of its window of {T - shift}")
     print(f"beside it: {compressors(data)}")
 
 
@@ -843,6 +861,7 @@ def main(argv=None):  # -> exit code
         if flags.objective not in MODES and flags.score is None:    # a fork's new objective
             return print(f"{path}: sample.py has no mode for {flags.objective} yet. Try adding one to its table MODES")
         mode, read = choose_mode(flags)
+        # a flag that would be ignored is refused: its silence would look like an effect
         for flag in sorted(flags.given - read - COMMON):
             those = [n for n, (_, r) in MODES.items() if flag in r and n != flags.objective]
             hint = "--score" if not those else "a --prompt" if flag == "hole" else " ".join(those)

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from data import CLS, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
-from data import check_sizes, documents, draw, fail, gather, generator, open_corpus, reseed, to_bytes
+from data import check_sizes, document_ids, draw, fail, gather, generator, open_corpus, reseed, to_bytes
 from model import Sizes, Transformer
 from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, apportion, token_loss
 
@@ -104,13 +104,16 @@ def parse(argv):  # -> {flag: value} of the flags that argv gives
     parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]",
                     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    seen = set()
+    listed = set()
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag, (default, text, *_) in flags.items():
-            if flag in seen:                    # some objectives share a setting
+            if flag in listed:                  # some objectives share a setting
                 continue
-            seen.add(flag)
+            listed.add(flag)
+            others = [f"of {name}" for name, entry in OBJECTIVES.items() if flag in entry["settings"]][1:]
+            text = ", ".join([text, *others])   # the first is the group's title
+            # a default that depends on the device is shown whole, its type taken from the first
             if isinstance(default, dict):
                 shown = ", ".join(f"{k} {v}" for k, v in default.items())
                 text, default = f"{text} [{shown}]", [*default.values()][0]
@@ -121,7 +124,7 @@ def parse(argv):  # -> {flag: value} of the flags that argv gives
             group.add_argument(f"--{flag}", help=text.replace("%", "%%"), **how)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{flag}" for flag in seen], 1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{flag}" for flag in listed], 1)
         parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     return vars(given)
 
@@ -187,7 +190,7 @@ def get_config(argv):  # -> Namespace of every setting
 def refuse_changes(given, saved, flags, what):
     for flag in sorted(set(flags) & set(given)):
         if given[flag] != saved[flag]:
-            fail(f"--{flag} {given[flag]}: {what} {saved[flag]}. Try without --{flag}")
+            fail(f"--{flag} {given[flag]}: {what} {saved[flag] or 'none'}. Try without --{flag}")
 
 
 def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with name, weight, rows of a micro-batch, n
@@ -205,6 +208,7 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
     if not all(1e-9 < w < 1e9 for w in weights) or len({name for name, _, _ in parts}) < len(parts):
         fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
     weights = [w / sum(weights) for w in weights]
+    # the same rows of each member in every micro-batch, or counts and shapes would drift
     rows = apportion(weights, hp.batch_size)
     if min(rows) == 0:
         fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
@@ -219,9 +223,9 @@ def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with nam
 
 def default_share(name):  # -> share of positions with loss at the default settings, from a batch that is made
     entry, B, g = OBJECTIVES[name], 64, generator("share")
-    T = entry.get("defaults", {}).get("block_size", 256)
-    own = {flag: spec[0] for flag, spec in entry["settings"].items()}
-    hp = argparse.Namespace(**own, block_size=T, batch_size=B, accum=1)
+    hp = defaults() | entry.get("defaults", {})
+    T = hp["block_size"]
+    hp = argparse.Namespace(**hp | dict(device="cpu", dtype="float32", batch_size=B))
     batch = entry["make"](torch.randint(1, 256, (B, entry["window"](T, hp)), generator=g), g, hp)
     return targets(entry, batch, hp) / (B * T)
 
@@ -261,6 +265,7 @@ def set_precision(device):  # -> how float32 products are computed, in words
     torch.set_float32_matmul_precision("highest")
     if device.type != "cpu":
         return "float32 products exact"
+    # a probe: some CPUs round the operands to bfloat16 at "medium", which nobody asked for
     a = torch.randn(256, 256, generator=generator("probe"))
     torch.set_float32_matmul_precision("medium")
     error = float((a @ a - (a.double() @ a.double())).norm() / (a.double() @ a.double()).norm())
@@ -278,6 +283,7 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
         if os.path.exists(hp.out_dir) and not os.path.isdir(hp.out_dir):
             fail(f"--out_dir {hp.out_dir}: is a file. Try another name")
+        # a log alone is harmless (a start that failed) unless it holds steps
         log = os.path.join(hp.out_dir, "metrics.jsonl")
         if os.path.isfile(log):
             with open(log, "rb") as f:
@@ -304,6 +310,7 @@ def newest_run():  # -> folder under out/ whose checkpoint was written last
 def save_checkpoint(path, state):
     """Whole or absent: written under another name, synced, then renamed. Exits with code 2 when the disk refuses."""
     try:
+        # never write over the old file: a kill halfway would leave neither
         with open(path + ".tmp", "wb") as f:
             torch.save(state, f)
             f.flush()
@@ -326,6 +333,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     if not os.path.isfile(path):
         fail(f"{path}: no checkpoint there. Try the folder of a run, such as out/clm")
     try:
+        # weights_only: a checkpoint is data, a pickle is a program
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         version = int(ckpt["version"])
         ckpt["config"] = defaults() | ckpt["config"]            # a fork's new objective may have brought new flags
@@ -344,18 +352,19 @@ def build(hp):  # -> model, heads (an nn.ModuleDict)
     sizes, heads = Sizes(hp.n_layer, hp.n_head, hp.n_embd), torch.nn.ModuleDict()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
+        # the trunk before the heads: equal seeds give equal trunks under every objective
         model = Transformer(sizes, getattr(torch, hp.dtype))
         for m in members(hp):
             heads.update(m["heads"](sizes, hp))
     return model.to(hp.device), heads.to(hp.device)
 
 
-def restore(model, heads, ckpt, path):
-    """Heads that the checkpoint does not have stay as they are."""
+def restore(model, heads, ckpt, path, fresh=False):
+    """fresh: heads that the checkpoint does not have stay as they are; else it must have them all."""
     try:
         model.load_state_dict(ckpt["model"])
         for name, head in heads.items():
-            if name in ckpt["heads"]:
+            if name in ckpt["heads"] or not fresh:
                 head.load_state_dict(ckpt["heads"][name])
     except (RuntimeError, KeyError, AttributeError) as e:
         fail(f"{path}: its weights do not fit its settings ({type(e).__name__}). Try another checkpoint")
@@ -376,6 +385,7 @@ def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep`
         pass
     except OSError:
         fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
+    # lines behind the checkpoint are of steps that are taken again
     f.truncate(min(keep, os.path.getsize(path)))
     f.seek(0, os.SEEK_END)
     return f
@@ -400,11 +410,13 @@ def draw_windows(run, corpus, split, rows, key):  # -> (source, offsets) of each
 def make_batches(run, corpus, split, where, gens, hp):  # -> one batch per member
     """The windows at where, each member's corrupted with numbers from its own generator."""
     batches = []
+    # each member corrupts with its own generator: its rows do not depend on the others
     for m, (source, offset), g in zip(run, where, gens):
         x = gather(corpus, split, source, offset, m["n"], m.get("whole", False)).to(hp.device)
         batches.append(m["make"](x, g, hp))
         if hp.doc_mask:
-            batches[-1]["doc"] = documents(batches[-1]["inp"])      # of what the model sees: a masked EOT ends nothing
+            # of what the model sees: a masked EOT ends nothing
+            batches[-1]["doc"] = document_ids(batches[-1]["inp"])
     return batches
 
 
@@ -452,6 +464,7 @@ def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where 
     torch._dynamo.reset()                       # or the limit of its cache is that of all runs of a process
     losses = [torch.compile(loss, fullgraph=True, dynamic=False) for loss in s["losses"]]
     try:
+        # forward and backward once on real shapes: what cannot compile fails here, not later
         for m, batch, loss in zip(run, batches, losses):
             terms = loss(s["model"], s["heads"], rows_of(batch, 0, m["rows"]), hp)
             sum(total for total, _, _ in terms.values()).backward()
@@ -469,12 +482,14 @@ def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where 
 def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (params, momentum)}, lr=0-D tensor)
     """Muon for the matrices inside blocks, AdamW for embeddings, heads and vectors."""
     named = [*model.named_parameters(), *heads.named_parameters()]
+    # Muon is for maps from states to states; embeddings and heads are tables of vectors
     hidden = [p for name, p in named if p.dim() == 3 and "blocks." in name]
     rest = [p for name, p in named if not any(p is q for q in hidden)]
     groups = [dict(params=rest, weight_decay=0.0)]
     if hp.optimizer == "adamw":
         groups, hidden = groups + [dict(params=hidden, weight_decay=hp.weight_decay)], []
     muon = {}
+    # one Newton-Schulz call per shape: few large products in place of many small ones
     for p in hidden:                            # (n, rows, columns), as many matrices of one shape as there are
         muon.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
     for shape, params in muon.items():
@@ -499,12 +514,16 @@ def optimizer_step(opt, bad, hp):
 def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all matrices of one shape at once
     """Muon (Jordan et al. 2024): Nesterov momentum, made orthogonal. Scaled to the root mean square of AdamW's
     updates (Liu et al. 2025), so that one learning rate serves both."""
+    # the shorter side first: the iteration multiplies r x r matrices, r <= c
     wide = lambda t: t if t.size(1) <= t.size(2) else t.mT                          # (n, r, c)
     grad = torch.cat([wide(p.grad) for p in params])                                # (N, r, c)
+    # pass 1: momentum; where(bad) keeps the old value without asking the device
     momentum.copy_(torch.where(bad, momentum, momentum.lerp(grad, 1 - MOMENTUM)))
+    # pass 2: Nesterov's look ahead, made orthogonal; nothing where bad
     update = orthogonal(grad.lerp(momentum, MOMENTUM), getattr(torch, hp.dtype)).float()
     update = torch.where(bad, 0.0, update * (lr * 0.2 * momentum.size(2) ** 0.5))
     keep = torch.where(bad, 1.0, 1.0 - lr * hp.weight_decay)
+    # pass 3: decay, then move
     for p, u in zip(params, update.split([len(p) for p in params])):
         p.mul_(keep).sub_(u if p.size(1) <= p.size(2) else u.mT)
 
@@ -512,6 +531,7 @@ def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all
 def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthonormal rows
     """Newton-Schulz iteration with the coefficients of Jordan et al. 2024; singular values end near 1."""
     x = x.to(dtype)
+    # divided by its Frobenius norm no singular value is above 1, which the iteration needs
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
         a = x @ x.mT                                                                # A (N, r, r)
@@ -521,7 +541,7 @@ def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthon
 
 
 def learning_rate(step, hp):
-    """Linear warm-up, constant, linear to 0."""
+    """Linear warm-up, constant, linear to 0: the smallest of the three is in force."""
     warm = (step + 1) / (hp.warmup_iters + 1)
     fall = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warm, 1.0, fall)
@@ -534,6 +554,7 @@ def prepare(run, corpus, hp, rows):  # -> all that a training step reads and wri
     opt["lr"] and step; the rest is the device's alone, so that a CUDA graph can replay the step."""
     device, (model, heads) = torch.device(hp.device), build(hp)
     on = corpus[0]["train"].device
+    # only the shapes of this draw are used: set_step copies every step's windows into them
     where = [(source.to(on), offset.to(on)) for source, offset in draw_windows(run, corpus, "train", rows, "0")]
     opt = make_optimizer(model, heads, hp)
     return dict(
@@ -546,6 +567,7 @@ def prepare(run, corpus, hp, rows):  # -> all that a training step reads and wri
 
 def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before a step
     for held, new in zip(s["where"], draw_windows(run, corpus, "train", rows, f"{hp.seed},{step}")):
+        # copied, not replaced: a captured graph reads addresses, and these stay
         for a, b in zip(held, new):
             a.copy_(b.pin_memory() if a.is_cuda else b, non_blocking=True)
     for g, m in zip(s["gens"], run):
@@ -610,6 +632,7 @@ def validation_list(run, corpus, hp):  # -> [(source, member, batches, causal ba
     def fixed(m, source):
         rows = lambda m: EVAL_ROWS
         return [draw_batches([m], [source], "val", rows, f"validation,{i}", hp)[0] for i in range(hp.eval_iters)]
+    # bits/byte of every causal coder on the same plain windows, whatever its own rows are
     clm = dict(OBJECTIVES["clm"], name="clm", n=hp.block_size + 1)
     causal = lambda m, source: fixed(clm, source) if m.get("bpb") == "exact" and m["name"] != "clm" else None
     return [(source, m, fixed(m, source), causal(m, source)) for source in corpus for m in run]
@@ -743,12 +766,14 @@ def train(hp, handlers):  # -> exit code
     # the model, its optimizer, what a checkpoint says of them
     try:
         s = prepare(run, corpus, hp, rows)
-    except RuntimeError as e:                   # what torch raises where there is not enough memory
-        fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or its batch, does not fit here "
-             f"({str(e).splitlines()[0][:80]}). Try smaller ones")
+    except RuntimeError as e:                   # torch's on the CPU has no class of its own
+        if not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
+            raise
+        fail(f"a model of {hp.n_layer} layers and width {hp.n_embd} does not fit here "
+             f"({str(e).splitlines()[0][:80]}). Try a smaller one")
     start, seconds, best, kept = 0, 0.0, math.inf, 0
     if hp.init_from and not hp.resume:
-        restore(s["model"], s["heads"], load_checkpoint(hp.init_from), hp.init_from)
+        restore(s["model"], s["heads"], load_checkpoint(hp.init_from), hp.init_from, fresh=True)
     if hp.resume:
         start, seconds, best, kept = resume(load_checkpoint(hp.out_dir), s, sources, hp)
     validation = validation_list(run, corpus, hp)
@@ -790,7 +815,8 @@ def train(hp, handlers):  # -> exit code
                     write_line(metrics, {"step": step, **r, "seconds": round(seconds, 3)})
                     bpb = r["bpb"] if r["bpb"] is not None else bpb
                     bar.write(describe(step, r))
-                mean = sum(r["loss"] for r in records) / len(records)
+                weights = [source["weight"] * m["weight"] for source, m, *_ in validation]
+                mean = sum(r["loss"] * weight for r, weight in zip(records, weights))
                 if mean < best:                 # first best.pt: if the run is killed in between, it writes it once more
                     best = mean
                     save("best.pt", step)
@@ -801,6 +827,7 @@ def train(hp, handlers):  # -> exit code
 
         # one step, on CUDA perhaps the replay of a captured one
         set_step(s, run, corpus, rows, step, hp)
+        # the first steps allocate optimizer state and kernels; only a settled step is captured
         if hp.cuda_graph and step - start < WARM:
             take = lambda: aside(step_once, stream)
         elif hp.cuda_graph and step - start == WARM:
@@ -820,7 +847,7 @@ def train(hp, handlers):  # -> exit code
             for figures in logged_losses(run, batches, each.tolist(), value, rows, hp):
                 write_line(metrics, record | figures)
             so_far = f", {bpb:.3f} bits/byte on validation" if bpb else ""
-            line = f"loss {value:.3f}{so_far}, {speed / 1e3:.1f} kB/s"
+            line = f"loss {value:.3f}{so_far}, {speed / 1e3:.1f}k positions/s"
             bar.set_postfix_str(line)
             if bar.disable and now - printed > 5:               # no terminal: a plain line now and then
                 printed = now
@@ -871,8 +898,10 @@ def logged_losses(run, batches, each, total, rows, hp):  # -> [{objective, loss,
     if len(run) > 1:
         share = sum(share * rows(m) for share, m in zip(shares, run)) / sum(map(rows, run))
         lines.insert(0, (hp.objective, total, share))
-    bits = lambda name, x: x / math.log(2) if name in ("clm", "mdlm") else None     # whose loss is nats a byte
-    return [{"objective": name, "loss": x, "bpb": bits(name, x), "targets": share} for name, x, share in lines]
+    # a training batch says bits per byte where the loss is nats a byte: of clm, and of bounds
+    nats = {m["name"] for m in run if m["name"] == "clm" or m.get("bpb") == "bound"}
+    return [{"objective": name, "loss": x, "bpb": x / math.log(2) if name in nats else None, "targets": share}
+            for name, x, share in lines]
 
 
 def finish(corpus, hp):  # -> exit code; the compressors beside it, the picture, a sample

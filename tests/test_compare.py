@@ -152,8 +152,8 @@ def test_no_model_sees_the_byte_that_it_fills(name):
     """And each byte may use the left side; the right one where the objective reads both."""
     net, x, a, m, hp = randomized(), ids(2, 20), 8, 4, hp_of(name)
     base = compare.infill_logits(net, hp, x, a, m)
-    if name in ("electra", "contrastive", "rotation"):
-        assert base is None
+    if base is None:                            # no format for it, as of a fork's objective that has none yet
+        assert name not in compare.LEFT | compare.MASKED | {"fim", "span", "ul2", "bart"}
         return
     def changed(i):                             # which of the m positions' logits move when byte i of the row does
         other = x.clone()

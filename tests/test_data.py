@@ -33,7 +33,7 @@ def test_every_byte_string_survives_encode_and_decode_never_fails():
 
 
 def test_an_end_belongs_to_its_own_document():
-    assert data.documents(torch.tensor([[5, 0, 6, 6, 0, 0, 7]])).tolist() == [[0, 0, 1, 1, 1, 2, 3]]
+    assert data.document_ids(torch.tensor([[5, 0, 6, 6, 0, 0, 7]])).tolist() == [[0, 0, 1, 1, 1, 2, 3]]
 
 
 # ---- sources

@@ -1,3 +1,4 @@
+import math
 import os
 
 import pytest
@@ -202,6 +203,22 @@ def test_a_cache_with_a_broken_offset_is_noticed(monkeypatch):
     monkeypatch.setattr(M, "rotations", lambda at, *rest: rotations(at - at[0], *rest))
     with pytest.raises(AssertionError):
         test_cached_decoding_equals_the_full_forward_at_every_length("causal", 2, False)
+
+
+def test_rope_turns_pair_i_by_t_over_10000_to_the_2i_over_D():
+    cos, sin = M.rotations(torch.arange(50), 8, torch.float32)
+    x = torch.randn(50, 8, generator=generator("x"))
+    out = M.rotate(x, cos, sin)
+    for t in (0, 1, 7, 49):
+        for i in range(4):
+            turn = complex(x[t, i], x[t, i + 4]) * complex(math.cos(a := t * 10000 ** (-2 * i / 8)), math.sin(a))
+            assert (float(out[t, i]), float(out[t, i + 4])) == pytest.approx((turn.real, turn.imag), abs=1e-4)
+
+
+def test_a_cache_is_dynamic_unless_it_is_asked_to_be_static():
+    net = randomized()
+    assert M.new_cache(net, 1, 4)["length"] == 0 and isinstance(M.new_cache(net, 1, 4)["length"], int)
+    assert isinstance(M.new_cache(net, 1, 4, static=True)["length"], torch.Tensor)
 
 
 def test_rope_scores_depend_on_distance_alone():

@@ -482,6 +482,13 @@ def test_ul2_rows_are_what_their_mode_says():
     assert min(cuts) < 30 and max(cuts) > 68 and abs(sum(cuts) / 150 - 49) < 5      # uniform over 24..73
 
 
+def test_ul2_cuts_anywhere_from_a_quarter_to_three_quarters():
+    x, _, hp = make("ul2", B=8, T=18, batch_size=8, ul2_weights="S:1")             # n = 16: cuts 4 .. 12
+    batches = [OBJECTIVES["ul2"]["make"](x, generator(f"{i}"), hp) for i in range(40)]
+    cuts = torch.cat([batch["mask"] for batch in batches]) - 2                     # without the mode and SEP
+    assert set(cuts.tolist()) == set(range(4, 13)), "missing one of 9 in 320 draws: 9 (8/9)^320 < 1e-15"
+
+
 def test_ul2_figures_are_its_denoisers_means():
     x, batch, hp = make("ul2", B=8, T=64, batch_size=8)
     net = randomized()
@@ -696,6 +703,19 @@ def test_electra_masks_85_percent_of_an_exact_number():
     assert abs(float((seen == MASK).float().mean()) - 0.85) < 5 * (0.85 * 0.15 / (3000 * k)) ** 0.5
 
 
+def test_electra_draws_its_fakes_with_numbers_of_their_own():
+    """With the numbers that decide what is masked, a masked byte's would all lie below .85."""
+    _, batch, _ = make("electra", B=300)
+    u, masked = batch["u"], batch["inp"].gather(1, batch["at"]) == MASK
+    assert float(u[masked].max()) > 0.99 and float(u[~masked].min()) < 0.1 and abs(float(u.mean()) - 0.5) < 0.05
+
+
+def test_a_generator_has_heads_of_the_trunks_width():
+    for sizes, want in ((Sizes(4, 4, 128), (1, 32)), (Sizes(12, 12, 768), (3, 192)), (Sizes(2, 8, 64), (2, 16)), (Sizes(2, 6, 60), (2, 16))):
+        small = O.electra_sizes(sizes, settings("electra", 8))
+        assert (small.n_layer, small.n_head, small.n_embd) == (sizes.n_layer, *want)
+
+
 def test_electra_gradients_stay_on_their_side():
     x, batch, hp, net, heads = electra_case()
     terms = O.electra_loss(net, heads, batch, hp)
@@ -888,6 +908,39 @@ def test_nsp_is_half_true_and_its_text_is_from_the_corpus(negatives):
         follows = j == i + h + O.GAP
         assert follows == bool(label)
         assert label or (i == j + h + O.GAP if negatives == "swap" else abs(i - j) > 300)
+
+
+def test_nsp_masks_both_texts_and_takes_batches_of_two():
+    _, batch, _ = make("nsp", B=200)
+    h = (T - 3) // 2
+    first, second = (int((batch["tgt"][:, a:a + h] != IGNORE).sum()) for a in (1, h + 2))
+    assert abs(first - second) < 5 * (first + second) ** 0.5, "5 standard deviations"
+    assert make("nsp", B=2, batch_size=2)[1]["labels"].sum() == 1
+
+
+@pytest.mark.parametrize("name", ["mlm", "electra", "nsp", "hybrid"])
+def test_the_smallest_rate_still_asks_for_a_byte(name):
+    _, batch, _ = make(name, mask_rate=0.001)
+    assert ((batch["tgt"] != IGNORE).sum(1) >= 1).all()
+
+
+COEFFICIENTS = {"ul2": {"nll": 1}, "mtp": {"nll": 1, "head2": 1, "head3": 1, "head4": 1}, "electra": {"generator": 1, "discriminator": 50},
+                "nsp": {"nll": 1, "nsp": 1}, "contrastive": {"info": 1}, "mdlm": {"bound": 1}, "rotation": {"seam": 1},
+                "hybrid": {"masked": 0.5, "causal": 0.5}}
+
+
+@every
+def test_terms_weigh_what_the_papers_say(name):
+    _, batch, hp = make(name)
+    terms = OBJECTIVES[name]["loss"](randomized(), heads_of(name, hp), batch, hp)
+    if name in COEFFICIENTS or set(terms) == {"nll"}:                              # a fork's own terms are its own affair
+        assert {term: c for term, (_, _, c) in terms.items()} == COEFFICIENTS.get(name, {"nll": 1})
+
+
+def test_far_heads_start_as_the_identity():
+    hp = settings("mtp", 8)
+    heads, h = OBJECTIVES["mtp"]["heads"](Sizes(2, 2, 16), hp), torch.randn(3, 16, generator=generator("h"))
+    assert torch.equal(O.far_states(heads, h), O.norm(h)[:, None].expand(3, 3, 16))
 
 
 def test_nsp_masks_its_rate():

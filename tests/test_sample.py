@@ -545,6 +545,21 @@ def test_a_pseudo_score_masks_one_byte_at_a_time(shift):
     assert sample.score_pseudo(net, x.byte(), T, shift) == pytest.approx(bits, rel=1e-5)
 
 
+def test_scores_keep_documents_apart_where_training_did(monkeypatch):
+    net, text = randomized(), torch.randint(1, 256, (20,), generator=generator("t")).byte()
+    text[9], seen = EOT, []
+    class Spy:
+        embed, logits = net.embed, net.logits
+        def __call__(self, x, mask, doc=None):
+            seen.append(doc is not None and torch.equal(doc, sample.document_ids(x)))
+            return net(x, mask, doc)
+    for keep in (True, False):
+        seen.clear()
+        bits = [f(Spy(), text, 32, *more, doc_mask=keep) for f, more in ((sample.score, (32,)), (sample.score_pseudo, ()))]
+        bits += sample.score_bound(Spy(), text, 32, 1, doc_mask=keep)
+        assert len(seen) == 3 and all(s == keep for s in seen) and all(b > 0 for b in bits)
+
+
 def test_a_score_keeps_to_documents_as_training_did():
     """Of two documents that fill a window the second is scored as if it stood alone, behind the NUL that it follows."""
     net, x = randomized().requires_grad_(False), ids(T, seed=3)[0]
