@@ -470,9 +470,9 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     bart_noise names any of: mask, delete, replace (by a random byte), infill (spans of Poisson length, each one MASK;
     those of length 0 insert one), permute (sentences), rotate (another byte comes first). Order: permute, infill,
     the others, rotate. mask, delete, infill and replace share bart_rate equally, each an exact number of bytes.
-    Departures: infilled spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a
-    random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise; half of the
-    rows hold as many, the others fewer: else EOT would be known by its place in the row."""
+    Departures: replace is not BART's; infilled spans never overlap, where fairseq's do and miss their rate; all of them
+    become MASK, none a random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every
+    noise; half of the rows hold as many, the others fewer: else EOT would be known by its place in the row."""
     B, L = x.shape
     noises, i, m = hp.bart_noise.split(","), torch.arange(L, device=x.device), lengths(B, min(8, L), L, g)
     # k bytes of each row for each noise with a rate: they share bart_rate

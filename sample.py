@@ -30,11 +30,10 @@ import torch.nn.functional as F
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PRE, SENTINEL, SEP, SUF
 from data import decode, document_ids, encode, fail, generator, map_file
 from model import new_cache, pack_weights
-from objectives import GAP, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
+from objectives import GAP, N_BYTES, OBJECTIVES, embed, far_states, mdlm, mdlm_bounds, random_bytes
 from train import Parser, aside, build, capture, compressors, load_checkpoint, members, newest_run, restore
 from train import pick_device, pick_dtype, set_precision
 
-N_BYTES = 256                                   # nothing above is ever written, but a sentinel where holes are filled
 SCORE_ROWS = 64                                 # windows scored at once
 LOOK = 16                                       # on CUDA the host asks only so often whether all rows have ended
 
@@ -77,9 +76,10 @@ DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
 # ---- drawing a byte
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (..., V) -> (..., 256 + len(extra)) float64
-    """Probabilities of the bytes, then of the extra ids allowed; at temperature 0 all on the most likely. top_k cuts
-    before top_p, which counts what was there before the cut. In float64, since float32 loses tails (Zheng et al. 2024),
-    which mps does not have: there on the CPU."""
+    """Probabilities of the bytes, then of the extra ids allowed, such as a sentinel where holes are filled; nothing
+    else is ever written. At temperature 0 all on the most likely. top_k cuts before top_p, which counts what was there
+    before the cut. In float64, since float32 loses tails (Zheng et al. 2024), which mps does not have: there on the
+    CPU."""
     logits = torch.cat((logits[..., :N_BYTES], logits[..., list(extra)]), dim=-1)
     logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
     if temperature == 0:
@@ -844,7 +844,7 @@ def choose_mode(flags):  # -> mode, the flags it reads
     return mode, read - ({"hole"} if flags.prompt is None else set())
 
 
-def main(argv=None):  # -> exit code
+def main(argv=None):  # exits with code 2 where something was asked that cannot be
     flags = parse(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
