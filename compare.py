@@ -393,6 +393,7 @@ def tokenizes(line):  # str -> does tokenize accept the line by itself?
 
 def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the run was trained
     model, heads, hp, _ = sample.load_run(folder, "cpu")
+    hp.objective = OBJECTIVES[hp.objective].get("like", hp.objective)
     text, out = shared["text"], {}
     if hp.block_size >= 128:
         out |= infilling(model, hp, text) | retrieval(model, hp, text) | corruption(model, heads, hp, text)

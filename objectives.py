@@ -9,6 +9,8 @@ An objective is a few functions and one entry in OBJECTIVES, at the foot of this
     loss(model, heads, batch, hp) -> {term: (sum in nats, count, coefficient)}
     counts(batch, hp) -> {term: count}     the counts alone, known before the forward pass
     stats(model, heads, batch, hp) -> {name: (sum, count)}     optional, figures for evaluation alone
+hp holds every setting, as train.get_config returns them. A term named "nll" is nats of the byte head: its mean is also
+printed as perplexity. What else an entry may say stands above the table.
 Corruption draws from g alone and has static shapes: no loop over rows, nothing read back from the device.
 Exact counts (k masked bytes, S spans of N bytes in every row) stand where papers draw each position by itself,
 so that no row is ever without a target. The total is the sum over terms of coefficient * sum / count, with sums
@@ -45,12 +47,19 @@ def stratified(B, g):  # -> (B,) in [0, 1): one number from each B-th of the ran
 
 
 def lengths(B, low, high, g):  # -> (B, 1) long: high in half of the rows, in the others uniform over low..high
+    """For rows whose end a model must tell: with full rows alone it would know EOT by its place."""
     u = torch.rand(2, B, 1, generator=g, device=g.device)
     return torch.where(u[0] < 0.5, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
 
 
 def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, never a special id
     return torch.randint(1, N_BYTES, shape, generator=g, device=g.device)
+
+
+def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row come before each
+    order = key.argsort(dim=1)
+    at = torch.arange(key.size(1), device=key.device).expand_as(order)
+    return torch.zeros_like(order).scatter(1, order, at)        # faster than to sort twice
 
 
 def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest remainder
@@ -99,6 +108,10 @@ def mask_bytes(x, at, g):  # x (B, T), at (B, k) -> noisy (B, T), targets (B, T)
 
 def token_counts(batch, hp):  # -> {"nll": number of targets}
     return {"nll": (batch["tgt"] != IGNORE).sum()}
+
+
+def states_at(h, at):  # h (B, T, C), positions at (B, k) -> (B, k, C)
+    return h.gather(1, at[..., None].expand(-1, -1, h.size(-1)))
 
 
 def nats(logits, tgt):  # logits (..., V), tgt (...) -> sum of the cross-entropy at every position with a target
@@ -225,11 +238,15 @@ def place_spans(B, n, N, S, g):  # -> first (B, n), noise (B, n) bool: S spans o
     return edge[:, :n] == 1, edge[:, :n].cumsum(1) == 1
 
 
+def count_spans(n, rate, mean):  # -> N noise bytes among n, S spans that hold them; at least one of each
+    N = min(max(round(n * rate), 1), n - 1)
+    return N, max(1, round(N / mean))
+
+
 def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and spans of a row
     """The most raw bytes whose source, SEP, target and EOT, with `extra` ids beside, fill T + 1 ids."""
     for n in range(T - 1 - extra, 1, -1):
-        N = min(max(round(n * rate), 1), n - 1)
-        S = max(1, round(N / mean))
+        N, S = count_spans(n, rate, mean)
         if n + 2 * S + 2 + extra <= T + 1:
             break
     else:
@@ -424,8 +441,7 @@ def electra_counts(batch, hp):
 def electra_forward(model, heads, batch):
     """-> generator's logits (B, k, V), clean bytes (B, k), labels (B, T), discriminator's logits (B, T)"""
     generator, at = heads["generator"], batch["at"]
-    h = generator(batch["inp"], "bidirectional")
-    logits = generator.logits(h.gather(1, at[..., None].expand(-1, -1, h.size(-1))))
+    logits = generator.logits(states_at(generator(batch["inp"], "bidirectional"), at))
     clean = batch["tgt"].gather(1, at)                                              # (B, k)
     with torch.no_grad():                       # the inverse of the distribution function, at the uniforms of the batch
         cdf = logits[..., :N_BYTES].softmax(-1).cumsum(-1)                          # (B, k, 256)
@@ -488,8 +504,7 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     # distinct bytes outside the infilled spans, k for each noise: the first k of a random order, the next k, ...
     point = [noise for noise in ("mask", "delete", "replace") if noise in noises]
     if point:
-        order = torch.rand(B, L, generator=g, device=g.device).masked_fill(~keep, 2).argsort(dim=1)
-        rank = torch.zeros_like(x).scatter(1, order, i.expand(B, L))
+        rank = ranks(torch.rand(B, L, generator=g, device=g.device).masked_fill(~keep, 2))
         for j, noise in enumerate(point):
             struck = (rank >= j * k) & (rank < (j + 1) * k)
             if noise == "delete":
@@ -514,13 +529,16 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     return seq2seq(y, keep, x, present, hp.block_size)
 
 
-def permute_sentences(x, present, g):  # (B, L) -> the same sentences in another order, what is not present behind them
+def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte belongs to
     """A sentence ends with a newline, or with white space behind a full stop, question or exclamation mark."""
     space = (x == 32) | ((x >= 9) & (x <= 13))
     stop = (x == ord(".")) | (x == ord("?")) | (x == ord("!"))
     end = (x == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
-    sentence = end.cumsum(1) - end.long()                                           # (B, L): an end is its sentence's
-    key = torch.rand(x.shape, generator=g, device=g.device).gather(1, sentence).masked_fill(~present, 2)
+    return end.cumsum(1) - end.long()           # an end is its sentence's
+
+
+def permute_sentences(x, present, g):  # (B, L) -> the same sentences in another order, what is not present behind them
+    key = torch.rand(x.shape, generator=g, device=g.device).gather(1, sentence_ids(x)).masked_fill(~present, 2)
     return x.gather(1, key.argsort(dim=1, stable=True))
 
 
@@ -691,8 +709,7 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
     bytes compete: MASK and other ids are never predicted (MDLM's SUBS)."""
     B, L = x.shape
     count = 1 + (stratified(B, g) * L).long().clamp(max=L - 1)                      # (B,): l of each row
-    order = torch.rand(B, L, generator=g, device=g.device).argsort(dim=1)
-    masked = torch.zeros_like(x, dtype=torch.bool).scatter(1, order, torch.arange(L, device=g.device) < count[:, None])
+    masked = ranks(torch.rand(B, L, generator=g, device=g.device)) < count[:, None]                 # (B, L)
     return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE), weight=L / count, mask="bidirectional")
 
 
@@ -802,6 +819,7 @@ def hybrid_loss(model, heads, batch, hp):
 #   packs     keeps the text's order, so that --doc_mask can keep attention inside a document
 #   targets   counts of positions with loss, where counts are of something else
 #   defaults  other defaults of train.py's flags
+#   like      the objective whose way to be used sample.py and compare.py take for it, such as "mlm" to fill [MASK]
 
 MASK_RATE = {"mask_rate": (0.15, "share of positions to predict", 0.001, 1.0)}
 SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999),

@@ -858,8 +858,10 @@ def main(argv=None):  # exits with code 2 where something was asked that cannot 
         flags.objective = flags.objective or names[0]
         if flags.objective not in names:
             fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
+        flags.objective = OBJECTIVES[flags.objective].get("like", flags.objective)
         if flags.objective not in MODES and flags.score is None:    # a fork's new objective
-            return print(f"{path}: sample.py has no mode for {flags.objective} yet. Try adding one to its table MODES")
+            return print(f"{path}: sample.py has no mode for {flags.objective} yet. Try one in its table MODES, or "
+                         "like=\"mlm\" in objectives.py")
         mode, read = choose_mode(flags)
         # a flag that would be ignored is refused: its silence would look like an effect
         for flag in sorted(flags.given - read - COMMON):

@@ -39,6 +39,7 @@ def settings(name, T, **changes):  # what make, heads and loss of an objective r
     return argparse.Namespace(**flags | dict(block_size=T, device="cpu", dtype="float32", batch_size=4, accum=1) | changes)
 
 
-def clean_windows(name, B, T, hp, seed=0):  # random bytes without a NUL, as many as rows of T need
-    n = OBJECTIVES[name]["window"](T, hp)
-    return torch.randint(1, 256, (B, n), generator=generator(f"windows {seed}"))
+def clean_windows(name, B, T, hp, seed=0):  # random bytes without a NUL, as many as rows of T need, in lines
+    n, g = OBJECTIVES[name]["window"](T, hp), generator(f"windows {seed}")
+    x = torch.randint(1, 256, (B, n), generator=g)
+    return x.masked_fill(torch.rand(B, n, generator=g) < 1 / 12, ord("\n"))
