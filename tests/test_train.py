@@ -77,6 +77,8 @@ def test_the_learning_rate_rises_holds_and_falls():
     hp = train.get_config("--max_iters 10 --warmup_iters 3 --learning_rate 1 --lr_decay .4 --device cpu".split())
     want = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
     assert [train.learning_rate(step, hp) for step in range(11)] == pytest.approx(want)
+    hp.max_iters, hp.warmup_iters = 1, 0
+    assert train.learning_rate(0, hp) == 1, "a run of one step takes it whole"
 
 
 @pytest.mark.parametrize("mixture, batch, rows", [("clm", 7, [7]), ("clm:.5,mlm:.5", 8, [4, 4]), ("clm:3,mlm:1", 8, [6, 2]),
@@ -553,6 +555,18 @@ def test_after_a_bad_step_nothing_moves_any_more(text):
     for s in after[1:]:
         assert equal(after[0]["model"].state_dict(), s["model"].state_dict()) and int(s["first_bad"]) == 2
     assert not equal(after[0]["model"].state_dict(), one_step(hp, text, 3)[0]["model"].state_dict())
+
+
+def test_the_first_bad_step_is_named_even_if_it_is_the_first_of_all(text):
+    hp = train.get_config([*TINY, "--data", text])
+    corpus, members, rows = train.open_corpus([text]), train.members(hp), lambda m: m["rows"]
+    s = train.prepare(members, corpus, hp, rows)
+    with torch.no_grad():
+        s["model"].embed.weight.fill_(math.inf)
+    for step in range(3):
+        train.set_step(s, members, corpus, rows, step, hp)
+        train.training_step(s, members, corpus, hp)
+        assert int(s["first_bad"]) == 0
 
 
 @pytest.mark.parametrize("name", ["clm:3,mlm:1", "electra", "hybrid", "nsp"])
