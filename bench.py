@@ -215,7 +215,7 @@ def bench_train(flags, device, names):
     if flags.optimizer == "adamw":              # the default's figure beside
         hps[f"{names[0]}, muon"] = settings(flags, names[0], "--optimizer", "muon")
     steps = {name: step for name, hp in hps.items() if (step := training_step(hp)[0])}
-    flops = {name: mean_flops(name.split()[0].strip(","), hps[name]) for name in steps}
+    flops = {name: mean_flops(hps[name].objective, hps[name]) for name in steps}
     if flags.nanogpt:
         steps["nanoGPT"] = at_highest(nanogpt_step(flags, device)[0])
     def side(step):

@@ -542,9 +542,11 @@ def read_results(path):  # what a killed process left half is skipped
 
 def add_result(path, result):
     with open(path, "a+b") as f:
-        # a kill may have left half a line: end it before the next
-        half = f.tell() > 0 and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n"
-        f.write(b"\n" * half + json.dumps(result).encode() + b"\n")
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            if f.read(1) != b"\n":              # a kill left half a line: end it before the next
+                f.write(b"\n")
+        f.write(json.dumps(result).encode() + b"\n")
 
 
 def collect(results, keep):  # -> {row name: {seed: metrics}}

@@ -1,6 +1,7 @@
 """Every pre-training objective: how clean windows become a batch, and how a batch becomes a loss.
 
-B rows, T positions of a row, n raw bytes that fill one, C width, V vocabulary, S spans, N noise bytes
+B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V vocabulary; k chosen
+positions, S spans, N noise bytes, L bytes of a text, of which m are present
 
 An objective is a few functions and one entry in OBJECTIVES, at the foot of this file:
     window(T, hp) -> n                     raw bytes that fill a row of T positions
