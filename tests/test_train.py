@@ -602,6 +602,29 @@ def test_weight_decay_is_of_hidden_matrices_alone():
             torch.testing.assert_close(v, before[k] * (0.95 if "blocks." in k else 1.0))
 
 
+def test_best_is_by_the_weights_of_members_and_sources(text):
+    with open("new.txt", "wb") as f:
+        f.write(b"other text, of its own kind\n" * 200)
+    run(text, "a", "--objective", "clm:3,mlm:1", "--max_iters", "1", "--data", text + ":0.9", "new.txt:0.1")
+    with open("a/metrics.jsonl") as f:
+        records = [r for r in map(json.loads, f) if r.get("split") == "val"]
+    share = lambda r: {"clm": 0.75, "mlm": 0.25}[r["objective"]] * (0.9 if r["data"] == text else 0.1)
+    best = min(sum(share(r) * r["loss"] for r in records if r["step"] == step) for step in (0, 1))
+    assert train.load_checkpoint("a/best.pt")["best"] == pytest.approx(best)
+
+
+def test_a_head_that_is_missing_may_be_fresh_only_where_training_begins(text, capsys):
+    run(text, "a", "--objective", "electra", "--max_iters", "1")
+    ckpt = train.load_checkpoint("a")
+    ckpt["heads"] = {}
+    train.save_checkpoint("a/ckpt.pt", ckpt)
+    for refused in (lambda: train.main(["--resume", "--out_dir", "a", "--max_iters", "2"]), lambda: sample.main(["--out_dir", "a"])):
+        with pytest.raises(SystemExit) as e:
+            refused()
+        assert e.value.code == 2 and "do not fit" in capsys.readouterr().err
+    run(text, "b", "--objective", "electra", "--max_iters", "1", "--init_from", "a")
+
+
 def test_a_second_signal_is_not_caught():
     stop = []
     before = train.catch_signals(stop)
