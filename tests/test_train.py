@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TINY
 
+import sample
 import train
 from data import generator
 from objectives import OBJECTIVES
