@@ -66,6 +66,7 @@ def synchronize(device):
 
 
 def gemm(device, dtype):  # -> a function that multiplies square matrices and returns FLOPs
+    """The yardstick for FLOP/s: what this machine reaches on the kindest of inputs, in the same run."""
     n, times = (8192, 20) if device.type == "cuda" else (1024, 8)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     def side():
@@ -88,6 +89,7 @@ def transformer_flops(sizes, positions, pairs, logits):  # of one forward and ba
 
 
 def step_flops(name, batch, hp):  # a micro-batch -> FLOPs of its forward and backward pass, exact for its masks
+    """Of the transformer, the byte head and the heads of the objectives here; heads that a fork adds are not known."""
     sizes, x, P = Sizes(hp.n_layer, hp.n_head, hp.n_embd), batch["inp"], batch["mask"]
     T, positions = x.size(-1), x.numel()
     P = torch.tensor({"causal": 0, "bidirectional": T}[P]) if isinstance(P, str) else P
@@ -156,6 +158,7 @@ def training_step(hp):
 
 
 def load_nanogpt(folder):  # -> its model.py as a module
+    """Exits with code 2 where there is no such checkout."""
     path = os.path.join(folder, "model.py")
     if not os.path.isfile(path):
         train.fail(f"--nanogpt {folder}: has no model.py. Try the folder of a checkout of karpathy/nanoGPT")
@@ -184,6 +187,7 @@ def nanogpt_model(flags, device, vocab=V):  # -> the model, the context in which
 
 
 def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> function that takes one step, model
+    """Its way: random windows, AdamW with weight decay .1, clipping at 1, gradients set to None."""
     model, context = nanogpt_model(flags, device, vocab)
     # nanoGPT's own: weight decay .1, betas .9 and .99
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
@@ -207,6 +211,7 @@ def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> 
 
 
 def bench_train(flags, device, names):
+    """Positions per second of every objective, and the share of a large product's FLOP/s that they reach."""
     # the sides: every objective in every way asked for
     ways = {"": [], " compiled": ["--compile"], " captured": ["--cuda_graph"], " both": ["--compile", "--cuda_graph"]}
     asked = {f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way)}
@@ -320,6 +325,7 @@ def bench_loss(flags, device, names):
 
 
 def bench_batch(flags, device, names):
+    """Milliseconds to corrupt windows, to draw and gather them too, and their share of a step."""
     print(f"{'batch, ms':12s} {'corruption':>11s} {'with windows':>13s} {'of a step':>10s}")
     for name in names:
         hp = settings(flags, name)
@@ -331,6 +337,7 @@ def bench_batch(flags, device, names):
 
 
 def bench_decode(flags, device, names):
+    """Bytes per second of a single sample: plain, compiled, speculated, both."""
     if flags.run:
         model, heads, hp, ckpt = sample.load_run(flags.run, flags.device, flags.dtype)
         prompt, T = ckpt["held_out"][:hp.block_size // 2].tolist(), hp.block_size

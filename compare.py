@@ -101,6 +101,7 @@ def sight(hp):  # the mask under which a model's states are read
 
 @torch.no_grad()
 def states(model, hp, x):  # (N, n) -> (L, N, n, C): each block's states, normed; n in pieces of the model's block
+    """Read under the objective's own mask, by a hook on each block, since nothing else wants states from inside."""
     kept, (N, n) = [], x.shape
     keep = lambda module, args, out: kept.append(norm(out).float())
     hooks = [block.register_forward_hook(keep) for block in model.blocks]
@@ -150,6 +151,7 @@ def infill_logits(model, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a
 
 
 def infilling(model, hp, text):  # -> {infill_m: bits a byte, exact_m: share of middles that the likeliest bytes make}
+    """As many bytes left as right of the middle, all from the same held-out windows."""
     n, out = (hp.block_size - 16) // 2, {}
     for m in [m for m in MIDDLES if m + 2 <= n]:
         x, a = windows(text, n, ROWS, f"infill,{m}"), (n - m) // 2
@@ -165,6 +167,7 @@ def infilling(model, hp, text):  # -> {infill_m: bits a byte, exact_m: share of 
 # ---- 3: understanding
 
 def byte_classes(text):  # bytes -> (n,) long: index into CLASSES of every byte, or None where tokenize gives up
+    """White space and what tokenize names nothing is class 0; a name that is a keyword counts as one."""
     try:
         lines = [line + "\n" for line in text.decode().split("\n")]
         kinds = {"NAME": 2, "STRING": 3, "FSTRING_START": 3, "FSTRING_MIDDLE": 3, "FSTRING_END": 3, "COMMENT": 4,
@@ -246,6 +249,7 @@ def probe_data(n):  # -> x (N, n), classes (N, n), package (N,), split (N,), K p
 
 
 def understanding(features, data):  # features: x (N, n) -> (L, N, n, C) -> {classes, package: accuracy}
+    """A probe of single states for the classes, of a window's mean state for its package."""
     rows, cols, inside = data["rows"], data["cols"], data["package"] >= 0           # rows (N',) in ascending order
     local, pooled = [], []
     for a in range(0, len(data["x"]), ROWS):
@@ -373,6 +377,7 @@ def generation(model, heads, hp, text, counts):  # -> {gen_*, decode_speed, alon
 
 
 def text_figures(texts, counts):  # [bytes] -> {gen_bpb, gen_lines, gen_distinct}
+    """Bits under the count model; lines that begin and end inside the text; distinct 8-grams among all."""
     long = [from_bytes(t) for t in texts if len(t) > ORDER]
     lines = [line for t in texts for line in t.decode("utf-8", "replace").split("\n")[1:-1] if line.strip()]
     grams = [t[i:i + 8] for t in texts for i in range(len(t) - 7)]
@@ -392,6 +397,7 @@ def tokenizes(line):  # str -> does tokenize accept the line by itself?
 # ---- a cell: train, measure
 
 def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the run was trained
+    """What an objective cannot be asked is left out."""
     model, heads, hp, _ = sample.load_run(folder, "cpu")
     hp.objective = OBJECTIVES[hp.objective].get("like", hp.objective)
     text, out = shared["text"], {}
@@ -404,6 +410,7 @@ def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the ru
 
 
 def logged(folder):  # -> {metric: number} that metrics.jsonl and the settings hold
+    """The last validation, the median pace, and exact FLOPs of the training steps."""
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         records = [json.loads(line) for line in f][1:]
     val = next(r for r in records if r.get("split") == "val" and r["step"] == records[-1]["step"])
@@ -465,6 +472,7 @@ def run_training(cell, flags):  # -> folder of the finished run, folder of the r
 
 
 def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data, new_data, flags}], every flag checked
+    """Exits with code 2 on a flag or a setting that train.py would refuse, before anything runs."""
     setting, _, values = flags.sweep.partition("=")
     values = [v for v in values.split(",") if v] if setting else [""]
     own = [name for name, entry in OBJECTIVES.items() if setting in entry["settings"]]
@@ -711,6 +719,7 @@ def parse(argv):  # -> flags, train.py's flags
 
 
 def main(argv=None):
+    """Trains what is not finished, measures it, draws the tables. Ctrl-C saves the run in progress."""
     flags, rest = parse(sys.argv[1:] if argv is None else argv)
     if flags.rows:
         return picture_of_rows("rows.png")

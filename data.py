@@ -102,6 +102,7 @@ def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.
 
 
 def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
+    """A colon that is part of a path stays one. Exits with code 2 on a weight that is not a positive number."""
     path, colon, weight = spec.rpartition(":")
     if not colon or os.path.exists(spec):       # C:\text.txt and a:b.txt are paths
         return spec, 1.0
@@ -115,6 +116,7 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
 
 
 def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memory does not grow with the file
+    """Exits with code 2 when there is no such file, or nothing in it."""
     if not os.path.isfile(path):
         what = "not a regular file" if os.path.exists(path) else "no such file or folder"
         fail(f"{flag} {path}: {what}. Try a path to text")
@@ -125,6 +127,7 @@ def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memo
 
 
 def keep_stdin(out_dir, resume):  # -> path of the copy that lets the run be resumed
+    """Exits with code 2 when standard input is a terminal."""
     path = os.path.join(out_dir or ".", "stdin.bin")
     if not resume:
         if sys.stdin is None or sys.stdin.isatty():

@@ -337,6 +337,7 @@ def score_pseudo(model, data, T, shift=False, doc_mask=False):  # data (n,) uint
 # ---- a run
 
 def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, checkpoint; for inference
+    """Exits with code 2 where there is no such run, or its weights do not fit."""
     ckpt = load_checkpoint(path)
     hp = argparse.Namespace(**ckpt["config"])
     device = pick_device(device)
@@ -455,6 +456,7 @@ def continue_mode(model, heads, hp, flags, held_out):
 
 
 def speculate_mode(model, heads, hp, flags, prompt):
+    """Writes, then says on standard error how many drafts were kept."""
     T, n, written, seconds, tally = hp.block_size, hp.mtp_heads, 0, 0.0, []
     step = fast_step(model, 1, T, heads, n) if flags.compile and n > 1 else None
     for i in headings(flags):
@@ -590,6 +592,7 @@ def infill_spans(model, source, holes, max_new_tokens, T, gens, **how):  # -> [b
 
 
 def fim_mode(model, heads, hp, flags, held_out):
+    """fim: writes the middle between --prefix and --suffix, or in the one hole of a prompt, up to EOT."""
     T = hp.block_size
     if flags.prompt is not None:
         if flags.prefix is not None or flags.suffix is not None:
@@ -620,6 +623,7 @@ def fim_mode(model, heads, hp, flags, held_out):
 
 
 def repair_mode(model, heads, hp, flags, held_out):
+    """bart: writes the clean text of a noisy one, in pieces as long as a row's source."""
     T, L = hp.block_size, (hp.block_size - 1) // 2
     if flags.prompt is None:
         x = tensor(held_out[:L], hp)
@@ -646,6 +650,7 @@ def suspicion(model, heads, ids, T):  # ids (n,) long -> (n,): probability that 
 
 
 def suspicious_mode(model, heads, hp, flags, held_out):
+    """electra: marks the bytes that its discriminator gives more than .5, and lists the ten likeliest."""
     x = tensor(held_out[:hp.block_size] if flags.prompt is None else encode(flags.prompt) or [EOT], hp)[0]
     if flags.prompt is None:
         g = generator("demonstration")
@@ -675,6 +680,7 @@ def follows(model, heads, first, second, hp):  # ids, ids -> probability that th
 
 
 def follows_mode(model, heads, hp, flags, held_out):
+    """nsp: the probability that --suffix follows --prefix."""
     if flags.prefix is None and flags.suffix is None:
         n = min(len(held_out) // 2, hp.block_size // 2)
         first, true, other = (held_out[a:a + n].tolist() for a in (0, n, len(held_out) - n))
@@ -688,6 +694,7 @@ def follows_mode(model, heads, hp, flags, held_out):
 
 @torch.inference_mode()
 def embeddings(model, texts, T):  # list of ids -> (N, C) float32 of length 1; of a long text the mean over its blocks
+    """Blocks of one length share a batch; their means are weighed by their lengths."""
     blocks = [(i, text[a:a + T] or [EOT]) for i, text in enumerate(texts) for a in range(0, max(1, len(text)), T)]
     blocks.sort(key=lambda b: len(b[1]))        # those of one length can share a batch
     out = torch.zeros(len(texts), model.sizes.n_embd)
@@ -701,6 +708,7 @@ def embeddings(model, texts, T):  # list of ids -> (N, C) float32 of length 1; o
 
 
 def passages(path):  # a file's lines, or a folder's files -> [(title, ids)]
+    """Exits with code 2 where the path cannot be read, or holds no text."""
     try:
         if not os.path.isdir(path):
             lines = enumerate(read_file(path).splitlines(), 1)
@@ -722,6 +730,7 @@ def read_file(path):  # -> bytes
 
 
 def search_mode(model, heads, hp, flags, held_out):
+    """contrastive: prints an embedding, those of a corpus, or the three passages nearest to --query."""
     Lc = max(1, round(hp.crop * hp.block_size))
     if flags.prompt is not None and (flags.query or flags.corpus):
         fail("--prompt: prints the embedding of one text. Try it without --query and --corpus")
@@ -751,6 +760,7 @@ def seam(model, heads, ids, hp):  # ids -> index of the byte that came first bef
 
 
 def seam_mode(model, heads, hp, flags, held_out):
+    """rotation: rolls a text back to where its first byte most likely is."""
     T, turn = hp.block_size, hp.block_size // 3
     ids = held_out[:T].roll(turn).tolist() if flags.prompt is None else encode(flags.prompt) or [EOT]
     if len(ids) > T:
@@ -763,6 +773,8 @@ def seam_mode(model, heads, hp, flags, held_out):
 
 
 def score_mode(model, heads, hp, flags, held_out):
+    """Bits per byte of a file: exact, a bound, or a pseudo-likelihood, and says which. Exits with code 2 for objectives
+    without any."""
     name, T = flags.objective, hp.block_size
     try:
         data = map_file(flags.score, "--score")
@@ -815,6 +827,7 @@ def encoded(text):  # str or None -> bytes
 
 
 def parse(argv):  # -> Namespace of every flag; texts that were not given are None
+    """Exits with code 2 on a flag that does not exist, or a value out of its range."""
     parser = Parser(prog="sample.py", usage="python sample.py [flags below]", description=__doc__, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, (default, text, *_) in FLAGS.items():
@@ -832,6 +845,7 @@ def parse(argv):  # -> Namespace of every flag; texts that were not given are No
 
 
 def choose_mode(flags):  # -> mode, the flags it reads
+    """hybrid and mdlm have two: what is asked for decides."""
     name = flags.objective
     if flags.score is not None:
         return score_mode, {"score", "stride"}

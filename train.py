@@ -99,6 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv):  # -> {flag: value} of the flags that argv gives
+    """Exits with code 2 on a flag that does not exist, naming the nearest, or a value of the wrong type."""
     groups = SETTINGS | {"of " + name: entry["settings"] for name, entry in OBJECTIVES.items()}
     # no defaults here: what was not given must be known, since a checkpoint's settings come in between
     parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]",
@@ -235,6 +236,7 @@ def targets(entry, batch, hp):  # -> positions of the batch with loss; a positio
 
 
 def pick_device(name):
+    """auto: CUDA, else mps, else the CPU. Exits with code 2 on one that this machine lacks."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and WORLD > 1:
@@ -248,6 +250,7 @@ def pick_device(name):
 
 
 def pick_dtype(name, device):  # -> "float32" or "bfloat16"
+    """auto: bfloat16 where the device has products of it in hardware. Exits with code 2 on another name."""
     if name not in ("auto", "float32", "bfloat16"):
         fail(f"--dtype {name}: unknown. Try float32 or bfloat16")
     if name != "auto":
@@ -278,6 +281,7 @@ def set_precision(device):  # -> how float32 products are computed, in words
 # ---- runs and checkpoints
 
 def choose_out_dir(hp):  # -> a folder that holds no run yet
+    """Exits with code 2 where --out_dir names a file, or a folder in which training has begun."""
     if hp.out_dir:
         if any(os.path.exists(os.path.join(hp.out_dir, name)) for name in ("ckpt.pt", "best.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
@@ -392,6 +396,7 @@ def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep`
 
 
 def write_line(f, record):
+    """One JSON object, flushed. Exits with code 2 when the disk refuses."""
     try:
         f.write(json.dumps(record).encode() + b"\n")
         f.flush()
@@ -566,6 +571,7 @@ def prepare(run, corpus, hp, rows):  # -> all that a training step reads and wri
 
 
 def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before a step
+    """Windows, seeds, rate and number are copied into the tensors that the step reads; nothing waits for the device."""
     for held, new in zip(s["where"], draw_windows(run, corpus, "train", rows, f"{hp.seed},{step}")):
         # copied, not replaced: a captured graph reads addresses, and these stay
         for a, b in zip(held, new):
@@ -577,6 +583,9 @@ def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before
 
 
 def training_step(s, run, corpus, hp):  # -> batches, loss of each member (len(run),), total loss, norm of the gradient
+    """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the device.
+
+    loss: nats, each member's sum over terms of coefficient * sum / count over the batch of all processes."""
     batches = make_batches(run, corpus, "train", s["where"], s["gens"], hp)
 
     # forward and backward: sums of nats, divided by the counts of the whole batch
@@ -604,6 +613,7 @@ def training_step(s, run, corpus, hp):  # -> batches, loss of each member (len(r
 
 
 def capture(take, gens):  # -> a function that does what take() did, as one CUDA graph, and returns the same tensors
+    """CUDA alone. The state must have been through WARM steps, so that nothing is allocated any more."""
     graph = torch.cuda.CUDAGraph()
     for g in gens:
         graph.register_generator_state(g)       # a new seed reaches the next replay
@@ -672,6 +682,7 @@ def compressors(data):  # (N,) uint8 -> what the standard library's compressors 
 
 
 def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is installed
+    """Curves of every split, objective and source, nats over steps. One hint line where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -697,6 +708,7 @@ def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is inst
 # ---- several processes, as torchrun starts them: each takes every WORLD-th micro-batch
 
 def join_processes(hp):
+    """Exits with code 2 where the micro-batches cannot be shared, or a flag is for one process alone."""
     if WORLD == 1:
         return
     if hp.accum % WORLD:
@@ -718,6 +730,7 @@ def add_up(tensors):  # each becomes its sum over all processes, in one exchange
 
 
 def agree_on(path):  # -> what the first process says
+    """A name that depends on what is on the disk must not be chosen by each process for itself."""
     if WORLD == 1:
         return path
     # as bytes, since torch sends objects with numpy alone
@@ -737,6 +750,7 @@ def any_says(yes):  # -> does any process say so?
 # ---- the run
 
 def main(argv=None):  # -> exit code
+    """Changes the process in no lasting way: signal handlers and precision are put back."""
     hp = get_config(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
@@ -751,6 +765,9 @@ def main(argv=None):  # -> exit code
 
 
 def train(hp, handlers):  # -> exit code
+    """Folder, corpus, model; then steps, each a pure function of (seed, step); then a sample.
+
+    0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2."""
     device, run = torch.device(hp.device), members(hp)
     rows = lambda m: m["rows"] * hp.accum       # of a member, in the batch of a step
     precision = set_precision(device)
@@ -905,6 +922,7 @@ def logged_losses(run, batches, each, total, rows, hp):  # -> [{objective, loss,
 
 
 def finish(corpus, hp):  # -> exit code; the compressors beside it, the picture, a sample
+    """What goes wrong here cannot harm the run, which is saved."""
     for s in corpus:
         print(f"compressors on the validation split of {s['name']}: {compressors(s['val'])}")
     plot(os.path.join(hp.out_dir, "metrics.jsonl"))
@@ -918,6 +936,7 @@ def finish(corpus, hp):  # -> exit code; the compressors beside it, the picture,
 
 
 def resume(ckpt, s, sources, hp):  # -> step, seconds, best validation loss, bytes of metrics.jsonl
+    """Exits with code 2 where the corpus, the plan or the optimizer is not the checkpoint's."""
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in sources]:
         fail(f"--data {' '.join(hp.data)}: is not the corpus, or not the weights, of the run in {hp.out_dir}. "
              f"Try the same, or --init_from {hp.out_dir}")
@@ -958,6 +977,7 @@ def release(handlers):
 
 
 def describe(step, r):  # -> a line for a record of evaluate
+    """nats per target, perplexity where a term is nats of the byte head, bits per byte where they are defined."""
     bound = "<= " if OBJECTIVES[r["objective"]].get("bpb") == "bound" else ""
     bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
     terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
