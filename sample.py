@@ -359,7 +359,7 @@ def drawing(flags):
 
 
 def one_row(flags, i):  # the generator of sample i, as a list of one
-    return [sample_generators(flags.seed, i + 1)[i]]
+    return [generator(f"{flags.seed},{i},sample")]
 
 
 class Stream:
