@@ -242,9 +242,15 @@ def test_fresh_weights_predict_every_id_alike_and_the_block_has_no_length_limit(
     net = M.Transformer(M.Sizes(2, 2, 16))
     logits = net.logits(net(ids(shape=(1, 300)), "causal"))
     assert logits.shape == (1, 300, 512) and logits.abs().max() == 0 and logits.dtype == torch.float32
+    x = ids(shape=(2, 9))
+    assert torch.equal(net(x, "causal"), M.norm(M.norm(net.embed(x)))), "every block starts as the identity"
 
 
 def test_bfloat16_activations_stay_near_float32():
     exact, rounded = randomized(), randomized(dtype=torch.bfloat16)
     a, b = (F.log_softmax(net.logits(net(ids(), "causal")), -1) for net in (exact, rounded))
     assert b.dtype == torch.float32 and 0 < (a - b).abs().mean() < 0.2
+    kept = []
+    rounded.blocks[0].register_forward_hook(lambda module, args, out: kept.extend((args[0].dtype, out.dtype)))
+    rounded(ids(), "causal")
+    assert kept == [torch.bfloat16, torch.bfloat16]

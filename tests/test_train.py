@@ -818,7 +818,8 @@ def test_a_checkpoint_cut_anywhere_is_refused(text, capsys):
 
 
 def limited(limit, args):  # runs train.py in a process whose files may not grow beyond so many bytes
-    code = f"import resource, signal, sys; sys.path.insert(0, {os.path.dirname(train.__file__)!r}); import train; " \
+    """_dynamo is imported before, since under some versions of torch that writes files of its own."""
+    code = f"import resource, signal, sys; sys.path.insert(0, {os.path.dirname(train.__file__)!r}); import train, torch._dynamo; " \
            f"signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); " \
            f"sys.exit(train.main({args!r}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ONE_THREAD)
