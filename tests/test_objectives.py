@@ -942,6 +942,14 @@ def test_the_smallest_rate_still_asks_for_a_byte(name):
     assert ((batch["tgt"] != IGNORE).sum(1) >= 1).all()
 
 
+@pytest.mark.parametrize("noise", ["mask", "infill", "delete"])
+def test_the_smallest_rate_of_bart_still_strikes_a_byte(noise):
+    x, batch, _ = make("bart", bart_noise=noise, bart_rate=0.001)
+    length = batch["tgt"].ne(IGNORE).sum(1) - 1                                    # of the clean text, without EOT
+    source = [row[:p - 1].tolist() for row, p in zip(batch["inp"], batch["mask"])]
+    assert all(MASK in row if noise != "delete" else len(row) == n - 1 for row, n in zip(source, length))
+
+
 COEFFICIENTS = {"ul2": {"nll": 1}, "mtp": {"nll": 1, "head2": 1, "head3": 1, "head4": 1}, "electra": {"generator": 1, "discriminator": 50},
                 "nsp": {"nll": 1, "nsp": 1}, "contrastive": {"info": 1}, "mdlm": {"bound": 1}, "rotation": {"seam": 1},
                 "hybrid": {"masked": 0.5, "causal": 0.5}}
