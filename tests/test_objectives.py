@@ -963,6 +963,11 @@ def test_terms_weigh_what_the_papers_say(name):
         assert {term: c for term, (_, _, c) in terms.items()} == COEFFICIENTS.get(name, {"nll": 1})
 
 
+def test_two_heads_have_two_terms():
+    _, batch, hp = make("mtp", mtp_heads=2)
+    assert set(OBJECTIVES["mtp"]["loss"](randomized(), heads_of("mtp", hp), batch, hp)) == {"nll", "head2"} == set(O.mtp_counts(batch, hp))
+
+
 def test_far_heads_start_as_the_identity():
     hp = settings("mtp", 8)
     heads, h = OBJECTIVES["mtp"]["heads"](Sizes(2, 2, 16), hp), torch.randn(3, 16, generator=generator("h"))
