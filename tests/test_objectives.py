@@ -718,6 +718,15 @@ def test_electra_masks_85_percent_of_an_exact_number():
     assert abs(float((seen == MASK).float().mean()) - 0.85) < 5 * (0.85 * 0.15 / (3000 * k)) ** 0.5
 
 
+def test_electra_reports_the_auc_of_its_labels():
+    x, batch, hp, net, heads = electra_case()
+    _, _, labels, replaced = O.electra_forward(net, heads, batch)
+    figures = O.electra_stats(net, heads, batch, hp)
+    mean = {name: float(s) / float(n) for name, (s, n) in figures.items()}
+    assert mean["auc"] == pytest.approx(float(O.auc(replaced.flatten(), labels.flatten())))
+    assert mean["replaced"] == pytest.approx(float(labels.float().mean()))
+
+
 def test_electra_draws_its_fakes_with_numbers_of_their_own():
     """With the numbers that decide what is masked, a masked byte's would all lie below .85."""
     _, batch, _ = make("electra", B=300)
