@@ -89,7 +89,7 @@ def transformer_flops(sizes, positions, pairs, logits):  # of one forward and ba
 
 
 def step_flops(name, batch, hp):  # a micro-batch -> FLOPs of its forward and backward pass, exact for its masks
-    """Of the transformer, the byte head and the heads of the objectives here; heads that a fork adds are not known."""
+    """Of the transformer, the byte head, mtp's maps and electra's generator; not of readouts, nor of a fork's heads."""
     sizes, x, P = Sizes(hp.n_layer, hp.n_head, hp.n_embd), batch["inp"], batch["mask"]
     T, positions = x.size(-1), x.numel()
     P = torch.tensor({"causal": 0, "bidirectional": T}[P]) if isinstance(P, str) else P

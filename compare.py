@@ -11,7 +11,7 @@
 Every cell (objective, setting, seed) is one run of train.py in a folder of its own, for the same number of row
 positions; what is finished is not trained again. Results go to results.jsonl, from which the Markdown tables and the
 pictures are drawn anew each time, with differences from the first row paired by seed. To measure anew, delete
-results.jsonl: the runs stay. Flags that are not listed below are train.py's, such as --n_layer 6.
+results.jsonl and baselines-*.json: the runs stay. Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 # N windows, n bytes of a window, a bytes left of a middle of m, T = block_size, C width, K classes, L layers
 import argparse
@@ -35,13 +35,13 @@ import bench
 import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
-from data import draw, fail, from_bytes, gather, generator, open_corpus, read_stdlib, to_bytes
+from data import check_sizes, draw, fail, from_bytes, gather, generator, open_corpus, read_stdlib, to_bytes
 from model import allow, norm
 from objectives import OBJECTIVES, auc, embed
 
 FLAGS = {
     "objectives": ("", "which, separated by commas; without it all, or the first that has the setting of --sweep"),
-    "seeds": ("1", "seeds, separated by commas: the same weights and windows for all objectives"),
+    "seeds": ("1", "seeds, separated by commas: the same weights, and windows at the same places, for all objectives"),
     "max_iters": (1000, "steps of each run, of batch_size * block_size positions"),
     "quick": (False, "100 steps in place of --max_iters"),
     "data": ("stdlib", "corpus; yardstick 3 reads labels off Python source and needs stdlib"),
@@ -79,7 +79,7 @@ LEARNED = {
 COST = {
     "raw_mb": ("MB read", 2, None), "targets": ("targets a row", 1, True), "tflop": ("TFLOP", 2, False),
     "seconds": ("training, s", 0, False), "train_speed": ("training, kB/s", 1, True),
-    "decode_speed": ("writing 64, kB/s", 1, True), "alone_speed": ("writing one, kB/s", 2, True),
+    "decode_speed": ("writing 64, kB/s", 1, True), "alone_speed": ("writing one, kB/s, mtp with drafts", 2, True),
     "pass_bytes": ("bytes a pass", 2, True),
 }
 
@@ -161,7 +161,7 @@ def infilling(model, hp, text):  # -> {infill_m: bits a byte, exact_m: share of 
         logits, middle = logits[..., :256].float(), x[:, a:a + m]
         out[f"infill_{m}"] = float(F.cross_entropy(logits.flatten(0, 1), middle.flatten())) / math.log(2)
         out[f"exact_{m}"] = float((logits.argmax(-1) == middle).all(1).float().mean())
-    return out
+    return out | {"left_only": hp.objective in LEFT}
 
 
 # ---- 3: understanding
@@ -243,7 +243,7 @@ def probe_data(n):  # -> x (N, n), classes (N, n), package (N,), split (N,), K p
     kept = sorted(enough, key=lambda name: (-fitted.count(name), name))[:10]
     package = torch.tensor([kept.index(name) if name in kept else -1 for name in names])
     held = (split == 2)[:, None].expand(-1, n)
-    rate = torch.where(held, 0.4, 8000 / float((~held).sum()))  # of the others 8000 bytes serve to fit
+    rate = torch.where(held, 0.4, 8000 / float((~held).sum()))  # of the others 8000 bytes fit and choose
     rows, cols = (torch.rand(len(x), n, generator=generator("compare,positions")) < rate).nonzero().T
     return dict(x=x, classes=classes, package=package, split=split, K=len(kept), rows=rows, cols=cols)
 
@@ -355,7 +355,7 @@ def write(model, hp, prompt, new, gens):  # prompt (N, n) -> (N, at most new): t
 @torch.no_grad()
 def generation(model, heads, hp, text, counts):  # -> {gen_*, decode_speed, alone_speed, pass_bytes}
     """64 samples at once behind prompts of 32 bytes, then eight one at a time; mtp's eight are speculated."""
-    if hp.objective not in NATIVE:
+    if hp.objective not in NATIVE or hp.objective == "hybrid" and hp.hybrid_ratio == 1:
         return {}
     T, gens = hp.block_size, sample.sample_generators(1, ROWS)
     prompt, new = windows(text, 32, ROWS, "prompts"), min(T, 256) - 40
@@ -396,10 +396,17 @@ def tokenizes(line):  # str -> does tokenize accept the line by itself?
 
 # ---- a cell: train, measure
 
+def asked_as(hp):  # -> the objective in whose way a model is asked: not in one that its settings never trained
+    name = OBJECTIVES[hp.objective].get("like", hp.objective)
+    plain = {"fim": min(hp.fim_rate, hp.fim_spm_rate) == 0, "hybrid": hp.hybrid_ratio == 0,
+             "ul2": not {"R", "X"} & set(hp.ul2_weights)}
+    return {"fim": "clm", "hybrid": "clm", "ul2": "prefix"}[name] if plain.get(name) else name
+
+
 def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the run was trained
     """What an objective cannot be asked is left out."""
     model, heads, hp, _ = sample.load_run(folder, "cpu")
-    hp.objective = OBJECTIVES[hp.objective].get("like", hp.objective)
+    hp.objective = asked_as(hp)
     text, out = shared["text"], {}
     if hp.block_size >= 128:
         out |= infilling(model, hp, text) | retrieval(model, hp, text) | corruption(model, heads, hp, text)
@@ -410,7 +417,8 @@ def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the ru
 
 
 def logged(folder):  # -> {metric: number} that metrics.jsonl and the settings hold
-    """The last validation, the median pace, and exact FLOPs of the training steps."""
+    """The last validation, the median pace, bytes of the windows that were drawn (rows of ul2 and bart may use fewer),
+    and FLOPs for the masks as they were."""
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         records = [json.loads(line) for line in f][1:]
     val = next(r for r in records if r.get("split") == "val" and r["step"] == records[-1]["step"])
@@ -434,6 +442,14 @@ def left_right_bits(folder, text):  # -> bits a byte of held-out windows under t
     return statistics.fmean(nats) / math.log(2)
 
 
+def swept(cell):  # -> the flag of train.py that a sweep sets
+    setting, value = cell["setting"], cell["value"]
+    if setting in ("", "replay", "init"):
+        return []
+    words = isinstance(train.specs()[setting][0], str)          # 1e+1 is a number
+    return [f"--{setting}", value.replace("+", ",") if words else value]
+
+
 def run_training(cell, flags):  # -> folder of the finished run, folder of the run that it began with, or None
     """What it finds finished it leaves, what it finds begun it resumes. A run that diverged is none."""
     setting, value, steps, first = cell["setting"], cell["value"], cell["max_iters"], None
@@ -449,9 +465,8 @@ def run_training(cell, flags):  # -> folder of the finished run, folder of the r
     if setting == "init" and value != "none":   # half of the steps with another objective
         first = run_training({**plain, "objective": value, "max_iters": steps // 2}, flags)[0]
         steps -= steps // 2
-    elif setting not in ("", "replay", "init"):
-        argv += [f"--{setting}", value.replace("+", ",")]
-    argv += ["--init_from", first] if first else []
+        argv += ["--seed", str(cell["seed"] + 1000)]            # or the second half would read the first one's windows
+    argv += swept(cell) + (["--init_from", first] if first else [])
     if first is None and (setting == "replay" or setting == "init" and value != "none"):
         return None, None
     words = [cell["objective"], f"{setting}={value}", str(cell["max_iters"]), f"seed{cell['seed']}"]
@@ -463,11 +478,17 @@ def run_training(cell, flags):  # -> folder of the finished run, folder of the r
     if begun and train.load_checkpoint(folder)["step"] == steps:
         return folder, first
     os.makedirs(folder, exist_ok=True)
+    for name in ("best.pt", "metrics.jsonl") if not begun else ():
+        if os.path.exists(os.path.join(folder, name)):          # killed before its first checkpoint was whole
+            os.remove(os.path.join(folder, name))
     argv = ["--resume"] if begun else [*argv, "--max_iters", str(steps), "--eval_interval", str(steps)]
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         code = train.main([*argv, "--out_dir", folder])
     if code > 1:                                # a signal
+        print(f"stopped, saved in {folder}. The same command goes on")
         sys.exit(code)
+    crc = {s[2] for s in train.load_checkpoint(folder)["sources"]}
+    assert crc <= set(cell["crc"]), f"{folder} was trained on other bytes than {cell['crc']}: {crc}"
     return (None if code else folder), first
 
 
@@ -477,15 +498,15 @@ def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data
     values = [v for v in values.split(",") if v] if setting else [""]
     own = [name for name, entry in OBJECTIVES.items() if setting in entry["settings"]]
     own = {"replay": ["clm"], "init": ["contrastive"]}.get(setting, own)
-    if setting and not own and setting not in set(train.specs()) - CELL:
+    if flags.sweep and not own and setting not in set(train.specs()) - CELL:
         fail(f"--sweep {flags.sweep}: no such setting. Try one of train.py's, replay or init")
     if not values:
         fail(f"--sweep {flags.sweep}: wants a setting and values, as in mask_rate=.1,.15,.3")
     for flag in rest:
         if flag.lstrip("-").partition("=")[0] in CELL:
             fail(f"{flag}: is set by compare.py itself. Try its own flags, python compare.py --help")
-    names, coders = flags.objectives.split(",") if flags.objectives else own[:1] or [*OBJECTIVES], \
-        [name for name, entry in OBJECTIVES.items() if entry.get("bpb") == "exact"]
+    names = flags.objectives.split(",") if flags.objectives else (own[:1] or [*OBJECTIVES])
+    coders = [name for name, entry in OBJECTIVES.items() if entry.get("bpb") == "exact"]
     for name in names:
         if name not in OBJECTIVES:
             fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
@@ -505,8 +526,10 @@ def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data
     todo = [dict(objective=name, setting=setting, value=value, seed=seed, **base)
             for seed in dict.fromkeys(seeds) for name in dict.fromkeys(names) for value in dict.fromkeys(values)]
     for cell in todo:                           # what cannot run is said before anything runs
-        own = [f"--{setting}", cell["value"].replace("+", ",")] if setting not in ("", "replay", "init") else []
-        train.get_config(["--objective", cell["objective"], "--max_iters", str(cell["max_iters"]), *rest, *own])
+        argv = ["--max_iters", str(cell["max_iters"]), "--seed", str(cell["seed"]), *rest]
+        train.get_config(["--objective", cell["objective"], *argv, *swept(cell)])
+        if setting == "init" and cell["value"] != "none":
+            train.get_config(["--objective", cell["value"], *argv])
     return todo
 
 
@@ -517,11 +540,13 @@ def open_shared(source):  # what every measurement reads
     return dict(text=source["val"], counts=CountModel(torch.cat(pieces)), probe=probe)
 
 
-def baselines(path, shared, todo):  # -> {name: metrics} of an untrained model, raw bytes, the held-out text itself
-    """Kept in the file at path."""
+def baselines(path, source, cell, shared):  # -> {name: metrics} of an untrained model, raw bytes, the held-out text
+    """Kept in the file at path, since neither depends on a run."""
     if not os.path.exists(path):
-        hp = train.get_config(["--objective", "mlm", *todo[0]["flags"], "--device", "cpu", "--dtype", "float32"])
-        model = train.build(hp)[0].requires_grad_(False)
+        shared = shared or open_shared(source)
+        argv = ["--objective", cell["objective"], *cell["flags"], "--device", "cpu", "--dtype", "float32"]
+        hp = train.get_config(argv)
+        model, hp.objective = train.build(hp)[0].requires_grad_(False), "mlm"       # its states are read both ways
         text = [to_bytes(row.byte()) for row in windows(shared["text"], 216, ROWS, "prompts")]
         found = retrieval(model, hp, shared["text"]) if hp.block_size >= 128 else {}
         out = {"untrained, which mixes no positions": found, "five raw bytes": {},
@@ -530,8 +555,9 @@ def baselines(path, shared, todo):  # -> {name: metrics} of an untrained model, 
             first, second, _ = out.values()
             first |= understanding(lambda x: states(model, hp, x), shared["probe"])
             second |= understanding(byte_features, shared["probe"])
-        with open(path, "w") as f:
+        with open(path + ".tmp", "w") as f:
             json.dump(out, f)
+        os.replace(path + ".tmp", path)
     with open(path) as f:
         return json.load(f)
 
@@ -557,12 +583,14 @@ def add_result(path, result):
         f.write(json.dumps(result).encode() + b"\n")
 
 
-def collect(results, keep):  # -> {row name: {seed: metrics}}
+def collect(results, keep, order):  # -> {row name: {seed: metrics}}, those named in order first
     rows = {}
     for r in results:
         if keep(r["cell"]):
-            rows.setdefault(r["cell"]["value"] or r["cell"]["objective"], {})[r["cell"]["seed"]] = r["metrics"]
-    return rows
+            bound = OBJECTIVES[r["cell"]["objective"]].get("bpb") == "bound"
+            name = r["cell"]["value"] or r["cell"]["objective"]
+            rows.setdefault(name, {})[r["cell"]["seed"]] = r["metrics"] | {"bound": bound}
+    return {name: rows[name] for name in dict.fromkeys([*order, *rows]) if name in rows}
 
 
 def column(rows, metric):  # -> {row name: {seed: number}} of the rows that have the metric
@@ -581,30 +609,42 @@ def table(rows, metrics, cell):  # -> Markdown: a line for each row, a column fo
     lines = ["| | " + " | ".join(metrics[m][0] for m in columns) + " | seeds |", "|---" * (len(columns) + 2) + "|"]
     for name, seeds in rows.items():
         line = [cell(m, found[name], name) if name in found else "" for m, found in columns.items()]
-        lines.append(f"| {name} | " + " | ".join(line) + f" | {' '.join(str(s) for s in sorted(seeds) if s)} |")
+        ran = [f"{s}{' diverged' * seeds[s].get('diverged', False)}" for s in seeds if s is not None]
+        lines.append(f"| {name} | " + " | ".join(line) + f" | {' '.join(ran)} |")
     return "\n".join(lines) + "\n" if columns else ""
+
+
+T975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # Student's t for 2, 3, ... seeds
 
 
 def tables(rows, extra):  # rows {name: {seed: metrics}}, extra {name: metrics} -> Markdown
     """What was learned, at what cost, and differences from the first row."""
-    def spread(m, seeds, name):                 # mdlm's bits are a bound
-        digits = (LEARNED | COST)[m][1]
-        return "<= " * (m == "bpb" and name == "mdlm") + mean_and_error([*seeds.values()], digits, statistics.stdev)
-    def difference(m, seeds, name):
-        pairs = [value - base[m][seed] for seed, value in seeds.items() if seed in base.get(m, {})]
-        error = lambda d: statistics.stdev(d) / len(d) ** 0.5
-        return mean_and_error(pairs, max(3, LEARNED[m][1]), error, "+") if len(pairs) > 1 else ""
-    note = "† has the left side alone in infill.\n" if set(rows) & LEFT else ""
-    named = {name + " †" * (name in LEFT): seeds for name, seeds in rows.items()}
-    named |= {name: {0: m} for name, m in extra.items()}
+    says = lambda name, mark: any(m.get(mark) for m in rows.get(name, {}).values())
+    def spread(m, seeds, name):
+        digits, bound = (LEARNED | COST)[m][1], m == "bpb" and says(name, "bound")
+        return "<= " * bound + mean_and_error([*seeds.values()], digits, statistics.stdev)
+    named = {name + " †" * says(name, "left_only"): seeds for name, seeds in rows.items()}
+    named |= {name: {None: m} for name, m in extra.items()}
+    note = "† has the left side alone in infill.\n" if any(says(name, "left_only") for name in rows) else ""
     spreads = "Mean over seeds ± their standard deviation.\n"
     parts = [table(named, LEARNED, spread), note, spreads, table(rows, COST, spread)]
-    first, others = next(iter(rows)), {name: seeds for name, seeds in [*rows.items()][1:]}
-    base = {m: column(rows, m).get(first, {}) for m in LEARNED}
-    paired = {name: {s: m for s, m in seeds.items() if s in rows[first]} for name, seeds in others.items()}
-    if any(len(seeds) > 1 for seeds in paired.values()):
-        parts += [f"Difference from {first}, paired by seed: mean ± standard error.\n",
-                  table(paired, {m: LEARNED[m] for m in LEARNED if base[m]}, difference)]
+
+    # every row against the first, of the metrics that have a better side
+    first, *others = rows
+    compared = {m: LEARNED[m] for m in LEARNED if LEARNED[m][2] is not None and column(rows, m).get(first)}
+    def difference(m, seeds, name):
+        base = column(rows, m)[first]
+        pairs = [value - base[seed] for seed, value in seeds.items() if seed in base]
+        error = lambda d: statistics.stdev(d) / len(d) ** 0.5
+        alike = m != "bpb" or says(name, "bound") == says(first, "bound")
+        return mean_and_error(pairs, max(3, LEARNED[m][1]), error, "+") if len(pairs) > 1 and alike else ""
+    paired = {name: {seed: m for seed, m in rows[name].items() if seed in rows[first]} for name in others}
+    n = max((len(seeds) for seeds in paired.values()), default=0)
+    if n > 1:
+        clear = T975[min(n, len(T975) + 1) - 2]
+        parts += [f"Difference from {first}, paired by seed: mean ± standard error over the runs, the held-out text "
+                  f"being the same. With {n} seeds one of {clear} standard errors is clear (95%).\n",
+                  table(paired, compared, difference)]
     return "\n".join(part for part in parts if part)
 
 
@@ -618,10 +658,11 @@ def pyplot():  # -> matplotlib's, or None where it is not installed
     return pyplot
 
 
-def picture(rows, path):  # one panel of dots for each metric, a line for each row, a bar at the mean
+def picture(rows, path):  # -> path, or why there is none
+    """One panel of dots for each metric, a line for each row, a bar at the mean."""
     plt = pyplot()
     if not plt:
-        return print("hint: pip install matplotlib, and the next run draws the table")
+        return "no picture: pip install matplotlib, and the next run draws it"
     panels = {m: found for m in LEARNED | COST if (found := column(rows, m))}
     across = min(5, len(panels))
     down = -(-len(panels) // across)
@@ -643,23 +684,28 @@ def picture(rows, path):  # one panel of dots for each metric, a line for each r
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+    return path
 
 
-def report(flags, todo, extra):  # tables and pictures
+def report(flags, todo, extra):  # -> exit code; tables and pictures
     """Of all finished cells that differ from those asked for in seed, objective or value alone."""
+    drawn = 0
     same = ("setting", "max_iters", "data", "new_data", "flags", "crc")
     results, setting = read_results(os.path.join(flags.out_dir, "results.jsonl")), todo[0]["setting"]
     for name in dict.fromkeys(cell["objective"] for cell in todo) if setting else [""]:
         alike = lambda cell: all(cell.get(k) == todo[0][k] for k in same)
-        rows = collect(results, lambda cell, name=name: alike(cell) and name in ("", cell["objective"]))
-        if not rows:
+        order = [cell["value"] or cell["objective"] for cell in todo]
+        rows = collect(results, lambda cell, name=name: alike(cell) and name in ("", cell["objective"]), order)
+        if not any(column(rows, "loss").values()):
+            print(f"{name or 'every objective'}: nothing finished, all diverged. Try a lower --learning_rate")
             continue
+        drawn += 1
         stem = os.path.join(flags.out_dir, f"sweep-{setting}-{name}" if setting else "compare")
         text = tables(rows, extra)
         with open(stem + ".md", "w", encoding="utf-8") as f:
             f.write(text)
-        picture(rows, stem + ".png")
-        print(f"\n{stem}.md, {stem}.png\n\n{text}")
+        print(f"\n{stem}.md, {picture(rows, stem + '.png')}\n\n{text}")
+    return 0 if drawn else 1
 
 
 LABELS = {train.IGNORE: " ", 10: "\\n", EOT: "EOT", PAD: "PAD", MASK: "MASK", CLS: "CLS", SEP: "SEP", PRE: "PRE",
@@ -730,6 +776,14 @@ def main(argv=None):
              "Try more text")
     if os.path.exists(flags.out_dir) and not os.path.isdir(flags.out_dir):
         fail(f"--out_dir {flags.out_dir}: is a file. Try another name")
+    for folder in (flags.data, flags.new_data):
+        inside = os.path.isdir(folder) and os.path.commonpath(map(os.path.realpath, (folder, flags.out_dir)))
+        if inside == os.path.realpath(folder):  # the results would be read as text
+            fail(f"--out_dir {flags.out_dir}: lies inside the corpus {folder}. Try a folder outside it")
+    for name in dict.fromkeys(cell["objective"] for cell in todo):
+        hp = train.get_config(["--objective", name, *rest])
+        [m] = train.members(hp)
+        check_sizes(sources, m["n"], hp.block_size, lambda T, m=m, hp=hp: m["window"](T, hp))
     os.makedirs(flags.out_dir, exist_ok=True)
     path, shared = os.path.join(flags.out_dir, "results.jsonl"), None
     done = [r["cell"] for r in read_results(path)]
@@ -743,7 +797,8 @@ def main(argv=None):
         begin, shared = time.perf_counter(), shared or open_shared(sources[0])
         folder, first = run_training(cell, flags)
         if not folder:
-            print(f"{title}: diverged, left out", flush=True)
+            add_result(path, {"cell": cell, "metrics": {"diverged": True}})
+            print(f"{title}: diverged", flush=True)
             continue
         metrics = logged(folder) | measure(folder, shared)
         if replay:                              # all three by one ruler
@@ -757,9 +812,8 @@ def main(argv=None):
     extra = {}
     if not flags.sweep:
         tag = zlib.crc32(json.dumps([rest, todo[0]["crc"]]).encode())
-        kept = os.path.join(flags.out_dir, f"baselines-{tag:x}.json")
-        extra = baselines(kept, None if os.path.exists(kept) else shared or open_shared(sources[0]), todo)
-    report(flags, todo, extra)
+        extra = baselines(os.path.join(flags.out_dir, f"baselines-{tag:x}.json"), sources[0], todo[0], shared)
+    return report(flags, todo, extra)
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def document_ids(x):  # (B, T) -> (B, T) long: which document of its row a byte 
 
 def check_sizes(corpus, n, T, window):
     """Exits with code 2 when a split cannot fill one window of n = window(T) bytes, naming the block that fits."""
-    def fill(t):                                # whether a window of a block of t does; some blocks have none
+    def fits(t):                                # whether a window of a block of t does; some blocks have none
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 return window(t) <= least
@@ -260,7 +260,7 @@ def check_sizes(corpus, n, T, window):
         least = min(len(s["train"]), len(s["val"]))
         if least >= n:
             continue
-        fits = next((t for t in range(min(T, least), 1, -1) if fill(t)), 0)
-        hint = f"Try --block_size {fits}, or more text" if fits else "Try more text"
+        block = next((t for t in range(min(T, least), 1, -1) if fits(t)), 0)
+        hint = f"Try --block_size {block}, or more text" if block else "Try more text"
         fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a row "
              f"of --block_size {T} needs {n} of each. {hint}")

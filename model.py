@@ -84,7 +84,7 @@ def attend(q, k, v, seen):
     """seen: what resolve_mask returns. Each form where it is the fastest: sums for the single query of a decoding
     step on the CPU, written out for whole rows there, else the fused kernels."""
     T_q, T_k, cuda = q.size(2), k.size(2), q.device.type == "cuda"
-    assert isinstance(seen, torch.Tensor) or seen != "causal" or T_q == T_k, "a cache moves the corner"
+    assert not (isinstance(seen, str) and seen == "causal") or T_q == T_k, "a cache moves the triangle's corner"
     if T_q == 1 and not cuda:
         return attend_one(q, k, v, seen)
     return attend_fused(q, k, v, seen) if cuda or T_q < T_k else attend_plain(q, k, v, seen)

@@ -872,9 +872,10 @@ def main(argv=None):  # exits with code 2 where something was asked that cannot 
         flags.objective = flags.objective or names[0]
         if flags.objective not in names:
             fail(f"--objective {flags.objective}: {path} was trained as {hp.objective}. Try --objective {names[0]}")
-        flags.objective = OBJECTIVES[flags.objective].get("like", flags.objective)
+        name = flags.objective
+        flags.objective = OBJECTIVES[name].get("like", name)
         if flags.objective not in MODES and flags.score is None:    # a fork's new objective
-            return print(f"{path}: sample.py has no mode for {flags.objective} yet. Try one in its table MODES, or "
+            return print(f"{path}: sample.py has no mode for {name} yet. Try one in its table MODES, or "
                          "like=\"mlm\" in objectives.py")
         mode, read = choose_mode(flags)
         # a flag that would be ignored is refused: its silence would look like an effect
@@ -884,7 +885,7 @@ def main(argv=None):  # exits with code 2 where something was asked that cannot 
             if flags.score is not None:
                 fail(f"--{flag}: not used with --score. Try it without --score")
             here = " here" if flag in MODES[flags.objective][1] else ""
-            fail(f"--{flag}: not used by {flags.objective}{here}. Try it with {hint}")
+            fail(f"--{flag}: not used by {name}{here}. Try it with {hint}")
         mode(model, heads, hp, flags, ckpt["held_out"])
     finally:
         torch.set_float32_matmul_precision(precision)

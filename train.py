@@ -114,7 +114,7 @@ def parse(argv):  # -> {flag: value} of the flags that argv gives
             listed.add(flag)
             others = [f"of {name}" for name, entry in OBJECTIVES.items() if flag in entry["settings"]][1:]
             text = ", ".join([text, *others])   # the first is the group's title
-            # a default that depends on the device is shown whole, its type taken from the first
+            # a default that depends on the device or optimizer is shown whole, its type taken from the first
             if isinstance(default, dict):
                 shown = ", ".join(f"{k} {v}" for k, v in default.items())
                 text, default = f"{text} [{shown}]", [*default.values()][0]
@@ -191,7 +191,7 @@ def get_config(argv):  # -> Namespace of every setting
 def refuse_changes(given, saved, flags, what):
     for flag in sorted(set(flags) & set(given)):
         if given[flag] != saved[flag]:
-            fail(f"--{flag} {given[flag]}: {what} {saved[flag] or 'none'}. Try without --{flag}")
+            fail(f"--{flag} {given[flag]}: {what} {'none' if saved[flag] == '' else saved[flag]}. Try without --{flag}")
 
 
 def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with name, weight, rows of a micro-batch, n
@@ -459,9 +459,9 @@ def show_example(run, batches, width=128, most=256):
         if "labels" in batch:
             print(f"  {m['name']} label {int(batch['labels'][0])}")
         mask = batch["mask"] if isinstance(batch["mask"], str) else int(batch["mask"][0])
-        words = f"the first {mask} positions see each other, the rest what is before them"
         mask = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(mask, mask)
-        print(f"  {m['name']} mask  {mask if isinstance(mask, str) else words}")
+        many = "" if isinstance(mask, str) else "the first "
+        print(f"  {m['name']} mask  {many}{mask}" + " positions see each other, the rest what is before them" * bool(many))
 
 
 def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where torch.compile cannot
@@ -750,7 +750,7 @@ def any_says(yes):  # -> does any process say so?
 # ---- the run
 
 def main(argv=None):  # -> exit code
-    """Changes the process in no lasting way: signal handlers and precision are put back."""
+    """Puts signal handlers and the precision of products back, for notebooks and tests."""
     hp = get_config(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
@@ -759,6 +759,12 @@ def main(argv=None):  # -> exit code
         try:
             join_processes(hp)
             return train(hp, handlers)
+        except RuntimeError as e:               # the CPU's lack of memory has no class of its own
+            if not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
+                raise
+            fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or a batch of {hp.batch_size} rows of "
+                 f"{hp.block_size}, does not fit here ({str(e).splitlines()[0][:80]}). "
+                 f"Try --batch_size {max(1, hp.batch_size // 2)} --accum {2 * hp.accum}, or a smaller model")
         finally:                                # a notebook gets its process back as it was
             release(handlers)
             torch.set_float32_matmul_precision(precision)
@@ -781,13 +787,7 @@ def train(hp, handlers):  # -> exit code
     move_corpus(corpus, hp)
 
     # the model, its optimizer, what a checkpoint says of them
-    try:
-        s = prepare(run, corpus, hp, rows)
-    except RuntimeError as e:                   # torch's on the CPU has no class of its own
-        if not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
-            raise
-        fail(f"a model of {hp.n_layer} layers and width {hp.n_embd} does not fit here "
-             f"({str(e).splitlines()[0][:80]}). Try a smaller one")
+    s = prepare(run, corpus, hp, rows)
     start, seconds, best, kept = 0, 0.0, math.inf, 0
     if hp.init_from and not hp.resume:
         restore(s["model"], s["heads"], load_checkpoint(hp.init_from), hp.init_from, fresh=True)

@@ -109,7 +109,11 @@ def test_what_diverges_stops_nothing_else(text, capsys, monkeypatch):
     monkeypatch.setitem(compare.OBJECTIVES["mlm"], "loss", lambda *args: {"nll": (compare.OBJECTIVES["clm"]["loss"](*args)["nll"][0] * math.inf, 1, 1.0)})
     compare.main(["--data", text, "--objectives", "mlm,clm", "--max_iters", "2", "--out_dir", "out", *SMALL])
     out = capsys.readouterr().out
-    assert "diverged, left out" in out and "| clm |" in out and "| mlm |" not in out
+    assert "mlm seed 1: diverged" in out and "| clm |" in out and "| mlm |  |" in out and "| 1 diverged |" in out
+    assert compare.main(["--data", text, "--objectives", "mlm", "--max_iters", "2", "--out_dir", "out2", *SMALL]) == 1
+    assert "all diverged" in capsys.readouterr().out
+    compare.main(["--data", text, "--objectives", "mlm,clm", "--max_iters", "2", "--out_dir", "out", *SMALL])
+    assert capsys.readouterr().out.count("finished before") == 2
 
 
 def test_other_text_in_the_same_file_is_another_cell(text, capsys):
@@ -127,6 +131,43 @@ def test_differences_are_paired_by_seed():
     assert "| b | +0.200 ± 0.100 | 1 2 |" in out, "differences .1 and .3: mean .2, standard deviation .141, of the mean .1"
     assert "| a | 4.667 ± 3.786 |" in out and "| text |  | 2.00 |" in out
     assert "paired" not in compare.tables({"a": {1: {"bpb": 2.0}}, "b": {1: {"bpb": 2.1}}}, {})
+    bound = {1: {"bpb": 2.5, "bound": True}, 2: {"bpb": 2.6, "bound": True}}
+    out = compare.tables({"a": rows["a"], "b": bound}, {})
+    assert "| b | <= 2.550" in out and "| b |  | 1 2 |" in out, "a bound is not subtracted from what is exact"
+    cells = [{"cell": dict(objective="clm", value=v, seed=0), "metrics": {"bpb": 1.0}} for v in (".9", ".5")]
+    assert [*compare.collect(cells, lambda cell: True, [".5", ".9"])] == [".5", ".9"]
+    assert "| .5 | 1.000 | 0 |" in compare.tables(compare.collect(cells, lambda cell: True, [".5"]), {})
+
+
+def test_a_model_is_not_asked_in_a_way_it_never_learned():
+    hp = hp_of("fim", fim_rate=0.0, fim_spm_rate=0.5, hybrid_ratio=0.0, ul2_weights="S:1")
+    ways = {}
+    for name in ("fim", "hybrid", "ul2", "mlm"):
+        hp.objective = name
+        ways[name] = compare.asked_as(hp)
+    assert ways == {"fim": "clm", "hybrid": "clm", "ul2": "prefix", "mlm": "mlm"}
+
+
+def test_settings_of_an_objective_and_folders_inside_the_corpus(text, capsys):
+    assert compare.main(["--data", text, "--objectives", "mtp", "--max_iters", "1", "--out_dir", "out", *SMALL, "--mtp_heads", "2"]) == 0
+    os.makedirs("corpus")
+    with open("corpus/a.txt", "wb") as f:
+        f.write(b"words and words\n" * 9000)
+    with pytest.raises(SystemExit):
+        compare.main(["--data", "corpus", "--objectives", "clm", "--max_iters", "1", "--out_dir", "corpus/out", *SMALL])
+    assert "inside the corpus" in capsys.readouterr().err
+    with pytest.raises(SystemExit):             # before anything runs
+        compare.main(["--data", text, "--sweep", "init=none,mlm", "--max_iters", "4", "--out_dir", "o", *SMALL, "--tau", ".1"])
+    assert "--tau" in capsys.readouterr().err and not os.path.exists("o")
+
+
+def test_what_was_killed_before_its_first_checkpoint_begins_anew(text):
+    args = ["--data", text, "--objectives", "clm", "--max_iters", "2", "--out_dir", "out", *SMALL]
+    compare.main(args)
+    [folder] = [os.path.join("out/runs", name) for name in os.listdir("out/runs")]
+    os.remove(os.path.join(folder, "ckpt.pt"))
+    os.remove("out/results.jsonl")
+    assert compare.main(args) == 0 and compare.train.load_checkpoint(folder)["step"] == 2
 
 
 @pytest.mark.parametrize("flags, hint", [(["--sweep", "nothing=1"], "no such setting"), (["--sweep", "mask_rate"], "as in mask_rate"),

@@ -58,6 +58,12 @@ def test_a_batch_is_a_function_of_its_generator(name):
     check_purity(OBJECTIVES[name]["make"], name, settings(name, T))
 
 
+@every
+def test_what_is_used_like_another_needs_no_head_that_it_lacks(name):
+    like = OBJECTIVES[name].get("like")
+    assert like is None or like in OBJECTIVES and "like" not in OBJECTIVES[like] and not heads_of(like, settings(like, T))
+
+
 def test_masking_in_place_would_be_noticed():
     def in_place(x, g, hp):                     # the seeds write the masks into the caller's tensor
         batch = O.mlm(x, g, hp)
