@@ -460,8 +460,8 @@ def show_example(run, batches, width=128, most=256):
             print(f"  {m['name']} label {int(batch['labels'][0])}")
         mask = batch["mask"] if isinstance(batch["mask"], str) else int(batch["mask"][0])
         mask = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(mask, mask)
-        many = "" if isinstance(mask, str) else "the first "
-        print(f"  {m['name']} mask  {many}{mask}" + " positions see each other, the rest what is before them" * bool(many))
+        rule = "the first {} positions see each other, the rest what is before them"
+        print(f"  {m['name']} mask  {mask if isinstance(mask, str) else rule.format(mask)}")
 
 
 def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where torch.compile cannot
