@@ -659,13 +659,14 @@ def pyplot():  # -> matplotlib's, or None where it is not installed
 
 
 def picture(rows, path):  # -> path, or why there is none
-    """One panel of dots for each metric, a line for each row, a bar at the mean."""
+    """One panel of dots for each metric that differs, a line for each row, a bar at the mean."""
     plt = pyplot()
     if not plt:
         return "no picture: pip install matplotlib, and the next run draws it"
-    panels = {m: found for m in LEARNED | COST if (found := column(rows, m))}
-    across = min(5, len(panels))
-    down = -(-len(panels) // across)
+    panels = {m: column(rows, m) for m in LEARNED | COST}
+    panels = {m: found for m, found in panels.items() if len({v for seeds in found.values() for v in seeds.values()}) > 1}
+    across = max(1, min(5, len(panels)))
+    down = max(1, -(-len(panels) // across))
     size = 3.2 * across, 0.6 + down * (0.9 + 0.2 * len(rows))   # inches
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False)
     for axis in axes.flat[len(panels):]:
@@ -682,7 +683,7 @@ def picture(rows, path):  # -> path, or why there is none
         axis.set_title(heading + {True: " (more is better)", False: " (less is better)", None: ""}[better], fontsize=8)
         axis.tick_params(labelsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
     return path
 
