@@ -663,8 +663,8 @@ def picture(rows, path):  # -> path, or why there is none
     plt = pyplot()
     if not plt:
         return "no picture: pip install matplotlib, and the next run draws it"
-    panels = {m: column(rows, m) for m in LEARNED | COST}
-    panels = {m: found for m, found in panels.items() if len({v for seeds in found.values() for v in seeds.values()}) > 1}
+    differs = lambda found: len({value for seeds in found.values() for value in seeds.values()}) > 1
+    panels = {m: found for m in LEARNED | COST if differs(found := column(rows, m))}
     across = max(1, min(5, len(panels)))
     down = max(1, -(-len(panels) // across))
     size = 3.2 * across, 0.6 + down * (0.9 + 0.2 * len(rows))   # inches
