@@ -64,6 +64,18 @@ def test_what_is_used_like_another_needs_no_head_that_it_lacks(name):
     assert like is None or like in OBJECTIVES and "like" not in OBJECTIVES[like] and not heads_of(like, settings(like, T))
 
 
+@pytest.mark.parametrize("name, T, changes", [
+    ("prefix", 32, dict(prefix_min=0.9, prefix_max=0.1)), ("span", 4, {}), ("span", 64, dict(span_rate=0.9)), ("span", 3000, dict(span_mean=1.0)),
+    ("ul2", 32, dict(ul2_weights="Q:1")), ("ul2", 32, dict(ul2_weights="R:99,S:1")), ("fim", 3, {}), ("bart", 16, {}), ("bart", 64, dict(bart_noise="mask,mask")),
+    ("bart", 64, dict(bart_noise="hide")), ("nsp", 6, {}), ("nsp", 32, dict(batch_size=1)), ("nsp", 32, dict(nsp_negatives="none")),
+    ("contrastive", 32, dict(crop=1.0)), ("contrastive", 32, dict(batch_size=1)), ("hybrid", 32, dict(hybrid_ratio=0.01)), ("hybrid", 32, dict(mask_rate=1.0))])
+def test_rows_that_cannot_be_are_refused_in_one_line(name, T, changes, capsys):
+    with pytest.raises(SystemExit) as e:
+        OBJECTIVES[name]["window"](T, settings(name, T, **changes))
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and "Try" in err
+
+
 def test_masking_in_place_would_be_noticed():
     def in_place(x, g, hp):                     # the seeds write the masks into the caller's tensor
         batch = O.mlm(x, g, hp)
