@@ -135,6 +135,7 @@ def test_every_parameter_has_one_optimizer():
         hp = train.get_config(["--device", "cpu", "--optimizer", optimizer])
         model, heads = train.build(hp)
         opt = train.make_optimizer(model, heads, hp)
+        assert opt["adamw"].defaults["betas"] == (0.9, 0.95) and opt["adamw"].defaults["eps"] == 1e-10
         in_muon = [p for params, _ in opt["muon"].values() for p in params]
         in_adamw = [p for group in opt["adamw"].param_groups for p in group["params"]]
         assert len(in_muon) == muon and sorted(map(id, in_muon + in_adamw)) == sorted(map(id, model.parameters()))
