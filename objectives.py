@@ -299,9 +299,14 @@ def denoisers(T, hp):  # -> [(weight, mode id, n, N, S)] of those in ul2_weights
         weights = {}
     if not weights or not set(weights) <= set("RSX") or not all(0 < w < math.inf for w in weights.values()):
         fail(f"--ul2_weights {hp.ul2_weights}: wants positive weights of R, S and X. Try R:.5,S:.25,X:.25")
-    kinds = {"R": lambda: (MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)),
-             "X": lambda: (MODE_X, *fit_spans(T, *UL2_X, extra=1)), "S": lambda: (MODE_S, T - 2, 0, 0)}
-    return [(w, *kinds[name]()) for name, w in weights.items()]
+    out = []
+    for name, weight in weights.items():
+        if name == "S":
+            out.append((weight, MODE_S, T - 2, 0, 0))
+        else:
+            mode, rate, mean = {"R": (MODE_R, hp.span_rate, hp.span_mean), "X": (MODE_X, *UL2_X)}[name]
+            out.append((weight, mode, *fit_spans(T, rate, mean, extra=1)))
+    return out
 
 
 def ul2_window(T, hp):

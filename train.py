@@ -89,6 +89,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         fail(f"{message}. Try: python {self.prog} --help")
 
+    def parse_args(self, argv):
+        given, unknown = self.parse_known_args(argv)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, 1)
+            fail(f"unknown argument {unknown[0]}. Try {near[0] if near else f'python {self.prog} --help'}")
+        return given
+
     def format_help(self):
         title = "objectives: mask, share of a row's positions with loss, rows for the signal of one clm row, what, use"
         lines = [super().format_help(), title]
@@ -123,11 +130,7 @@ def parse(argv):  # -> {flag: value} of the flags that argv gives
             how = dict(action="store_true") if default is False else dict(metavar="X", type=type(default))
             how = dict(metavar="X", nargs="+") if isinstance(default, list) else how
             group.add_argument(f"--{flag}", help=text.replace("%", "%%"), **how)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{flag}" for flag in listed], 1)
-        parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-    return vars(given)
+    return vars(parser.parse_args(argv))
 
 
 def specs():  # -> {flag: (default, help, lowest, highest)}, the objectives' own included

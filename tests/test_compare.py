@@ -93,6 +93,7 @@ def test_half_of_the_steps_may_be_another_objectives(text, capsys):
     runs = {name.split("-")[0] + "-" + name.split("-")[1]: compare.train.load_checkpoint(os.path.join("out/runs", name)) for name in os.listdir("out/runs")}
     assert {name: ckpt["step"] for name, ckpt in runs.items()} == {"contrastive-init=none": 5, "contrastive-init=mlm": 3, "mlm-2": 2}
     assert runs["contrastive-init=mlm"]["config"]["init_from"].startswith("out/runs/mlm-2-seed1")
+    assert runs["contrastive-init=mlm"]["config"]["seed"] != runs["mlm-2"]["config"]["seed"], "the same seed is the same windows again"
     with open("out/results.jsonl") as f:
         none, mlm = (json.loads(line)["metrics"] for line in f)
     assert mlm["raw_mb"] == pytest.approx(none["raw_mb"])

@@ -649,7 +649,7 @@ def test_a_folder_holds_one_run_at_a_time(text, capsys):
 
 
 BAD = {
-    "unknown flag": (["--max_iter", "3"], "did you mean --max_iters"),
+    "unknown flag": (["--max_iter", "3"], "Try --max_iters"),
     "unknown objective": (["--objective", "mml"], "Try mlm"),
     "empty objective": (["--objective", ""], "Try one of clm"),
     "not a number": (["--max_iters", "many"], "max_iters"),
@@ -782,7 +782,7 @@ def test_bad_input_is_one_line_and_changes_nothing(case, bad_place, monkeypatch,
     assert not os.path.exists("executed")
 
 
-@pytest.mark.parametrize("command, hint", [("train.py --max_iter 3", "did you mean --max_iters"), ("sample.py", "no run under out/"),
+@pytest.mark.parametrize("command, hint", [("train.py --max_iter 3", "Try --max_iters"), ("sample.py --promt x", "Try --prompt"), ("sample.py", "no run under out/"),
                                            ("train.py --data nowhere", "no such file"), ("compare.py --sweep nothing=1", "no such setting")])
 def test_bad_input_is_one_line_of_a_real_process(command, hint, text):
     program, *flags = command.split()
