@@ -6,17 +6,17 @@ or another number of micro-batches sees the same bytes.
 
 B rows, n raw bytes in a row, N bytes in a split of a source, S sources
 """
-import contextlib
 import ctypes
 import hashlib
-import io
 import os
 import shutil
 import sys
 import sysconfig
+import warnings
 import zlib
 
-import torch
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")                     # nothing here needs it
+import torch  # noqa: E402
 
 # ids 0..255 are the bytes themselves; the ids after them never occur in a corpus
 EOT = 0                                         # NUL: text never contains it, and C strings end with it
@@ -24,8 +24,11 @@ PAD, MASK, CLS, SEP, PRE, SUF, MID, MODE_R, MODE_S, MODE_X = range(256, 266)
 SENTINEL = 272                                  # <extra_id_0>; 266..271 are spare
 N_SENTINELS = 240
 V = SENTINEL + N_SENTINELS                      # 512 = 4 * 128
-CONTROL = {PAD: "<PAD>", MASK: "<MASK>", CLS: "<CLS>", SEP: "<SEP>", PRE: "<PRE>", SUF: "<SUF>", MID: "<MID>",
-           MODE_R: "<R>", MODE_S: "<S>", MODE_X: "<X>"}
+NAMES = {EOT: "<EOT>", PAD: "<PAD>", MASK: "<MASK>", CLS: "<CLS>", SEP: "<SEP>", PRE: "<PRE>", SUF: "<SUF>",
+         MID: "<MID>", MODE_R: "<R>", MODE_S: "<S>", MODE_X: "<X>",
+         **{SENTINEL + i: f"<extra_id_{i}>" for i in range(N_SENTINELS)}}
+GLYPHS = {EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ", MID: "Ⓜ",
+          MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ"}
 
 TRIES = 4                                       # candidate offsets for a window without a NUL
 CRC_BYTES = 1 << 26                             # a larger corpus is fingerprinted by evenly spaced samples
@@ -51,16 +54,14 @@ def encode(text):  # str or bytes -> list of n ids below 256
 
 def decode(ids):  # n ids -> str
     """Never fails: bytes that are not UTF-8 come out as U+FFFD, special ids in angle brackets."""
-    out, run = [], bytearray()
-    for i in [int(i) for i in ids] + [None]:
-        if i is not None and i < 256:
-            run.append(i)
-            continue
-        out.append(run.decode("utf-8", "replace"))
-        run.clear()
-        if i is not None:
-            out.append(CONTROL.get(i, f"<extra_id_{i - SENTINEL}>" if i >= SENTINEL else f"<{i}>"))
-    return "".join(out)
+    text = b"".join(bytes([i]) if i < 256 else NAMES.get(i, f"<{i}>").encode() for i in map(int, ids))
+    return text.decode("utf-8", "replace")
+
+
+def glyph(i):  # id -> one character, to show rows position by position
+    if i >= SENTINEL:
+        return chr(0x2460 + (i - SENTINEL) % 20)                # circled numbers
+    return GLYPHS.get(i) or (chr(i) if 32 <= i < 127 else "·" if i < 0 else "�")
 
 
 def to_bytes(t):  # (N,) uint8 on the CPU -> bytes
@@ -75,10 +76,8 @@ def from_bytes(b):  # bytes -> (N,) uint8
 # ---- sources: a corpus is a list of dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}
 
 def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
-    """Opens what --data names: files, folders, "-" (standard input) or "stdlib", each with an optional ":weight".
-    The weights returned add up to 1.
-
-    Exits with code 2 when one is missing, empty, cannot be read, or holds no text."""
+    """Opens what --data names: files, folders, "-" (standard input) or "stdlib", each perhaps with ":weight".
+    The weights returned add up to 1. Fails where one is missing, empty, cannot be read, or holds no text."""
     corpus = []
     for spec in specs:
         path, weight = split_weight(spec)
@@ -102,7 +101,7 @@ def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.
 
 
 def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
-    """A colon that is part of a path stays one. Exits with code 2 on a weight that is not a positive number."""
+    """A colon that is part of a path stays one."""
     path, colon, weight = spec.rpartition(":")
     if not colon or os.path.exists(spec):       # C:\text.txt and a:b.txt are paths
         return spec, 1.0
@@ -111,12 +110,11 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
     except ValueError:
         return spec, 1.0
     if not 1e-9 < weight < 1e9:
-        fail(f"--data {spec}: the weight behind the colon must be a positive number, as in {path}:0.5")
+        fail(f"--data {spec}: the weight after the colon must be a positive number, as in {path}:0.5")
     return path, weight
 
 
 def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memory does not grow with the file
-    """Exits with code 2 when there is no such file, or nothing in it."""
     if not os.path.isfile(path):
         what = "not a regular file" if os.path.exists(path) else "no such file or folder"
         fail(f"{flag} {path}: {what}. Try a path to text")
@@ -127,7 +125,6 @@ def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memo
 
 
 def keep_stdin(out_dir, resume):  # -> path of the copy that lets the run be resumed
-    """Exits with code 2 when standard input is a terminal."""
     path = os.path.join(out_dir or ".", "stdin.bin")
     if not resume:
         if sys.stdin is None or sys.stdin.isatty():
@@ -149,7 +146,7 @@ def read_folder(folder, out_dir):  # -> {path: document (bytes)}, sorted by path
         paths += [] if is_run else [os.path.join(root, f) for f in files if not f.startswith(".")]
     documents = read_documents(paths)
     if not documents:
-        fail(f"--data {folder}: no text file in this folder (files with a NUL byte do not count). Try another folder")
+        fail(f"--data {folder}: holds no text file (files with a NUL byte do not count). Try another folder")
     return documents
 
 
@@ -162,7 +159,7 @@ def read_stdlib():  # -> {path: document}: the source of Python's own standard l
         paths += [os.path.join(root, f) for f in files if f.endswith(".py")]
     documents = read_documents(paths)
     if not documents:
-        fail(f"--data stdlib: this Python keeps no source under {top}. Try --data with a text file of your own")
+        fail(f"--data stdlib: this Python keeps no source under {top}. Try --data with a text file")
     return documents
 
 
@@ -181,7 +178,7 @@ def read_documents(paths):  # -> {path: contents} in sorted order, text only, ea
 
 
 def split_documents(documents):  # -> train (N,), val (N,) uint8
-    """Every tenth document is for validation, so that both splits are of one kind; a NUL ends each document."""
+    """Every tenth document is for validation, so that both splits are of one kind. A NUL ends each document."""
     if len(documents) < 10:                     # too few to hold whole ones out
         return split_file(from_bytes(b"\0".join(documents) + b"\0"))
     val = documents[9::10]
@@ -216,28 +213,33 @@ def reseed(g, key):  # -> g, as if it were generator(key)
     return g.manual_seed(zlib.crc32(key.encode()))
 
 
-def draw(corpus, split, n, B, g):  # -> source (B,), offset (B, TRIES), both long, on the CPU
+def draw(corpus, split, n, B, g, whole=False):  # -> source (B,), offset (B, 1 or TRIES), long, on the CPU
     """Where the B windows of n bytes lie. Sources and offsets are stratified: every batch holds each source's
-    share to within a row, and the rows of a batch come each from its own B-th of a source, in random order."""
+    share to within a row, and the rows of a batch come each from its own B-th of a source, in random order.
+
+    whole: whether rows want windows without a NUL, and get TRIES candidates; a bool, or one for each row (b,),
+    repeated over the batch."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
     # room: offsets that fit; u: one number from each B-th of [0, 1), in random order
     room = torch.tensor([len(s[split]) - n + 1 for s in corpus])
     u = (torch.randperm(B, generator=g) + torch.rand(B, generator=g, dtype=torch.double)) / B
     source = torch.searchsorted(edges, u, right=True).clamp(max=len(corpus) - 1)
     u = (torch.randperm(B, generator=g)[:, None] + torch.rand(B, TRIES, generator=g, dtype=torch.double)) / B
-    return source, (u * room[source, None]).long()
+    offset = (u * room[source, None]).long()
+    if isinstance(whole, torch.Tensor):         # a row that takes any window has one candidate, several times
+        return source, offset.where(whole.repeat(B // len(whole))[:, None], offset[:, :1])
+    return source, offset if whole else offset[:, :1]
 
 
-def gather(corpus, split, source, offset, n, whole=False):  # -> (B, n) long, clean bytes
-    """The windows' bytes, on the device that holds the corpus. whole: of a row's candidates take the first
-    without a NUL inside, so that it lies within one document; the first of all when none is."""
-    tries = offset if whole else offset[:, :1]
+def gather(corpus, split, source, offset, n):  # source (B,), offset (B, tries) -> (B, n) long, clean bytes
+    """The windows' bytes, on the device that holds the corpus: of a row's candidates the first without a NUL
+    inside, so that it lies within one document; the first of all where none is."""
     x = None
-    for i, s in enumerate(corpus):              # every source answers for every row: no shape depends on the draw
+    for i, s in enumerate(corpus):              # every source answers for every row: shapes stay the same
         data = s[split]
-        here = data.unfold(0, n, 1)[tries.clamp(max=len(data) - n)]                 # (B, tries, n)
+        here = data.unfold(0, n, 1)[offset.clamp(max=len(data) - n)]                # (B, tries, n)
         x = here if x is None else torch.where((source == i)[:, None, None], here, x)
-    if whole:
+    if offset.size(1) > 1:
         first = (x != EOT).all(2).byte().argmax(1)                                  # (B,)
         x = x.gather(1, first[:, None, None].expand(-1, 1, n))
     return x[:, 0].long()
@@ -248,19 +250,9 @@ def document_ids(x):  # (B, T) -> (B, T) long: which document of its row a byte 
     return end.cumsum(1) - end
 
 
-def check_sizes(corpus, n, T, window):
-    """Exits with code 2 when a split cannot fill one window of n = window(T) bytes, naming the block that fits."""
-    def fits(t):                                # whether a window of a block of t does; some blocks have none
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                return window(t) <= least
-        except SystemExit:
-            return False
+def check_sizes(corpus, n, T):
+    """Fails where a split cannot fill one window of n bytes, as many as a row of T positions wants."""
     for s in corpus:
-        least = min(len(s["train"]), len(s["val"]))
-        if least >= n:
-            continue
-        block = next((t for t in range(min(T, least), 1, -1) if fits(t)), 0)
-        hint = f"Try --block_size {block}, or more text" if block else "Try more text"
-        fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a row "
-             f"of --block_size {T} needs {n} of each. {hint}")
+        if min(len(s["train"]), len(s["val"])) < n:
+            fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, "
+                 f"but a row of --block_size {T} needs {n}. Try a smaller --block_size, or more text")

@@ -1,10 +1,11 @@
 """One transformer for every objective: the mask rule, the blocks, the KV cache.
 
-B batch rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys
+B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys
 
-Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021), QK-norm
-(Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at zero, logits
-capped by 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them is the objective's.
+Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021),
+QK-norm (Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at
+zero, logits capped by 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them
+is the objective's.
 """
 import functools
 import importlib.util
@@ -43,80 +44,67 @@ def allow(q, k, prefix, doc_q=None, doc_k=None):
     return seen if doc_q is None else seen & (doc_q == doc_k)
 
 
-def dense_mask(prefix, q, T_k, doc=None):  # prefix (B,), positions q (T_q,) -> (B, 1, T_q, T_k) bool, True = may attend
+def dense_mask(prefix, q, T_k, doc=None):  # prefix (B,), positions q (T_q,) -> (B, 1, T_q, T_k) bool
     k, prefix = torch.arange(T_k, device=prefix.device), prefix[:, None, None, None]
     if doc is None:
         return allow(q[:, None], k, prefix)
     return allow(q[:, None], k, prefix, doc[:, None, q, None], doc[:, None, None, :])
 
 
-def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask, which new lengths do not recompile
-    from torch.nn.attention.flex_attention import create_block_mask  # here: it costs a third of a second to import
-    if doc is None:
-        rule = lambda b, h, q, k: allow(q, k, prefix[b])
-    else:
-        rule = lambda b, h, q, k: allow(q, k, prefix[b], doc[b, q], doc[b, k])
+def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask, which other prefixes do not recompile
+    from torch.nn.attention.flex_attention import create_block_mask  # here: a third of a second to import
+
+    def rule(b, h, q, k):
+        return allow(q, k, prefix[b]) if doc is None else allow(q, k, prefix[b], doc[b, q], doc[b, k])
     return create_block_mask(rule, len(prefix), None, T, T, device=prefix.device)
 
 
-def resolve_mask(mask, B, q, T_k, D, doc=None, static=False):
-    """What attend takes, built once per forward pass: "causal" or "bidirectional" where the kernels know the
-    mask by name, else a dense mask, or a BlockMask where FlexAttention has a kernel (CUDA, Triton, D >= 16).
-    mask: those two names, or prefix lengths (B,). q: the queries' positions (T_q,), the last of the T_k unless the
-    keys are a static cache, which has room behind them."""
-    T_q, device = len(q), q.device
-    if isinstance(mask, str):
-        assert mask in ("causal", "bidirectional"), mask
-        if doc is None and not static and (mask == "bidirectional" or T_q == 1):
-            return "bidirectional"              # a single query is the last position and sees every key
-        if doc is None and not static and T_q == T_k:
-            return "causal"
-        mask = torch.full((B,), 0 if mask == "causal" else T_k, device=device)
-    assert mask.shape == (B,), f"prefix lengths {tuple(mask.shape)}, batch of {B} rows"
-    if device.type == "cuda" and D >= 16 and T_q == T_k and importlib.util.find_spec("triton"):
-        return block_mask(mask, T_q, doc)
-    return dense_mask(mask, q, T_k, doc)
+def choose_attention(mask, q, T_k, B, sizes, dtype, doc=None, cache=None):
+    """-> a function of q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D), for all blocks of a pass.
+
+    mask: "causal", "bidirectional" or prefix lengths (B,). q: the queries' positions (T_q,), the last of the
+    T_k keys unless the cache is static. Each case takes its fastest form."""
+    T_q, H, cuda = len(q), sizes.n_head, q.device.type == "cuda"
+    named = isinstance(mask, str)
+    assert mask in ("causal", "bidirectional") if named else mask.shape == (B,), mask
+    if cuda and mask == "causal" and doc is None and cache is None:
+        return functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    flex = cuda and torch.is_grad_enabled() and cache is None and sizes.n_embd // H >= 16
+    if flex and not named and importlib.util.find_spec("triton"):
+        return functools.partial(flex_attention(), block_mask=block_mask(mask, T_q, doc))
+
+    seen = None                                 # (B or 1, 1, T_q, T_k), or None where every key is seen
+    last = T_q == 1 and not isinstance(cache, StaticCache)      # a single query sees all that is before it
+    if not named:
+        seen = dense_mask(mask, q, T_k, doc)
+    elif doc is not None or mask == "causal" and not last:
+        prefix = torch.full((1 if doc is None else B,), 0 if mask == "causal" else T_k, device=q.device)
+        seen = dense_mask(prefix, q, T_k, doc)
+    if T_q == 1 and not cuda:
+        return functools.partial(attend_one, seen=seen)
+    if T_q < T_k or cuda:
+        return functools.partial(F.scaled_dot_product_attention, attn_mask=seen)
+    if seen is None:
+        return functools.partial(attend_plain, bias=torch.zeros(1, 1, 1, dtype=dtype, device=q.device))
+    bias = torch.zeros(seen.shape, dtype=dtype, device=q.device).masked_fill(~seen, -torch.inf)
+    bias = bias[0] if len(seen) == 1 else bias.expand(-1, H, -1, -1).flatten(0, 1)
+    return functools.partial(attend_plain, bias=bias)                               # (1 or B H, T_q, T_k)
 
 
 # ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
 
-def attend(q, k, v, seen):
-    """seen: what resolve_mask returns. Each form where it is the fastest: sums for the single query of a decoding
-    step on the CPU, written out for whole rows there, else the fused kernels."""
-    T_q, T_k, cuda = q.size(2), k.size(2), q.device.type == "cuda"
-    assert not (isinstance(seen, str) and seen == "causal") or T_q == T_k, "a cache moves the triangle's corner"
-    if T_q == 1 and not cuda:
-        return attend_one(q, k, v, seen)
-    return attend_fused(q, k, v, seen) if cuda or T_q < T_k else attend_plain(q, k, v, seen)
+def attend_plain(q, k, v, bias):
+    """softmax(q k^T / sqrt(D) + bias) v. One kernel takes the product, the scale and the bias, which is 0 where
+    a query may attend and -inf elsewhere."""
+    att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5)
+    return (att.softmax(-1) @ v.flatten(0, 1)).view_as(q)                           # att (B H, T_q, T_k)
 
 
-def attend_plain(q, k, v, seen):
-    """softmax(q k^T / sqrt(D) + bias) v. One kernel takes the product, the scale and the bias, which is 0 where a query
-    may attend and -inf elsewhere."""
-    (B, H, T_q, D), T_k = q.shape, k.size(2)
-    bias = q.new_zeros(1, 1, 1)
-    if isinstance(seen, torch.Tensor):
-        bias = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf).expand(B, H, T_q, T_k).flatten(0, 1)
-    elif seen == "causal":
-        # triu(1): only what lies strictly behind a query is shut out, so it sees itself
-        bias = q.new_full((T_q, T_k), -torch.inf).triu(1)
-    att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=D ** -0.5)  # (B H, T_q, T_k)
-    return (att.softmax(-1) @ v.flatten(0, 1)).view_as(q)
-
-
-def attend_one(q, k, v, seen):  # T_q = 1; seen: a dense mask, or any name, since the last position sees every key
+def attend_one(q, k, v, seen):  # T_q = 1: sums are faster than products of one row
     att = (q * k).sum(-1, dtype=torch.float32) * q.size(-1) ** -0.5                 # (B, H, T_k)
-    if isinstance(seen, torch.Tensor):
+    if seen is not None:
         att = att.masked_fill(~seen[:, :, 0], -torch.inf)
     return (att.softmax(-1)[..., None].to(v.dtype) * v).sum(2, keepdim=True)
-
-
-def attend_fused(q, k, v, seen):
-    if isinstance(seen, str):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=seen == "causal")
-    if isinstance(seen, torch.Tensor):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    return flex_attention()(q, k, v, block_mask=seen)
 
 
 @functools.cache
@@ -144,7 +132,8 @@ def rotate(x, cos, sin):  # (..., T, D) -> the same, each pair (i, i + D/2) turn
 
 class Linear(nn.Module):
     """y = x W^T in x's dtype; the weight stays float32. Several maps of one input are kept as a stack
-    (n, n_out, n_in): one product forward, n matrices to the optimizer."""
+    (n, n_out, n_in): one product forward, n matrices to the optimizer. Muon takes the Linear layers inside
+    blocks, AdamW every other parameter, whatever its shape."""
 
     def __init__(self, n_in, n_out, stack=1, zero=False):
         super().__init__()
@@ -158,17 +147,22 @@ class Linear(nn.Module):
 
 
 def pack_weights(model):
-    """For decoding in bfloat16 on a CPU: keeps every matrix a second time, as oneDNN lays it out for its own use. The
-    product with a single row, which is all that a decoding step is made of, then takes half the time."""
-    for layer in model.modules():
-        if isinstance(layer, Linear) and layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu":
-            try:
-                layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().flatten(0, 1), 1)
-            except (AttributeError, RuntimeError):              # a build of torch without oneDNN
-                return
+    """For decoding in bfloat16 on a CPU: keeps every matrix a second time, as oneDNN lays it out for its own
+    use. The product with a single row, all that a decoding step is made of, then takes half the time."""
+    weight = model.head.weight
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+        return
+    for layer in [m for m in model.modules() if isinstance(m, Linear)]:
+        try:
+            layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().flatten(0, 1), 1)
+        except (AttributeError, RuntimeError):                  # a build of torch without oneDNN
+            return
 
 
 class Block(nn.Module):
+    """What a block must honour: `attend` holds the mask and the prefix; where there is a cache, `extend` takes
+    the new keys and values and returns all of them; activations stay in x's dtype."""
+
     def __init__(self, sizes):
         super().__init__()
         C, self.n_head = sizes.n_embd, sizes.n_head
@@ -177,15 +171,15 @@ class Block(nn.Module):
         self.up = Linear(C, 4 * C)
         self.down = Linear(4 * C, C, zero=True)
 
-    def forward(self, x, cos, sin, seen, cache=None):  # x (B, T, C) -> (B, T, C)
+    def forward(self, x, cos, sin, attend, extend=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
         # attention is the only layer that moves information between positions
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
         qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()                               # (3, B, H, T, D)
         (q, k), v = rotate(norm(qkv[:2]), cos, sin), qkv[2]                         # QK-norm, then RoPE
-        if cache is not None:
-            k, v = extend(cache, k, v)                                              # (B, H, T_k, D)
-        y = attend(q, k, v, seen)                                                   # (B, H, T, D)
+        if extend is not None:
+            k, v = extend(k, v)                                                     # (B, H, T_k, D)
+        y = attend(q, k, v)                                                         # (B, H, T, D)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
         # each position for itself
         return x + self.down(F.relu(self.up(norm(x))).square())
@@ -199,27 +193,23 @@ class Transformer(nn.Module):
         assert sizes.n_embd % sizes.n_head == 0 and sizes.n_embd // sizes.n_head % 2 == 0, sizes
         self.sizes, self.dtype = sizes, dtype
         self.embed = nn.Embedding(sizes.vocab_size, sizes.n_embd)
-        nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows: a smaller start means larger steps
+        nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows: a smaller start, larger steps
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
         self.head = Linear(sizes.n_embd, sizes.vocab_size, zero=True)
 
     def forward(self, idx, mask, doc=None, cache=None):  # idx (B, T) -> hidden states (B, T, C), normed
         """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep attention
-        inside a document. cache: what new_cache returned; idx then continues what it holds."""
+        inside a document. cache: a Cache or StaticCache; idx then continues what it holds."""
         B, T = idx.shape
-        # absolute positions: with a cache the first new one stands behind what it holds
-        start, D = 0 if cache is None else cache["length"], self.sizes.n_embd // self.sizes.n_head
-        static = isinstance(start, torch.Tensor)
-        at = start + torch.arange(T, device=idx.device)                             # (T,)
-        seen = resolve_mask(mask, B, at, cache["k"][0].size(2) if static else start + T, D, doc, static)
-        cos, sin = rotations(at, D, self.dtype)
+        at = torch.arange(T, device=idx.device) if cache is None else cache.positions(T)            # (T,)
+        T_k = T if cache is None else cache.reach(T)
+        attend = choose_attention(mask, at, T_k, B, self.sizes, self.dtype, doc, cache)
+        cos, sin = rotations(at, self.sizes.n_embd // self.sizes.n_head, self.dtype)
         x = norm(self.embed(idx).to(self.dtype))
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, seen, None if cache is None else (cache["k"][i], cache["v"][i], start, at))
-        if static:
-            start.add_(T)
-        elif cache is not None:
-            cache["length"] = start + T
+            x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, at))
+        if cache is not None:
+            cache.move(T)
         return norm(x)
 
     def logits(self, h):  # hidden (..., C) -> (..., V) float32
@@ -229,20 +219,46 @@ class Transformer(nn.Module):
 
 # ---- KV cache
 
-def new_cache(model, B, T, static=False):  # -> room for T positions of B rows
-    """Setting "length" back forgets the positions after it. static: the length is a tensor and every step attends over
-    all T positions under a mask, so that no shape depends on the length and a step can be compiled."""
-    sizes, device = model.sizes, model.embed.weight.device
-    shape = B, sizes.n_head, T, sizes.n_embd // sizes.n_head                        # (B, H, T, D), one for each layer
-    k, v = ([torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)] for _ in range(2))
-    return dict(k=k, v=v, length=torch.zeros((), dtype=torch.long, device=device) if static else 0)
+class Cache:
+    """Keys and values of the positions so far: room for T positions of B rows. move(-n) forgets the last n."""
+
+    def __init__(self, model, B, T):
+        sizes, device = model.sizes, model.embed.weight.device
+        shape = B, sizes.n_head, T, sizes.n_embd // sizes.n_head                    # (B, H, T, D), each layer
+        self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)]
+        self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)]
+        self.length = 0
+
+    def positions(self, T):  # -> (T,), of the next T ids
+        return self.length + torch.arange(T, device=self.k[0].device)
+
+    def reach(self, T):  # -> how many keys the next T queries are given
+        return self.length + T
+
+    def extend(self, i, at, k, v):  # layer i's new keys and values -> all of them (B, H, T_k, D)
+        end = self.length + k.size(2)
+        assert end <= self.k[i].size(2), f"the cache has room for {self.k[i].size(2)} positions, not {end}"
+        self.k[i][:, :, self.length:end] = k
+        self.v[i][:, :, self.length:end] = v
+        return self.k[i][:, :, :end], self.v[i][:, :, :end]
+
+    def move(self, n):
+        self.length += n
 
 
-def extend(cache, k, v):  # one layer's (keys, values, length, positions) -> all keys and values (B, H, T_k, D)
-    keys, values, start, at = cache
-    if isinstance(start, torch.Tensor):
-        return keys.index_copy_(2, at, k), values.index_copy_(2, at, v)
-    end = start + k.size(2)
-    assert end <= keys.size(2), f"the cache has room for {keys.size(2)} positions, not {end}"
-    keys[:, :, start:end], values[:, :, start:end] = k, v
-    return keys[:, :, :end], values[:, :, :end]
+class StaticCache(Cache):
+    """The same with its length on the device. Every query is given all T positions, under a mask: no shape
+    depends on the length, so that a step can be compiled and captured."""
+
+    def __init__(self, model, B, T):
+        super().__init__(model, B, T)
+        self.length = torch.zeros((), dtype=torch.long, device=self.k[0].device)
+
+    def reach(self, T):
+        return self.k[0].size(2)
+
+    def extend(self, i, at, k, v):
+        return self.k[i].index_copy_(2, at, k), self.v[i].index_copy_(2, at, v)
+
+    def move(self, n):
+        self.length.add_(n)

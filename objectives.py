@@ -3,21 +3,21 @@
 B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V vocabulary; k chosen
 positions, S spans, N noise bytes, L bytes of a text, of which m are present
 
-An objective is a few functions and one entry in OBJECTIVES, at the foot of this file:
-    window(T, hp) -> n                     raw bytes that fill a row of T positions
+An objective is one page: a few functions, and its entry below them. Most entries leave out what is usual (USUAL).
     make(x (B, n), g, hp) -> batch         dict of tensors with B rows each; "mask" may be a name instead
+    window(T, hp) -> n                     raw bytes that fill a row of T positions
     heads(sizes, hp) -> {name: module}     what is needed beyond the model's byte head
-    loss(model, heads, batch, hp) -> {term: (sum in nats, count, coefficient)}
-    counts(batch, hp) -> {term: count}     the counts alone, known before the forward pass
-    stats(model, heads, batch, hp) -> {name: (sum, count)}     optional, figures for evaluation alone
-hp holds every setting, as train.get_config returns them. A term named "nll" is nats of the byte head: its mean is also
-printed as perplexity. What else an entry may say stands above the table.
-Corruption draws from g alone and has static shapes: no loop over rows, nothing read back from the device.
-Exact counts (k masked bytes, S spans of N bytes in every row) stand where papers draw each position by itself,
-so that no row is ever without a target. The total is the sum over terms of coefficient * sum / count, with sums
-and counts over the whole global batch: a mean of micro-batch means would weigh the targets unequally.
+    terms(batch, hp) -> {term: (count, coefficient)}      known before the forward pass
+    loss(model, heads, batch, hp) -> {term: sum}          in nats; figures, of coefficient 0, in evaluation alone
+hp holds every setting, as run.get_config returns them. A term named "nll" is nats of the byte head: its mean is
+also printed as perplexity. Corruption draws from g alone and has static shapes: no loop over rows, nothing read
+back from the device. Exact counts (k masked bytes, S spans of N bytes in every row) stand where papers draw each
+position by itself, so that no row is ever without a target. The total is the sum over terms of coefficient * sum /
+count, with sums and counts over the whole global batch: a mean of micro-batch means would weigh targets unequally.
 """
+import difflib
 import math
+from argparse import Namespace
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,7 @@ from model import Linear, Sizes, Transformer, norm
 IGNORE = -100                                   # in a target: no loss at this position
 N_BYTES = 256
 EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
+OBJECTIVES = {}                                 # name: entry, in the order of this file
 
 
 # ---- building blocks: drawing
@@ -77,18 +78,19 @@ def column(x, value):  # (B, 1) of one id
     return x.new_full((x.size(0), 1), value)
 
 
-def pack(ids, keep, T):  # ids, keep (B, W) -> (B, T): the kept ids moved to the left, PAD behind them
-    at = torch.where(keep, keep.cumsum(1) - 1, T).clamp(max=T)                      # what is dropped goes to column T
+def pack(ids, keep, T):  # ids, keep (B, W) -> (B, T): the kept ids moved to the left, PAD after them
+    at = torch.where(keep, keep.cumsum(1) - 1, T).clamp(max=T)                      # what is dropped: column T
     return ids.new_full((ids.size(0), T + 1), PAD).scatter(1, at, ids)[:, :T]
 
 
-def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W) and (B, W2) -> batch of (B, T)
+def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W), (B, W2) -> batch of (B, T)
     """One prefix row in place of an encoder and a decoder: [mode] source SEP target EOT PAD.
 
     Source and SEP are read in both directions; each position from SEP on predicts its next id, up to EOT."""
     one, mode = column(source, SEP), [] if mode is None else [column(source, mode)]
+    always = torch.ones_like(one, dtype=torch.bool)
     z = torch.cat([*mode, source, one, target, column(source, EOT)], dim=1)
-    keep = torch.cat([*(m > 0 for m in mode), keep, one > 0, keep_target, one > 0], dim=1)
+    keep = torch.cat([always] * len(mode) + [keep, always, keep_target, always], dim=1)
     z = pack(z, keep, T + 1)
     P = len(mode) + keep[:, len(mode):len(mode) + source.size(1)].sum(1) + 1        # positions up to SEP
     end = keep.sum(1) - 1                                                           # EOT's
@@ -107,14 +109,6 @@ def mask_bytes(x, at, g):  # x (B, T), at (B, k) -> noisy (B, T), targets (B, T)
 
 # ---- building blocks: losses
 
-def token_counts(batch, hp):  # -> {"nll": number of targets}
-    return {"nll": (batch["tgt"] != IGNORE).sum()}
-
-
-def states_at(h, at):  # h (B, T, C), positions at (B, k) -> (B, k, C)
-    return h.gather(1, at[..., None].expand(-1, -1, h.size(-1)))
-
-
 def nats(logits, tgt):  # logits (..., V), tgt (...) -> sum of the cross-entropy at every position with a target
     return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE, reduction="sum")
 
@@ -123,14 +117,22 @@ def yes_no(logits, labels):  # logits, labels (...) of 0 and 1 -> sum of the bin
     return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
 
 
+def count_targets(batch):
+    return (batch["tgt"] != IGNORE).sum()
+
+
+def token_terms(batch, hp):
+    return {"nll": (count_targets(batch), 1.0)}
+
+
 def token_loss(model, heads, batch, hp):
     """Cross-entropy of the byte head at every position with a target, in nats."""
     h = model(batch["inp"], batch["mask"], batch.get("doc"))                        # (B, T, C)
-    return {"nll": (nats(model.logits(h), batch["tgt"]), token_counts(batch, hp)["nll"], 1.0)}
+    return {"nll": nats(model.logits(h), batch["tgt"])}
 
 
-def no_heads(sizes, hp):
-    return {}
+def evaluating():  # figures that cost something are for evaluation alone
+    return not torch.is_grad_enabled()
 
 
 def readout(C):  # a number for each state; starts at zero, so that an untrained model is at chance
@@ -140,12 +142,67 @@ def readout(C):  # a number for each state; starts at zero, so that an untrained
     return layer
 
 
+# ---- entries
+
+def next_byte(T, hp):  # window of the objectives that predict each row's next byte
+    return T + 1
+
+
 def same_length(T, hp):  # window of the objectives that work in place
     return T
 
 
-def next_byte(T, hp):  # window of the objectives that predict each row's next byte
-    return T + 1
+def no_heads(sizes, hp):
+    return {}
+
+
+def never(*args):  # in an entry: not a thing to ask of this objective
+    return None
+
+
+def from_left(hp):
+    return "causal", [], []
+
+
+def in_place(hp):
+    return [], [], 0
+
+
+USUAL = dict(
+    # what training asks
+    window=next_byte,
+    heads=no_heads,
+    terms=token_terms,
+    loss=token_loss,
+    settings={},            # {flag: (default, help), (default, help, lowest, highest) or (default, help, choices)}
+    defaults={},            # other defaults of the flags that all objectives share
+    whole=False,            # wants windows without a NUL inside
+    packs=False,            # keeps the text's order, so that --doc_mask can keep attention inside a document
+    targets=None,           # counts positions with loss, where terms count something else
+    # bits per byte, left to right: "loss" (its own loss says them), "causal" (plain causal rows do), "bound" (its
+    # bounds(model, batch, hp) -> (B,) bound them, in nats a row), or None
+    bpb=None,
+    bounds=None,
+    hides=True,             # of prefix rows: no byte of the target stands in the source; the tests look
+    # how it is used: sample.py's mode, and how a text is laid out as in training; None where the settings never
+    # trained it
+    mode="continue",        # continue, fill, infill, repair, mark, follow, search or seam
+    continues=never,        # (hp) -> (mask "causal" or "prefix", ids before, ids after) a prompt to be continued
+    fills=never,            # (hp) -> (ids before, ids after, shift) a text with MASKs: byte i is read shift before it
+    orders=(),              # in which MASKs may be filled: confident, left, ancestral; the first is the default
+    ask=never,              # (pieces, m, hp) -> (ids up to the first answer, P): a text with holes of about m bytes
+    ends=None,              # (k) -> the id that ends the answer for hole k
+    holes=1,                # at most
+    ahead=None,             # (heads, h (..., C)) -> (..., n - 1, C): states of the bytes after the next, to draft
+    answer=None,            # what mode mark, follow, search or seam asks of model and heads; see sample.py
+)
+
+
+def add(name, **entry):
+    """An objective of that name: make, help and use (for --help), mask (in words), and what is not USUAL."""
+    unknown = set(entry) - set(USUAL) - {"make", "help", "use", "mask"}
+    assert not unknown and name not in OBJECTIVES, f"{name}: {unknown or 'is there already'}"
+    OBJECTIVES[name] = USUAL | entry | {"name": name}
 
 
 # ---- clm: causal language modeling
@@ -157,6 +214,11 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
         tgt   h e   c a t      loss at all T positions
     """
     return dict(inp=x[:, :-1], tgt=x[:, 1:], mask="causal")
+
+
+add("clm", make=clm, help="each byte from those before it", use="continue a prompt", mask="causal",
+    bpb="loss", packs=True, continues=from_left)
+CAUSAL = OBJECTIVES["clm"]                      # on its rows others measure their bits per byte
 
 
 # ---- mlm: masked language modeling
@@ -172,6 +234,11 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
     B, T = x.shape
     inp, tgt = mask_bytes(x, choose(B, T, max(1, round(hp.mask_rate * T)), g), g)
     return dict(inp=inp, tgt=tgt, mask="bidirectional")
+
+
+MASK_RATE = {"mask_rate": (0.15, "share of positions to predict", 0.001, 1.0)}
+add("mlm", make=mlm, help="masked bytes from all the others", use="fill [MASK]", mask="bidirectional",
+    window=same_length, settings=MASK_RATE, packs=True, mode="fill", fills=in_place, orders=("confident", "left"))
 
 
 # ---- prefix: prefix language modeling
@@ -198,9 +265,19 @@ def prefix_range(T, hp):  # -> shortest and longest prefix
 def prefix_window(T, hp):
     low, high = prefix_range(T, hp)
     if low > high:
-        fail(f"--prefix_min {hp.prefix_min} --prefix_max {hp.prefix_max}: leave no prefix length at --block_size {T}. "
-             "Try a minimum below the maximum")
+        fail(f"--prefix_min {hp.prefix_min} --prefix_max {hp.prefix_max}: leave no prefix length at "
+             f"--block_size {T}. Try a minimum below the maximum")
     return next_byte(T, hp)
+
+
+def prefix_continues(hp):
+    return "prefix", [], []
+
+
+add("prefix", make=prefix_lm, help="a suffix from a prefix read both ways", use="read a prompt, continue",
+    mask="prefix", window=prefix_window, bpb="causal", packs=True, continues=prefix_continues,
+    settings={"prefix_min": (0.0, "shortest prefix, as a share of the block", 0.0, 1.0),
+              "prefix_max": (1.0, "longest prefix, as a share of the block", 0.0, 1.0)})
 
 
 # ---- span: span corruption
@@ -212,16 +289,16 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
               \\____ source: both ways ____/  \\__ causal, loss __/
 
     Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in every row, all placements in
-    which no two spans touch equally likely. Departures: T5's own code always starts with a kept token and ends with
-    a noise one, which makes the last position noise in every row; here both edges are free. Sentinels count up,
-    and, as in the code but not in the paper's figure, no final sentinel follows the last span."""
+    which no two spans touch equally likely. Departures: T5's own code always starts with a kept token and ends
+    with a noise one, which makes the last position noise in every row; here both edges are free. Sentinels count
+    up, and, as in the code but not in the paper's figure, no final sentinel follows the last span."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     return span_rows(x, N, S, hp.block_size, g)
 
 
 def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     first, noise = place_spans(*x.shape, N, S, g)                                   # (B, n) bool each
-    sentinel = SENTINEL - 1 + first.cumsum(1)                                       # of the last span that has begun
+    sentinel = SENTINEL - 1 + first.cumsum(1)                                       # of the last span begun
     # source: a span's first byte becomes its sentinel, its others go
     source, keep = torch.where(first, sentinel, x), first | ~noise
     # target: the noise bytes, and before each span's first one its sentinel; every byte has a slot before it
@@ -229,13 +306,14 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     return seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
 
 
-def place_spans(B, n, N, S, g):  # -> first (B, n), noise (B, n) bool: S spans of N bytes in all, none touching another
+def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N bytes in all, none touching another
     length = compose(B, N, S, g)                                                    # (B, S)
-    # S + 1 stretches of kept bytes around them; the two at the edges may be empty, so they are drawn one byte too long
-    kept = compose(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1                    # (B, S): kept bytes before each
+    # S + 1 stretches of kept bytes around them; the two at the edges may be empty: drawn one byte too long
+    kept = compose(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1                    # (B, S): kept bytes before
     start = kept + length.cumsum(1) - length
-    # +1 where a span starts, -1 behind its end: the running sum is 1 inside
-    edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device).scatter(1, start, 1).scatter(1, start + length, -1)
+    # +1 where a span starts, -1 after its end: the running sum is 1 inside
+    edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device)
+    edge = edge.scatter(1, start, 1).scatter(1, start + length, -1)
     return edge[:, :n] == 1, edge[:, :n].cumsum(1) == 1
 
 
@@ -265,6 +343,27 @@ def span_window(T, hp):
     return fit_spans(T, hp.span_rate, hp.span_mean)[0]
 
 
+def span_ask(pieces, m, hp, mode=()):
+    """A source that does not end with a hole gets one more sentinel: rows of one length have taught the model to
+    write EOT at one place alone."""
+    ids = [*mode, *pieces[0]]
+    for k, piece in enumerate(pieces[1:]):
+        ids += [SENTINEL + k, *piece]
+    ids += [SENTINEL + len(pieces) - 1] if pieces[-1] else []
+    return ids + [SEP, SENTINEL], len(ids) + 1
+
+
+def next_sentinel(k):
+    return SENTINEL + k + 1
+
+
+SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999),
+         "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
+add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
+    window=span_window, settings=SPANS, whole=True, mode="infill", ask=span_ask, ends=next_sentinel,
+    holes=N_SENTINELS - 1)
+
+
 # ---- ul2: a mixture of denoisers
 
 UL2_X = 0.5, 32                                 # rate and mean of the extreme denoiser's spans
@@ -277,9 +376,9 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
         [S] prefix SEP rest EOT      the rest of a text, cut between n/4 and 3n/4
         [X] source SEP spans EOT     half of the text in spans of mean 32
 
-    A batch holds fixed rows of each, by ul2_weights. The paper's seven denoisers are here three, with the weights of
-    this project's sources (U-PaLM, Tay et al. 2022, gives S half of the rows); spans as in span. Targets of all rows
-    are pooled in one mean, so X rows, which have most, weigh most; each denoiser's own mean is logged."""
+    A batch holds fixed rows of each, by ul2_weights. Departures: three denoisers stand for the paper's seven, half
+    of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span. Targets of all rows are pooled
+    in one mean, so X rows, which have most, weigh most; each denoiser's own mean is logged."""
     T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
     for (_, mode, n, N, S), rows in zip(parts, apportion([d[0] for d in parts], x.size(0))):
         raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes
@@ -303,9 +402,10 @@ def denoisers(T, hp):  # -> [(weight, mode id, n, N, S)] of those in ul2_weights
     for name, weight in weights.items():
         if name == "S":
             out.append((weight, MODE_S, T - 2, 0, 0))
+        elif name == "R":
+            out.append((weight, MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)))
         else:
-            mode, rate, mean = {"R": (MODE_R, hp.span_rate, hp.span_mean), "X": (MODE_X, *UL2_X)}[name]
-            out.append((weight, mode, *fit_spans(T, rate, mean, extra=1)))
+            out.append((weight, MODE_X, *fit_spans(T, *UL2_X, extra=1)))
     return out
 
 
@@ -313,18 +413,45 @@ def ul2_window(T, hp):
     parts = denoisers(T, hp)
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
         if min(apportion([d[0] for d in parts], rows)) == 0:
-            fail(f"--ul2_weights {hp.ul2_weights}: leave a denoiser without one of {rows} rows. Try more even weights"
-                 + (", or a larger --batch_size" if rows < EVAL_ROWS else ""))
+            larger = ", or a larger --batch_size" if rows < EVAL_ROWS else ""
+            fail(f"--ul2_weights {hp.ul2_weights}: leave a denoiser without one of {rows} rows. "
+                 f"Try more even weights{larger}")
     return max(d[2] for d in parts)
 
 
-def ul2_stats(model, heads, batch, hp):  # each denoiser's nats per target
+def ul2_targets(batch):  # -> {figure: targets (B, T) of one denoiser's rows alone}
+    modes = {"nll_R": MODE_R, "nll_S": MODE_S, "nll_X": MODE_X}
+    return {name: batch["tgt"].where(batch["inp"][:, :1] == mode, IGNORE) for name, mode in modes.items()}
+
+
+def ul2_terms(batch, hp):
+    each = {name: ((tgt != IGNORE).sum(), 0.0) for name, tgt in ul2_targets(batch).items()}
+    return token_terms(batch, hp) | each
+
+
+def ul2_loss(model, heads, batch, hp):
     logits = model.logits(model(batch["inp"], batch["mask"]))
-    out = {}
-    for name, mode in (("R", MODE_R), ("S", MODE_S), ("X", MODE_X)):
-        tgt = batch["tgt"].where(batch["inp"][:, :1] == mode, IGNORE)
-        out[f"nll_{name}"] = nats(logits, tgt), (tgt != IGNORE).sum()
-    return out
+    sums = {"nll": nats(logits, batch["tgt"])}
+    if evaluating():
+        sums |= {name: nats(logits, tgt) for name, tgt in ul2_targets(batch).items()}
+    return sums
+
+
+def ul2_continues(hp):
+    return ("prefix", [MODE_S], [SEP]) if "S" in hp.ul2_weights else None
+
+
+def ul2_ask(pieces, m, hp):
+    if not {"R", "X"} & set(hp.ul2_weights):
+        return None
+    long = "R" not in hp.ul2_weights or m > 16 and "X" in hp.ul2_weights
+    return span_ask(pieces, m, hp, [MODE_X if long else MODE_R])
+
+
+add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
+    window=ul2_window, terms=ul2_terms, loss=ul2_loss, whole=True, mode="infill", continues=ul2_continues,
+    ask=ul2_ask, ends=next_sentinel, holes=N_SENTINELS - 1,
+    settings=SPANS | {"ul2_weights": ("R:.5,S:.25,X:.25", "shares of the rows of the denoisers R, S and X")})
 
 
 # ---- fim: fill in the middle
@@ -335,36 +462,52 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
         PSM   PRE prefix SUF suffix MID middle EOT       who sees whom: causal
         SPM   PRE SUF suffix MID prefix middle EOT       loss at all T positions
 
-    Two cuts uniform over all places, so that each section is a third on average; a row is rearranged with probability
-    fim_rate, of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie within
-    one document where they can (context-level FIM). Half of the rearranged rows are so to their end; in the others
-    another row's text follows EOT, as another document would: else EOT would be known by its place in the row."""
-    B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes of a row
-    i, m = torch.arange(n, device=g.device), lengths(B, 1, n, g)                    # m (B, 1) bytes are rearranged
+    Two cuts uniform over all places, so that each section is a third on average; a row is rearranged with
+    probability fim_rate, of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text.
+    Windows lie within one document where they can (context-level FIM). Half of the rearranged rows are so to their
+    end; in the others another row's text follows EOT, as another document would: else EOT would be known by its
+    place in the row. A batch of one row has no other, and is rearranged to its end."""
+    B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes
+    i, m = torch.arange(n, device=g.device), lengths(B, 1 if B > 1 else n, n, g)    # m (B, 1) are rearranged
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (m + 1)).long().sort(dim=1).values
     a, b = cut[:, :1], cut[:, 1:]               # (B, 1): prefix i < a, middle a <= i < b, suffix b <= i < m
-    suffix, rest = m - b, i >= m                # the suffix's length; which bytes are another row's
-
-    # the place of byte i in either order, then the places of PRE, SUF, MID and EOT
-    psm = torch.where(i < a, 1 + i, torch.where(i < b, 3 + suffix + i, 2 + a + i - b))          # (B, n)
-    spm = torch.where(i < b, 3 + suffix + i, 2 + i - b)
-    zero = torch.zeros_like(a)
-    psm = torch.cat((torch.where(rest, i + 4, psm), zero, 1 + a, 2 + a + suffix, m + 3), dim=1)             # (B, n + 4)
-    spm = torch.cat((torch.where(rest, i + 4, spm), zero, zero + 1, 2 + suffix, m + 3), dim=1)
-
-    # each row in its order, or as it was
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
-    at = torch.where(u[:, 0] < hp.fim_spm_rate, spm, psm)
-    text = torch.where(rest, x[:, :n].roll(1, 0), x[:, :n])
+    spm, moved = u[:, 0] < hp.fim_spm_rate, u[:, 1] < hp.fim_rate                   # (B, 1)
+
+    # every piece has its number in the row's order, and one stable sort puts the row together
+    prefix, suffix = torch.where(spm, 4, 1), torch.where(spm, 2, 3)
+    pieces = torch.where(i < a, prefix, torch.where(i < b, 5, torch.where(i < m, suffix, 7)))       # (B, n)
+    controls = [column(x, 0), torch.where(spm, 1, 2), torch.where(spm, 3, 4), column(x, 6)]         # (B, 1) each
+    order = torch.cat((pieces, *controls), dim=1).argsort(dim=1, stable=True)
+    text = torch.where(i < m, x[:, :n], x[:, :n].roll(1, 0))
     ids = torch.cat((text, *(column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1)   # (B, n + 4)
-    moved = torch.zeros_like(x).scatter(1, at, ids)
-    return clm(torch.where(u[:, 1] < hp.fim_rate, moved, x), g, hp)
+    return clm(torch.where(moved, ids.gather(1, order), x), g, hp)
 
 
 def fim_window(T, hp):
     if T < 4:
         fail(f"--block_size {T}: fim needs rows of 4 positions. Try --block_size 64")
     return next_byte(T, hp)
+
+
+def fim_ask(pieces, m, hp):
+    """With the suffix first where it was trained so: the middle then goes on from the prefix."""
+    prefix, suffix = pieces
+    if hp.fim_rate == 0:
+        return None
+    if hp.fim_spm_rate > 0:
+        return [PRE, SUF, *suffix, MID, *prefix], 0
+    return [PRE, *prefix, SUF, *suffix, MID], 0
+
+
+def to_eot(k):
+    return EOT
+
+
+add("fim", make=fim, help="text with its middle moved to the end", use="write between two texts", mask="causal",
+    window=fim_window, bpb="causal", whole=True, mode="infill", continues=from_left, ask=fim_ask, ends=to_eot,
+    settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
+              "fim_spm_rate": (0.5, "share of those with the suffix first", 0.0, 1.0)})
 
 
 # ---- mtp: multi-token prediction
@@ -376,8 +519,9 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), tgt_far (B, T, n - 1)
         tgt       h e   c a      head 1, the model's own
         tgt_far   e   c a t      head 2, and so on; each has loss at all T positions
 
-    The loss is the sum over heads. Head k reads norm(h + W_k h) through the shared byte head, so that mtp_heads 1 is
-    clm exactly. Departure: the paper takes a transformer layer per head; its linear heads score nearly the same."""
+    The loss is the sum over heads. Head k reads norm(h + W_k h) through the shared byte head, so that mtp_heads 1
+    is clm exactly. Departure: the paper takes a transformer layer per head; its linear heads score nearly the
+    same."""
     T = x.size(1) - hp.mtp_heads
     ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                                     # (B, T, n): bytes t + 1 .. t + n
     return dict(clm(x[:, :T + 1], g, hp), tgt_far=ahead[:, :, 1:])
@@ -392,22 +536,28 @@ def mtp_heads(sizes, hp):
     return {"mtp": Linear(sizes.n_embd, sizes.n_embd, stack=n - 1, zero=True)} if n > 1 else {}
 
 
-def far_states(heads, h):  # (..., C) -> (..., heads - 1, C): what the byte head reads for bytes 2, 3, ... ahead
+def mtp_ahead(heads, h):  # (..., C) -> (..., n - 1, C): what the byte head reads for bytes 2, 3, ... ahead
     return norm(h[..., None, :] + heads["mtp"](h).unflatten(-1, (-1, h.size(-1))))
 
 
-def mtp_counts(batch, hp):
-    return {"nll" if k == 1 else f"head{k}": batch["tgt"].numel() for k in range(1, hp.mtp_heads + 1)}
+def mtp_terms(batch, hp):
+    far = {f"head{k}": (batch["tgt"].numel(), 1.0) for k in range(2, hp.mtp_heads + 1)}
+    return {"nll": (batch["tgt"].numel(), 1.0)} | far
 
 
 def mtp_loss(model, heads, batch, hp):
     h = model(batch["inp"], batch["mask"], batch.get("doc"))                        # (B, T, C)
-    terms = {"nll": nats(model.logits(h), batch["tgt"])}
+    sums = {"nll": nats(model.logits(h), batch["tgt"])}
     if hp.mtp_heads > 1:
-        far = model.logits(far_states(heads, h))                                    # (B, T, n - 1, V)
+        far = model.logits(mtp_ahead(heads, h))                                     # (B, T, n - 1, V)
         for k in range(2, hp.mtp_heads + 1):
-            terms[f"head{k}"] = nats(far[:, :, k - 2], batch["tgt_far"][:, :, k - 2])
-    return {term: (total, mtp_counts(batch, hp)[term], 1.0) for term, total in terms.items()}
+            sums[f"head{k}"] = nats(far[:, :, k - 2], batch["tgt_far"][:, :, k - 2])
+    return sums
+
+
+add("mtp", make=mtp, help="several next bytes at once", use="continue, drafting ahead", mask="causal",
+    window=mtp_window, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss, bpb="causal", packs=True,
+    continues=from_left, ahead=mtp_ahead, settings={"mtp_heads": (4, "bytes predicted at each position", 1, 64)})
 
 
 # ---- electra: replaced token detection
@@ -427,12 +577,14 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), at (B, k), u (B, k)
     at, u = choose(B, T, k, g), torch.rand(B, 2, k, generator=g, device=g.device)
     clean = x.gather(1, at)
     inp = x.scatter(1, at, torch.where(u[:, 0] < 0.85, MASK, clean))
-    return dict(inp=inp, tgt=torch.full_like(x, IGNORE).scatter(1, at, clean), at=at, u=u[:, 1], mask="bidirectional")
+    tgt = torch.full_like(x, IGNORE).scatter(1, at, clean)
+    return dict(inp=inp, tgt=tgt, at=at, u=u[:, 1], mask="bidirectional")
 
 
-def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads of the same width where that divides
+def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads as wide where that divides
     H = max(1, round(sizes.n_head * hp.gen_scale))
-    return Sizes(sizes.n_layer, H, 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H))), sizes.vocab_size)
+    C = 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H)))
+    return Sizes(sizes.n_layer, H, C, sizes.vocab_size)
 
 
 def electra_heads(sizes, hp):
@@ -440,34 +592,35 @@ def electra_heads(sizes, hp):
     return {"generator": generator, "replaced": readout(sizes.n_embd)}
 
 
-def electra_counts(batch, hp):
-    return {"generator": batch["at"].numel(), "discriminator": batch["inp"].numel()}
-
-
-def electra_forward(model, heads, batch):
-    """-> generator's logits (B, k, V), clean bytes (B, k), labels (B, T), discriminator's logits (B, T)"""
-    generator, at = heads["generator"], batch["at"]
-    logits = generator.logits(states_at(generator(batch["inp"], "bidirectional"), at))
-    clean = batch["tgt"].gather(1, at)                                              # (B, k)
-    with torch.no_grad():                       # the inverse of the distribution function, at the uniforms of the batch
+def electra_fakes(generator, batch):  # -> generator's logits (B, k, V), clean bytes, sampled bytes (B, k)
+    at = batch["at"]
+    h = generator(batch["inp"], "bidirectional")
+    logits = generator.logits(h.gather(1, at[..., None].expand(-1, -1, h.size(-1))))
+    with torch.no_grad():                       # the inverse of the distribution function, at the batch's uniforms
         cdf = logits[..., :N_BYTES].softmax(-1).cumsum(-1)                          # (B, k, 256)
         fake = torch.searchsorted(cdf, (batch["u"] * cdf[..., -1])[..., None], right=True)[..., 0]
-        fake = fake.clamp(max=N_BYTES - 1)                                          # (B, k)
-        labels = torch.zeros_like(batch["inp"]).scatter(1, at, (fake != clean).long())
-    seen = model(batch["inp"].scatter(1, at, fake), "bidirectional")
-    return logits, clean, labels, heads["replaced"](seen.float())[..., 0]
+    return logits, batch["tgt"].gather(1, at), fake.clamp(max=N_BYTES - 1)
+
+
+def electra_answer(model, heads, x):  # x (B, T) -> (B, T): log-odds that each byte was replaced
+    return heads["replaced"](model(x, "bidirectional").float())[..., 0]
+
+
+def electra_terms(batch, hp):
+    positions = batch["inp"].numel()
+    return {"generator": (batch["at"].numel(), 1.0), "discriminator": (positions, hp.electra_weight),
+            "auc": (positions, 0.0), "replaced": (positions, 0.0)}
 
 
 def electra_loss(model, heads, batch, hp):
-    logits, clean, labels, replaced = electra_forward(model, heads, batch)
-    counts = electra_counts(batch, hp)
-    return {"generator": (nats(logits, clean), counts["generator"], 1.0),
-            "discriminator": (yes_no(replaced, labels), counts["discriminator"], hp.electra_weight)}
-
-
-def electra_stats(model, heads, batch, hp):
-    _, _, labels, replaced = electra_forward(model, heads, batch)
-    return {"auc": (auc(replaced.flatten(), labels.flatten()), 1), "replaced": (labels.sum(), labels.numel())}
+    logits, clean, fake = electra_fakes(heads["generator"], batch)
+    labels = torch.zeros_like(batch["inp"]).scatter(1, batch["at"], (fake != clean).long())         # (B, T)
+    replaced = electra_answer(model, heads, batch["inp"].scatter(1, batch["at"], fake))             # (B, T)
+    sums = {"generator": nats(logits, clean), "discriminator": yes_no(replaced, labels)}
+    if evaluating():
+        area = auc(replaced.flatten(), labels.flatten())
+        sums |= {"auc": area * labels.numel(), "replaced": labels.sum()}
+    return sums
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores above a 0
@@ -479,85 +632,104 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores abov
     return ((rank * labels).sum() - ones * (ones + 1) / 2) / pairs if pairs else torch.tensor(0.5)
 
 
+add("electra", make=electra, help="which bytes a generator made up", use="mark suspicious bytes",
+    mask="bidirectional", window=same_length, heads=electra_heads, terms=electra_terms, loss=electra_loss,
+    mode="mark", answer=electra_answer,
+    settings=MASK_RATE | {"electra_weight": (50.0, "weight of the discriminator's loss", 0.0, 1e6),
+                          "gen_scale": (0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)})
+
+
 # ---- bart: denoising
-
-NOISES = ("mask", "delete", "infill", "permute", "rotate", "replace")
-
 
 def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     """Denoising: the whole clean text from a noisy one (BART, Lewis et al. 2020).
 
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
-    bart_noise names any of: mask, delete, replace (by a random byte), infill (spans of Poisson length, each one MASK;
-    those of length 0 insert one), permute (sentences), rotate (another byte comes first). Order: permute, infill,
-    the others, rotate. mask, delete, infill and replace share bart_rate equally, each an exact number of bytes.
-    Departures: replace is not BART's; infilled spans never overlap, where fairseq's do and miss their rate; all of them
-    become MASK, none a random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every
-    noise; half of the rows hold as many, the others fewer: else EOT would be known by its place in the row."""
+    bart_noise names any of NOISES, which follow each other in the order below. mask, delete, infill and replace
+    share bart_rate equally, each an exact number of bytes. Departures: replace is not BART's; infilled spans never
+    overlap, where fairseq's do and miss their rate; all of them become MASK, none a random byte; a sentence also
+    ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise; half of the rows hold as many, the
+    others fewer: else EOT would be known by its place in the row."""
     B, L = x.shape
-    noises, i, m = hp.bart_noise.split(","), torch.arange(L, device=x.device), lengths(B, min(8, L), L, g)
-    # k bytes of each row for each noise with a rate: they share bart_rate
+    m = lengths(B, min(8, L), L, g)                                                 # (B, 1) bytes of each row
+    present = torch.arange(L, device=x.device) < m
     k = bart_counts(m, hp)                                                          # (B, 1)
-    y, present = x, i < m                                                           # (B, L)
-    keep = present
-    if "permute" in noises:
-        y = permute_sentences(y, present, g)
-    if "infill" in noises:                      # where the spans lie; their MASKs come last, since they add positions
-        most = 8 + int(hp.bart_rate * L + 1)                                        # K spans at most
-        keep, start, used = place_infills(present, k, most, hp.poisson_lambda, g)   # (B, L), (B, K), (B, K)
+    noisy, kept = x, present
+    for name, noise in NOISES.items():
+        if name in hp.bart_noise.split(","):
+            noisy, kept = noise(noisy, kept, k, g, hp)
+    return seq2seq(noisy, kept, x, present, hp.block_size)
 
-    # distinct bytes outside the infilled spans, k for each noise: the first k of a random order, the next k, ...
-    point = [noise for noise in ("mask", "delete", "replace") if noise in noises]
-    if point:
-        rank = ranks(torch.rand(B, L, generator=g, device=g.device).masked_fill(~keep, 2))
-        for j, noise in enumerate(point):
-            struck = (rank >= j * k) & (rank < (j + 1) * k)
-            if noise == "delete":
-                keep = keep & ~struck
-            else:
-                y = torch.where(struck, MASK if noise == "mask" else random_bytes((B, L), g), y)
 
-    # byte i has the slot behind all spans that start at or before it, the j-th span the slot behind j others
-    if "infill" in noises:
-        K = start.size(1)
-        before = torch.zeros(B, L + 1, dtype=torch.long, device=x.device).scatter_add(1, start, used.long())
-        before = before.cumsum(1)[:, :L]                                            # (B, L): spans up to byte i
-        slots = torch.cat((i + before, torch.where(used, start + torch.arange(K, device=x.device), L + K)), dim=1)
-        wide = torch.full((B, L + K + 1), PAD, dtype=x.dtype, device=x.device)
-        keep = torch.zeros_like(wide, dtype=torch.bool).scatter(1, slots, torch.cat((keep, used), dim=1))[:, :L + K]
-        y = wide.scatter(1, slots, torch.cat((y, torch.full_like(start, MASK)), dim=1))[:, :L + K]
+# a noise: ids, kept (B, W), k (B, 1) bytes to strike -> ids, kept, of another W where it adds positions
 
-    if "rotate" in noises:                      # by 1 .. length - 1 positions
-        y, length = pack(y, keep, L), keep.sum(1, keepdim=True)
-        turn = 1 + (torch.rand(B, 1, generator=g, device=g.device) * (length - 1)).long()
-        y, keep = y.gather(1, ((i + turn) % length.clamp(min=1)).where(i < length, i)), i < length
-    return seq2seq(y, keep, x, present, hp.block_size)
+def permute(ids, kept, k, g, hp):  # sentences in another order, what is not kept after them
+    """A sentence ends with a newline, or with white space after a full stop, question or exclamation mark."""
+    key = torch.rand(ids.shape, generator=g, device=g.device).gather(1, sentence_ids(ids)).masked_fill(~kept, 2)
+    return ids.gather(1, key.argsort(dim=1, stable=True)), kept
+
+
+def infill(ids, kept, k, g, hp):  # spans of Poisson length, each one MASK; those of length 0 insert one
+    B, L = ids.shape
+    K = 8 + int(hp.bart_rate * L + 1)                                               # spans at most
+    stays, start, used = place_infills(kept, k, K, hp.poisson_lambda, g)            # (B, L), (B, K), (B, K)
+    # byte i has the slot after all spans that start at or before it, the j-th span the slot after j others
+    before = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
+    byte = torch.arange(L, device=g.device) + before.cumsum(1)[:, :L]               # (B, L)
+    span = torch.where(used, start + torch.arange(K, device=g.device), L + K)       # (B, K); unused: cut off
+    slots = torch.cat((byte, span), dim=1)
+    wide = torch.full((B, L + K + 1), PAD, dtype=ids.dtype, device=g.device)
+    stays = torch.zeros_like(wide, dtype=torch.bool).scatter(1, slots, torch.cat((stays, used), dim=1))
+    ids = wide.scatter(1, slots, torch.cat((ids, torch.full_like(start, MASK)), dim=1))
+    return ids[:, :L + K], stays[:, :L + K]
+
+
+def mask(ids, kept, k, g, hp):
+    return torch.where(strike(ids, kept, k, g), MASK, ids), kept
+
+
+def delete(ids, kept, k, g, hp):
+    return ids, kept & ~strike(ids, kept, k, g)
+
+
+def replace(ids, kept, k, g, hp):
+    return torch.where(strike(ids, kept, k, g), random_bytes(ids.shape, g), ids), kept
+
+
+def rotate(ids, kept, k, g, hp):  # another byte comes first: by 1 .. length - 1 positions
+    W, length = ids.size(1), kept.sum(1, keepdim=True)
+    turn = 1 + (torch.rand(len(ids), 1, generator=g, device=g.device) * (length - 1)).long()
+    i = torch.arange(W, device=g.device)
+    at = ((i + turn) % length.clamp(min=1)).where(i < length, i)
+    return pack(ids, kept, W).gather(1, at), i < length
+
+
+NOISES = dict(permute=permute, infill=infill, mask=mask, delete=delete, replace=replace, rotate=rotate)
+
+
+def strike(ids, kept, k, g):  # -> (B, W) bool: k bytes of each row; a MASK is no byte, so none is struck twice
+    free = kept & (ids < N_BYTES)
+    return free & (ranks(torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)) < k)
 
 
 def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte belongs to
-    """A sentence ends with a newline, or with white space behind a full stop, question or exclamation mark."""
     space = (x == 32) | ((x >= 9) & (x <= 13))
     stop = (x == ord(".")) | (x == ord("?")) | (x == ord("!"))
     end = (x == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
     return end.cumsum(1) - end.long()           # an end is its sentence's
 
 
-def permute_sentences(x, present, g):  # (B, L) -> the same sentences in another order, what is not present behind them
-    key = torch.rand(x.shape, generator=g, device=g.device).gather(1, sentence_ids(x)).masked_fill(~present, 2)
-    return x.gather(1, key.argsort(dim=1, stable=True))
-
-
-def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> keep (B, L), start (B, K), used (B, K)
-    """At most K spans that cover exactly M of the present bytes: lengths are Poisson until they add up to M, the last
-    cut to fit; each span lies at a uniform gap between kept bytes."""
+def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays (B, L), start, used (B, K)
+    """At most K spans that cover exactly M of the present bytes: lengths are Poisson until they add up to M, the
+    last cut to fit; each span lies at a uniform gap between the bytes that stay."""
     (B, L), m = present.shape, present.sum(1, keepdim=True)
     # lengths, by the inverse of Poisson's distribution function
     j = torch.arange(64, device=g.device)
     cdf = (j * math.log(mean) - mean - torch.lgamma(j + 1.0)).exp().cumsum(0)
     length = torch.searchsorted(cdf, torch.rand(B, K, generator=g, device=g.device), right=True).clamp(max=63)
-    # as many as cover M bytes; of those of length 0, which add a MASK and take nothing, so few that the source never
-    # outgrows the text
+    # as many as cover M bytes; of those of length 0, which add a MASK and take nothing, so few that the source
+    # never outgrows the text
     before = length.cumsum(1) - length
     used = before < M                                                               # (B, K)
     length = torch.where(used, length.minimum(M - before), 0)
@@ -567,9 +739,9 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> keep (
     gap = (torch.rand(B, K, generator=g, device=g.device) * (m - M + 1)).long()
     order = torch.where(used, gap, L).sort(dim=1)                                   # unused spans last
     used, length = used.gather(1, order.indices), length.gather(1, order.indices)
-    start = (order.values + length.cumsum(1) - length).clamp(max=L)                 # kept bytes, then spans, before it
-    edge = torch.zeros(B, L + 1, dtype=torch.long, device=g.device)
-    edge = edge.scatter_add(1, start, used.long()).scatter_add(1, (start + length).clamp(max=L), -used.long())
+    start = (order.values + length.cumsum(1) - length).clamp(max=L)                 # bytes, then spans, before it
+    edge = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
+    edge = edge.scatter_add(1, (start + length).clamp(max=L), -used.long())
     return (edge[:, :L].cumsum(1) == 0) & present, start, used
 
 
@@ -581,10 +753,27 @@ def bart_counts(m, hp):  # bytes of the rows (B, 1) -> bytes that each of the no
 def bart_window(T, hp):
     noises, L = hp.bart_noise.split(","), (T - 1) // 2
     if not set(noises) <= set(NOISES) or len(set(noises)) < len(noises):
-        fail(f"--bart_noise {hp.bart_noise}: wants different names with commas between. Try some of {','.join(NOISES)}")
+        fail(f"--bart_noise {hp.bart_noise}: wants different names with commas between. "
+             f"Try some of {','.join(NOISES)}")
     if L < 8:
         fail(f"--block_size {T}: bart needs rows of 17 positions. Try --block_size 64")
     return L
+
+
+def bart_ask(pieces, m, hp):
+    """It writes the whole text: its answer follows what it writes of the left side. infill stands for a hole of
+    any length, mask for one byte, the other noises for none."""
+    left, right = pieces
+    noises = hp.bart_noise.split(",")
+    hole = [MASK] if "infill" in noises else [MASK] * m if "mask" in noises else []
+    return ([*left, *hole, *right, SEP, *left], len(left) + len(hole) + len(right) + 1) if hole else None
+
+
+add("bart", make=bart, help="a whole text from a noisy one", use="repair a text", mask="prefix",
+    window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=to_eot,
+    settings={"bart_noise": ("infill,permute", "any of " + ",".join(NOISES)),
+              "bart_rate": (0.3, "share of bytes struck by mask, delete, infill and replace together", 0.001, 0.9),
+              "poisson_lambda": (3.0, "mean length of an infilled span", 2.0, 20.0)})
 
 
 # ---- nsp: next sentence prediction
@@ -598,31 +787,32 @@ def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
         inp     CLS A A [M] A SEP B B B [M] SEP      who sees whom: bidirectional
         label   1 if B follows A, else 0             read at CLS
 
-    A and B are h bytes each, GAP bytes apart in both classes, so that neither length nor seam gives the answer away.
-    Exactly half the rows are negative: "random" takes another row's B, "swap" exchanges A and B (sentence order
-    prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for segment embeddings."""
+    A and B are h bytes each, GAP bytes apart in both classes, so that neither length nor seam gives the answer
+    away. Exactly half the rows are negative: "random" takes another row's B, "swap" exchanges A and B (sentence
+    order prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for segment
+    embeddings."""
     B, T = x.size(0), hp.block_size
     h = (x.size(1) - GAP) // 2
     first, second = x[:, :h], x[:, h + GAP:]
     negative = torch.rand(B, generator=g, device=g.device).argsort() < B // 2       # (B,)
     if hp.nsp_negatives == "swap":
-        first, second = (torch.where(negative[:, None], q, p) for p, q in ((first, second), (second, first)))
+        first, second = torch.where(negative[:, None], torch.stack((second, first)), torch.stack((first, second)))
     else:
         shift = torch.randint(1, max(2, B), (1,), generator=g, device=g.device)
         other = second.index_select(0, (torch.arange(B, device=g.device) + shift) % B)
         second = torch.where(negative[:, None], other, second)
     text = torch.cat((first, second), dim=1)                                        # (B, 2 h)
     noisy, tgt = mask_bytes(text, choose(B, 2 * h, max(1, round(hp.mask_rate * 2 * h)), g), g)
+
     def frame(t, cls, sep, pad):  # (B, 2 h) -> (B, T)
         rest = t.new_full((B, T - 2 * h - 3), pad)                                  # one position where T is even
-        return torch.cat((column(t, cls), t[:, :h], column(t, sep), t[:, h:], column(t, sep), rest), dim=1)
+        sep = column(t, sep)
+        return torch.cat((column(t, cls), t[:, :h], sep, t[:, h:], sep, rest), dim=1)
     return dict(inp=frame(noisy, CLS, SEP, PAD), tgt=frame(tgt, IGNORE, IGNORE, IGNORE),
                 labels=(~negative).long(), mask="bidirectional")
 
 
 def nsp_window(T, hp):
-    if hp.nsp_negatives not in ("random", "swap"):
-        fail(f"--nsp_negatives {hp.nsp_negatives}: unknown. Try random or swap")
     if T < 7 or hp.batch_size * hp.accum < 2:
         fail(f"--objective nsp: needs rows of 7 positions and 2 rows a step, and has {T} and "
              f"{hp.batch_size * hp.accum}. Try a larger --block_size, --batch_size or weight")
@@ -633,20 +823,37 @@ def nsp_heads(sizes, hp):
     return {"follows": readout(sizes.n_embd)}
 
 
-def nsp_counts(batch, hp):
-    return {"nll": token_counts(batch, hp)["nll"], "nsp": len(batch["labels"])}
+def nsp_terms(batch, hp):
+    B = len(batch["labels"])
+    return {"nll": (count_targets(batch), 1.0), "nsp": (B, 1.0), "accuracy": (B, 0.0)}
 
 
 def nsp_loss(model, heads, batch, hp):
     h = model(batch["inp"], batch["mask"])                                          # (B, T, C)
-    follows, counts = heads["follows"](h[:, 0].float())[:, 0], nsp_counts(batch, hp)
-    return {"nll": (nats(model.logits(h), batch["tgt"]), counts["nll"], 1.0),
-            "nsp": (yes_no(follows, batch["labels"]), counts["nsp"], 1.0)}
+    follows = heads["follows"](h[:, 0].float())[:, 0]                               # (B,)
+    sums = {"nll": nats(model.logits(h), batch["tgt"]), "nsp": yes_no(follows, batch["labels"])}
+    if evaluating():
+        sums["accuracy"] = ((follows > 0) == (batch["labels"] == 1)).sum()
+    return sums
 
 
-def nsp_stats(model, heads, batch, hp):
-    follows = heads["follows"](model(batch["inp"], batch["mask"])[:, 0].float())[:, 0]
-    return {"accuracy": (((follows > 0) == (batch["labels"] == 1)).sum(), len(follows))}
+def nsp_answer(model, heads, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
+    """As in training the pieces are at most h bytes, and a long second text loses its first GAP bytes."""
+    h = (hp.block_size - 3) // 2
+    second = second[GAP:GAP + h] if len(second) > 2 * GAP else second[:h]
+    row = torch.tensor([[CLS, *first[-h:], SEP, *second, SEP]], device=model.embed.weight.device)
+    return heads["follows"](model(row, "bidirectional")[:, 0].float())[0, 0]
+
+
+def nsp_fills(hp):
+    return [CLS], [SEP], 0
+
+
+add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
+    window=nsp_window, heads=nsp_heads, terms=nsp_terms, loss=nsp_loss, whole=True, mode="follow",
+    fills=nsp_fills, answer=nsp_answer,
+    settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
+                                            ("random", "swap"))})
 
 
 # ---- contrastive: InfoNCE over crops
@@ -657,10 +864,10 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
         window   t h e   c a t   s a t   o n       two crops of Lc = crop * T bytes each, from anywhere in it
         inp      [h e   c a t] [a t   s a t]       who sees whom: bidirectional
 
-    InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both directions.
-    The negatives are the other rows of the micro-batch: accumulation and several processes equal one big batch only
-    at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one length, no byte deleted, no
-    queue of older negatives."""
+    InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both
+    directions. The negatives are the other rows of the micro-batch: accumulation and several processes equal one
+    big batch only at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one length,
+    no byte deleted, no queue of older negatives."""
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)
@@ -677,28 +884,27 @@ def contrastive_window(T, hp):
     return T
 
 
-def embed(model, inp):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
-    return F.normalize(model(inp, "bidirectional").float().mean(1), dim=-1)
+def embed(model, heads, x):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
+    return F.normalize(model(x, "bidirectional").float().mean(1), dim=-1)
 
 
-def similarities(model, batch, hp):  # -> (B, B): row i's first crop against row j's second
-    a, b = embed(model, batch["inp"].flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
-    return a @ b.T / hp.tau
-
-
-def contrastive_counts(batch, hp):
-    return {"info": 2 * len(batch["inp"])}
+def contrastive_terms(batch, hp):
+    B = len(batch["inp"])
+    return {"info": (2 * B, 1.0), "top1": (B, 0.0)}
 
 
 def contrastive_loss(model, heads, batch, hp):
-    sim = similarities(model, batch, hp)
+    a, b = embed(model, heads, batch["inp"].flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+    sim = a @ b.T / hp.tau                                                          # (B, B)
     own = torch.arange(len(sim), device=sim.device)
-    return {"info": (nats(sim, own) + nats(sim.T, own), contrastive_counts(batch, hp)["info"], 1.0)}
+    return {"info": nats(sim, own) + nats(sim.T, own), "top1": (sim.argmax(1) == own).sum()}
 
 
-def contrastive_stats(model, heads, batch, hp):
-    sim = similarities(model, batch, hp)
-    return {"top1": ((sim.argmax(1) == torch.arange(len(sim), device=sim.device)).sum(), len(sim))}
+add("contrastive", make=contrastive, help="which crops share a window", use="embed and search",
+    mask="bidirectional", window=contrastive_window, terms=contrastive_terms, loss=contrastive_loss, whole=True,
+    mode="search", answer=embed,
+    settings={"tau": (0.05, "temperature of the similarities", 1e-4, 1e4),
+              "crop": (0.5, "length of a crop, as a share of the block", 0.01, 1.0)})
 
 
 # ---- mdlm: masked diffusion
@@ -709,29 +915,35 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
         inp   t [M] [M]   c [M] t    who sees whom: bidirectional; l of L bytes masked
         tgt   .  h   e  . .  a  .    loss at these, times L / l, divided by B * L
 
-    The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes masked with
-    probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with exactly l bytes the
-    weight is never larger than L, no row is empty, and the spread is far smaller. l is stratified over the batch. Only
-    bytes compete: MASK and other ids are never predicted (MDLM's SUBS)."""
+    The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes masked
+    with probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with exactly l
+    bytes the weight is never larger than L, no row is empty, and the spread is far smaller. l is stratified over
+    the batch. Only bytes compete: MASK and other ids are never predicted (MDLM's SUBS)."""
     B, L = x.shape
     count = 1 + (stratified(B, g) * L).long().clamp(max=L - 1)                      # (B,): l of each row
     masked = ranks(torch.rand(B, L, generator=g, device=g.device)) < count[:, None]                 # (B, L)
-    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE), weight=L / count, mask="bidirectional")
+    inp, tgt = x.masked_fill(masked, MASK), x.where(masked, IGNORE)
+    return dict(inp=inp, tgt=tgt, weight=L / count, mask="bidirectional")
 
 
-def mdlm_counts(batch, hp):
-    return {"bound": batch["inp"].numel()}
-
-
-def mdlm_bounds(model, batch):  # -> (B,): an estimate of each row's bound, in nats
+def mdlm_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
     h = model(batch["inp"], batch["mask"], batch.get("doc"))
-    logits = model.logits(h)[..., :N_BYTES]
-    each = F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten(), ignore_index=IGNORE, reduction="none")
-    return each.view_as(batch["inp"]).sum(1) * batch["weight"]
+    logits, tgt = model.logits(h)[..., :N_BYTES], batch["tgt"]
+    each = F.cross_entropy(logits.flatten(0, 1), tgt.flatten(), ignore_index=IGNORE, reduction="none")
+    return each.view_as(tgt).sum(1) * batch["weight"]
+
+
+def mdlm_terms(batch, hp):
+    return {"bound": (batch["inp"].numel(), 1.0)}
 
 
 def mdlm_loss(model, heads, batch, hp):
-    return {"bound": (mdlm_bounds(model, batch).sum(), mdlm_counts(batch, hp)["bound"], 1.0)}
+    return {"bound": mdlm_bounds(model, batch, hp).sum()}
+
+
+add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order", mask="bidirectional",
+    window=same_length, terms=mdlm_terms, loss=mdlm_loss, targets=count_targets, bpb="bound", bounds=mdlm_bounds,
+    packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident"))
 
 
 # ---- rotation: find the seam
@@ -742,8 +954,8 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
         window   t h e   c a t          who sees whom: bidirectional
         inp      c a t t h e            the label is 3, the place of the window's first byte; one label a row
 
-    BART (Lewis et al. 2020) rotates documents but reconstructs them; to predict the seam is this project's sources'
-    reading, made a pointer over the T positions. The rotation is uniform over 0..T - 1."""
+    BART (Lewis et al. 2020) rotates documents and reconstructs them; here its noise is made a question, which a
+    pointer over the T positions answers. The rotation is uniform over 0..T - 1."""
     B, T = x.shape
     r = torch.randint(0, T, (B, 1), generator=g, device=g.device)
     at = (torch.arange(T, device=g.device) + r) % T                                 # (B, T)
@@ -754,20 +966,23 @@ def rotation_heads(sizes, hp):
     return {"seam": readout(sizes.n_embd)}
 
 
-def rotation_counts(batch, hp):
-    return {"seam": len(batch["labels"])}
+def rotation_answer(model, heads, x):  # x (B, T) -> (B, T): a score for each position
+    return heads["seam"](model(x, "bidirectional").float())[..., 0]
 
 
-def seams(model, heads, batch):  # -> (B, T): a score for each position
-    return heads["seam"](model(batch["inp"], batch["mask"]).float())[..., 0]
+def rotation_terms(batch, hp):
+    B = len(batch["labels"])
+    return {"seam": (B, 1.0), "accuracy": (B, 0.0)}
 
 
 def rotation_loss(model, heads, batch, hp):
-    return {"seam": (nats(seams(model, heads, batch), batch["labels"]), rotation_counts(batch, hp)["seam"], 1.0)}
+    scores = rotation_answer(model, heads, batch["inp"])
+    return {"seam": nats(scores, batch["labels"]), "accuracy": (scores.argmax(1) == batch["labels"]).sum()}
 
 
-def rotation_stats(model, heads, batch, hp):
-    return {"accuracy": ((seams(model, heads, batch).argmax(1) == batch["labels"]).sum(), len(batch["labels"]))}
+add("rotation", make=rotation, help="where a rotated text was cut", use="find the seam", mask="bidirectional",
+    window=same_length, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss, whole=True, mode="seam",
+    answer=rotation_answer, defaults={"block_size": 64, "batch_size": 32})          # 8 long rows do not start to learn
 
 
 # ---- hybrid: masked and causal rows through one head
@@ -778,20 +993,24 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
         inp   t [M] e   c    tgt   h . . . .      masked row: bidirectional; position i - 1 predicts the masked byte i
         inp   t  h  e   c    tgt   h e   c a      causal row
 
-    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by its share of the rows. The first
-    byte, which no position predicts, is never masked. Departure: single bytes are masked in place of short spans."""
+    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by its share of the rows. The
+    first byte, which no position predicts, is never masked. Departure: single bytes are masked, not short spans."""
     B, T = x.size(0), x.size(1) - 1
-    row = torch.arange(B + 1, device=g.device) * hp.hybrid_ratio + 1e-6
-    masked = row.long().diff() > 0                                                  # (B,): spread evenly over the batch
+    row = torch.arange(B + 1, device=g.device) * hybrid_rows(B, hp) // B
+    masked = row.diff() > 0                                                         # (B,): spread evenly
     noisy, tgt = mask_bytes(x[:, :T], 1 + choose(B, T - 1, max(1, round(hp.mask_rate * T)), g), g)
     tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE)                                   # shifted as in clm
     inp, tgt = noisy.where(masked[:, None], x[:, :-1]), tgt.where(masked[:, None], x[:, 1:])
     return dict(inp=inp, tgt=tgt, mask=torch.where(masked, T, 0))
 
 
+def hybrid_rows(B, hp):  # -> how many of B rows are masked
+    return int(B * hp.hybrid_ratio + 1e-6)
+
+
 def hybrid_window(T, hp):
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
-        if not 0 < int(rows * hp.hybrid_ratio + 1e-6) < rows and 0 < hp.hybrid_ratio < 1:
+        if not 0 < hybrid_rows(rows, hp) < rows and 0 < hp.hybrid_ratio < 1:
             fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
                  "Try a ratio nearer to .5")
     if round(hp.mask_rate * T) > T - 1:
@@ -804,96 +1023,111 @@ def hybrid_targets(batch):  # -> masked rows' and causal rows' targets, each (B,
     return batch["tgt"].where(masked, IGNORE), batch["tgt"].where(~masked, IGNORE)
 
 
-def hybrid_counts(batch, hp):
-    masked, causal = hybrid_targets(batch)
-    return {"masked": (masked != IGNORE).sum().clamp(min=1), "causal": (causal != IGNORE).sum().clamp(min=1)}
+def hybrid_terms(batch, hp):
+    masked, causal = ((tgt != IGNORE).sum().clamp(min=1) for tgt in hybrid_targets(batch))
+    return {"masked": (masked, hp.hybrid_ratio), "causal": (causal, 1 - hp.hybrid_ratio)}
 
 
 def hybrid_loss(model, heads, batch, hp):
     logits = model.logits(model(batch["inp"], batch["mask"], batch.get("doc")))
     masked, causal = hybrid_targets(batch)
-    counts = hybrid_counts(batch, hp)
-    return {"masked": (nats(logits, masked), counts["masked"], hp.hybrid_ratio),
-            "causal": (nats(logits, causal), counts["causal"], 1 - hp.hybrid_ratio)}
+    return {"masked": nats(logits, masked), "causal": nats(logits, causal)}
 
 
-# ---- the table: what train.py, sample.py, --help and the tests know of the objectives
-#   settings  {flag: (default, help, lowest, highest)}
-#   bpb       "exact" where the objective trains the model to code text from the left under the causal mask,
-#             "bound" where its own loss bounds that code
-#   whole     wants windows without a NUL inside
-#   packs     keeps the text's order, so that --doc_mask can keep attention inside a document
-#   targets   counts of positions with loss, where counts are of something else
-#   defaults  other defaults of train.py's flags
-#   like      the objective whose way to be used sample.py and compare.py take for it, such as "mlm" to fill [MASK]
+def hybrid_continues(hp):
+    return from_left(hp) if hp.hybrid_ratio < 1 else None
 
-MASK_RATE = {"mask_rate": (0.15, "share of positions to predict", 0.001, 1.0)}
-SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999),
-         "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
 
-OBJECTIVES = {
-    "clm": dict(
-        help="each byte from those before it", use="continue a prompt", mask="causal", bpb="exact", packs=True,
-        settings={}, window=next_byte, make=clm, heads=no_heads, loss=token_loss, counts=token_counts),
-    "mlm": dict(
-        help="masked bytes from all the others", use="fill [MASK]", mask="bidirectional", packs=True,
-        settings=MASK_RATE, window=same_length, make=mlm, heads=no_heads, loss=token_loss, counts=token_counts),
-    "prefix": dict(
-        help="a suffix from a prefix read both ways", use="read a prompt, continue", mask="prefix",
-        bpb="exact", packs=True,
-        settings={"prefix_min": (0.0, "shortest prefix, as a share of the block", 0.0, 1.0),
-                  "prefix_max": (1.0, "longest prefix, as a share of the block", 0.0, 1.0)},
-        window=prefix_window, make=prefix_lm, heads=no_heads, loss=token_loss, counts=token_counts),
-    "span": dict(
-        help="spans of a text behind their sentinels", use="fill holes", mask="prefix", whole=True,
-        settings=SPANS, window=span_window, make=span, heads=no_heads, loss=token_loss, counts=token_counts),
-    "ul2": dict(
-        help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix", whole=True,
-        settings=SPANS | {"ul2_weights": ("R:.5,S:.25,X:.25", "shares of the rows of the denoisers R, S and X")},
-        window=ul2_window, make=ul2, heads=no_heads, loss=token_loss, counts=token_counts, stats=ul2_stats),
-    "fim": dict(
-        help="text with its middle moved to the end", use="write between two texts", mask="causal",
-        bpb="exact", whole=True,
-        settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
-                  "fim_spm_rate": (0.5, "share of those with the suffix first", 0.0, 1.0)},
-        window=fim_window, make=fim, heads=no_heads, loss=token_loss, counts=token_counts),
-    "mtp": dict(
-        help="several next bytes at once", use="continue, drafting ahead", mask="causal", bpb="exact", packs=True,
-        settings={"mtp_heads": (4, "bytes predicted at each position", 1, 64)},
-        window=mtp_window, make=mtp, heads=mtp_heads, loss=mtp_loss, counts=mtp_counts),
-    "electra": dict(
-        help="which bytes a generator made up", use="mark suspicious bytes", mask="bidirectional",
-        settings=MASK_RATE | {"electra_weight": (50.0, "weight of the discriminator's loss", 0.0, 1e6),
-                              "gen_scale": (0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
-        window=same_length, make=electra, heads=electra_heads, loss=electra_loss, counts=electra_counts,
-        stats=electra_stats),
-    "bart": dict(
-        help="a whole text from a noisy one", use="repair a text", mask="prefix", whole=True,
-        settings={"bart_noise": ("infill,permute", "any of " + ",".join(NOISES)),
-                  "bart_rate": (0.3, "share of bytes struck by mask, delete, infill and replace together", 0.001, 0.9),
-                  "poisson_lambda": (3.0, "mean length of an infilled span", 2.0, 20.0)},
-        window=bart_window, make=bart, heads=no_heads, loss=token_loss, counts=token_counts),
-    "nsp": dict(
-        help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional", whole=True,
-        settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A behind B)")},
-        window=nsp_window, make=nsp, heads=nsp_heads, loss=nsp_loss, counts=nsp_counts, stats=nsp_stats),
-    "contrastive": dict(
-        help="which crops share a window", use="embed and search", mask="bidirectional", whole=True,
-        settings={"tau": (0.05, "temperature of the similarities", 1e-4, 1e4),
-                  "crop": (0.5, "length of a crop, as a share of the block", 0.01, 1.0)},
-        window=contrastive_window, make=contrastive, heads=no_heads, loss=contrastive_loss, counts=contrastive_counts,
-        stats=contrastive_stats),
-    "mdlm": dict(
-        help="masked bytes at any rate", use="write in any order", mask="bidirectional", bpb="bound", packs=True,
-        settings={}, window=same_length, make=mdlm, heads=no_heads, loss=mdlm_loss, counts=mdlm_counts,
-        targets=token_counts),
-    "rotation": dict(
-        help="where a rotated text was cut", use="find the seam", mask="bidirectional", whole=True,
-        defaults={"block_size": 64, "batch_size": 32},          # one label a row: 8 long rows do not start to learn
-        settings={}, window=same_length, make=rotation, heads=rotation_heads, loss=rotation_loss,
-        counts=rotation_counts, stats=rotation_stats),
-    "hybrid": dict(
-        help="masked rows and causal rows", use="continue, fill [MASK]", mask="both", bpb="exact", packs=True,
-        settings=MASK_RATE | {"hybrid_ratio": (0.5, "share of rows that are masked", 0.0, 1.0)},
-        window=hybrid_window, make=hybrid, heads=no_heads, loss=hybrid_loss, counts=hybrid_counts),
-}
+def hybrid_fills(hp):
+    return ([EOT], [], 1) if hp.hybrid_ratio > 0 else None
+
+
+add("hybrid", make=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", mask="both",
+    window=hybrid_window, terms=hybrid_terms, loss=hybrid_loss, bpb="causal", packs=True, mode="fill",
+    continues=hybrid_continues, fills=hybrid_fills, orders=("confident", "left"),
+    settings=MASK_RATE | {"hybrid_ratio": (0.5, "share of rows that are masked", 0.0, 1.0)})
+
+
+# ---- what --objective names: one of these, or a mixture of them, which is an objective too
+
+def find_objective(hp):  # hp.objective such as "clm" or "clm:0.5,mlm:0.5" -> entry
+    """With "n", the raw bytes of a row, and "members" [(weight, entry)], which for clm is clm alone. Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible."""
+    parts = [part.strip().partition(":") for part in hp.objective.split(",")]
+    for name, _, _ in parts:
+        if name not in OBJECTIVES:
+            near = difflib.get_close_matches(name, OBJECTIVES, 1)
+            fail(f"--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
+    try:
+        weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
+    except ValueError:
+        weights = [0.0]
+    if not all(1e-9 < w < 1e9 for w in weights) or len({name for name, _, _ in parts}) < len(parts):
+        fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
+    members = [(w / sum(weights), OBJECTIVES[name]) for (name, _, _), w in zip(parts, weights)]
+    entry = mix(members, hp) if len(members) > 1 else members[0][1]
+    n = entry["window"](hp.block_size, hp)
+    return entry | {"n": n, "members": [(w, m | {"n": m["window"](hp.block_size, hp)}) for w, m in members]}
+
+
+def mix(members, hp):  # [(weight, entry)] -> entry
+    """An objective out of others. Every micro-batch holds the same rows of each, apportioned by weight, so that
+    shapes never change; tensors and terms are named after their member, as in clm.inp, coefficients weighed."""
+    weights = [w for w, _ in members]
+    rows = apportion(weights, hp.batch_size)
+    if min(rows) == 0:
+        fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
+             f"Try --batch_size {math.ceil(1 / min(weights))}")
+    each = [(w, m, Namespace(**vars(hp) | {"batch_size": r})) for (w, m), r in zip(members, rows)]
+
+    def named(name, values):
+        return {f"{name}.{k}": v for k, v in values.items()}
+
+    def window(T, hp):
+        return max(m["window"](T, own) for _, m, own in each)
+
+    def make(x, g, hp):  # x (accum * batch_size, n): the rows of each member, of every micro-batch
+        batch = {}
+        for (_, m, own), part in zip(each, x.unflatten(0, (-1, hp.batch_size)).split(rows, dim=1)):
+            n = m["window"](hp.block_size, own)
+            batch |= named(m["name"], m["make"](part.flatten(0, 1)[:, :n], g, own))
+        return batch
+
+    def heads(sizes, hp):
+        return {name: head for _, m in members for name, head in m["heads"](sizes, hp).items()}
+
+    def terms(batch, hp):
+        out = {}
+        for w, m, own in each:
+            known = m["terms"](part_of(batch, m), own)
+            out |= named(m["name"], {term: (count, w * c) for term, (count, c) in known.items()})
+        return out
+
+    def loss(model, heads, batch, hp):
+        out = {}
+        for _, m, own in each:
+            out |= named(m["name"], m["loss"](model, heads, part_of(batch, m), own))
+        return out
+
+    def targets(batch):
+        return sum(m["targets"](part_of(batch, m)) if m["targets"] else counted(m["terms"](part_of(batch, m), own))
+                   for _, m, own in each)
+
+    whole = torch.tensor([m["whole"] for (_, m), r in zip(members, rows) for _ in range(r)])
+    return USUAL | dict(
+        name=hp.objective, make=make, window=window, heads=heads, terms=terms, loss=loss, targets=targets,
+        whole=whole if whole.any() else False, packs=all(m["packs"] for _, m in members),
+        settings={flag: spec for _, m in members for flag, spec in m["settings"].items()})
+
+
+def part_of(batch, member):  # a mixture's batch -> that of one member
+    start = member["name"] + "."
+    return {k.removeprefix(start): v for k, v in batch.items() if k.startswith(start)}
+
+
+def counted(terms):  # -> positions with loss; a position counts once for every target it has
+    return sum(count for count, coefficient in terms.values() if coefficient)
+
+
+def share_of_targets(entry, batch, hp, positions):  # of that many positions of rows -> a float
+    found = entry["targets"](batch) if entry["targets"] else counted(entry["terms"](batch, hp))
+    return float(found) / positions

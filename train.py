@@ -5,494 +5,73 @@
     python train.py --resume                            go on with the newest run
     python train.py --init_from out/clm --data new.txt:0.95 old.txt:0.05
 """
-# B rows of a micro-batch, T = block_size positions of a row, n raw bytes that fill a row
-import argparse
+# B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row
+import signal
+import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)                # until there is something to save, Ctrl-C just ends
 import bz2
 import contextlib
-import difflib
 import json
 import lzma
 import math
 import os
 import platform
-import signal
-import sys
 import threading
 import time
 import zlib
+from dataclasses import dataclass, field
 
+# isort: off  data silences a warning of torch's, and so comes before it
+from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
+from model import Linear
+from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, share_of_targets
+from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, get_config, load_checkpoint, open_metrics
+from run import restore, save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
 
-from data import CLS, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
-from data import check_sizes, document_ids, draw, fail, gather, generator, open_corpus, reseed, to_bytes
-from model import Sizes, Transformer
-from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, apportion, token_loss
-
-VERSION = 1                                     # of the checkpoint's layout
-CHECKPOINT = {"config", "step", "seconds", "best", "sources", "metrics_bytes", "model", "heads", "adamw", "muon",
-              "held_out"}
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
 MOMENTUM, NS_STEPS = 0.9, 5                     # Muon; .9 learns faster than .95 over a few hundred steps
 
-# every flag but the objectives' own: (default, help, lowest, highest); a default may depend on device or optimizer
-SETTINGS = {
-    "run": {
-        "objective": ("clm", "a name from the table below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": (["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
-        "out_dir": ("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
-        "resume": (False, "go on with the run in --out_dir, without it with the newest under out/"),
-        "init_from": ("", "run or checkpoint whose weights to start from, with a new optimizer"),
-        "seed": (1, "of weights, windows and corruption", 0, 2 ** 31),
-    },
-    "model": {
-        "n_layer": ({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
-        "n_head": ({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
-        "n_embd": ({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
-        "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 2, 1 << 24),
-    },
-    "training": {
-        "batch_size": ({"cpu": 8, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
-        "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
-        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps", 0, 1 << 40),
-        "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
-        "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
-        "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
-        "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
-        "grad_clip": (1.0, "largest norm of the gradient, 0 for any", 0.0, 1e30),
-        "doc_mask": (False, "keep attention inside a document, where the objective keeps the text's order"),
-        "optimizer": ("muon", "muon (with AdamW for embeddings, heads and vectors) or adamw (for all)"),
-    },
-    "evaluation": {
-        "eval_interval": ({"cpu": 200, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
-        "eval_iters": (8, f"validation batches of {EVAL_ROWS} rows for each source", 1, 1 << 24),
-        "log_interval": (10, "steps between lines of metrics.jsonl", 1, 1 << 40),
-    },
-    "system": {
-        "device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
-        "dtype": ("auto", "of activations: auto, float32, bfloat16; weights are float32"),
-        "compile": (False, "torch.compile the loss"),
-        "cuda_graph": (False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
-    },
-}
-# what may differ between a run and its continuation
-FREE = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile", "cuda_graph"}
-WARM = 3                                        # steps before a CUDA graph is captured
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # of torchrun's processes
-
-
-# ---- settings
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        fail(f"{message}. Try: python {self.prog} --help")
-
-    def parse_args(self, argv):
-        given, unknown = self.parse_known_args(argv)
-        if unknown:
-            near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, 1)
-            fail(f"unknown argument {unknown[0]}. Try {near[0] if near else f'python {self.prog} --help'}")
-        return given
-
-    def format_help(self):
-        title = "objectives: mask, share of a row's positions with loss, rows for the signal of one clm row, what, use"
-        lines = [super().format_help(), title]
-        for name, entry in OBJECTIVES.items():
-            share, words = default_share(name), f"{entry['help']}; {entry['use']}"
-            lines.append(f"  {name:12s}{entry['mask']:14s}{share:6.1%} {1 / share:6.2f}x  {words}")
-        return "\n".join(lines) + "\n"
-
-
-def parse(argv):  # -> {flag: value} of the flags that argv gives
-    """Exits with code 2 on a flag that does not exist, naming the nearest, or a value of the wrong type."""
-    groups = SETTINGS | {"of " + name: entry["settings"] for name, entry in OBJECTIVES.items()}
-    # no defaults here: what was not given must be known, since a checkpoint's settings come in between
-    parser = Parser(prog="train.py", usage="python train.py [--objective NAME] [--data PATH] [flags below]",
-                    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    listed = set()
-    for title, flags in groups.items():
-        group = parser.add_argument_group(title)
-        for flag, (default, text, *_) in flags.items():
-            if flag in listed:                  # some objectives share a setting
-                continue
-            listed.add(flag)
-            others = [f"of {name}" for name, entry in OBJECTIVES.items() if flag in entry["settings"]][1:]
-            text = ", ".join([text, *others])   # the first is the group's title
-            # a default that depends on the device or optimizer is shown whole, its type taken from the first
-            if isinstance(default, dict):
-                shown = ", ".join(f"{k} {v}" for k, v in default.items())
-                text, default = f"{text} [{shown}]", [*default.values()][0]
-            elif default != "" and default is not False:
-                text = f"{text} [{' '.join(default) if isinstance(default, list) else default}]"
-            how = dict(action="store_true") if default is False else dict(metavar="X", type=type(default))
-            how = dict(metavar="X", nargs="+") if isinstance(default, list) else how
-            group.add_argument(f"--{flag}", help=text.replace("%", "%%"), **how)
-    return vars(parser.parse_args(argv))
-
-
-def specs():  # -> {flag: (default, help, lowest, highest)}, the objectives' own included
-    groups = [*SETTINGS.values(), *(entry["settings"] for entry in OBJECTIVES.values())]
-    return {flag: spec for group in groups for flag, spec in group.items()}
-
-
-def defaults(kind="cpu", optimizer="muon"):  # -> {flag: default}
-    def pick(default):
-        return next(default[k] for k in (kind, optimizer) if k in default) if isinstance(default, dict) else default
-    return {flag: pick(spec[0]) for flag, spec in specs().items()}
-
-
-def get_config(argv):  # -> Namespace of every setting
-    """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes nothing.
-
-    Exits with code 2 on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
-    # what was given, and what a checkpoint says
-    given, saved = {flag: value for flag, value in parse(argv).items() if value != "auto"}, {}
-    if given.get("resume"):
-        given["out_dir"] = given.get("out_dir") or newest_run()
-        saved = load_checkpoint(given["out_dir"])["config"]
-        refuse_changes(given, saved, set(saved) - FREE, "the run to resume was started with")
-    elif given.get("init_from"):
-        sizes = ("n_layer", "n_head", "n_embd", "block_size")
-        saved = {k: v for k, v in load_checkpoint(given["init_from"])["config"].items() if k in sizes}
-        refuse_changes(given, saved, sizes[:3], f"the model in {given['init_from']} has")
-    if given.get("optimizer", "muon") not in ("muon", "adamw"):
-        fail(f"--optimizer {given['optimizer']}: unknown. Try muon or adamw")
-
-    # defaults of the device, of the optimizer, of the objective, then those two
-    device = pick_device(given.get("device", saved.get("device", "auto")))
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    chosen = saved | given
-    own = OBJECTIVES.get(chosen.get("objective", "clm"), {}).get("defaults", {})
-    hp = argparse.Namespace(**defaults(kind, chosen.get("optimizer", "muon")) | own | chosen)
-    hp.device = str(device)
-    hp.dtype = pick_dtype(hp.dtype, device)
-
-    # what cannot be
-    for flag, spec in specs().items():
-        if len(spec) == 4 and not spec[2] <= getattr(hp, flag) <= spec[3]:
-            fail(f"--{flag} {getattr(hp, flag)}: must lie between {spec[2]} and {spec[3]}. Try the default")
-    if hp.cuda_graph and device.type != "cuda":
-        fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {device}. Try without it")
-    if hp.n_embd % (2 * hp.n_head):
-        fits = 2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)
-        fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
-    run = members(hp)
-    for name, entry in OBJECTIVES.items():
-        for flag in sorted(set(entry["settings"]) & set(given)):
-            if not any(flag in m["settings"] for m in run):
-                fail(f"--{flag}: is a setting of {name}, but this run trains {hp.objective}. Try --objective {name}")
-    for m in run:
-        if hp.doc_mask and not m.get("packs"):
-            those = " ".join(name for name, entry in OBJECTIVES.items() if entry.get("packs"))
-            fail(f"--doc_mask: {m['name']} does not keep the text's order. Try it with {those}")
-    return hp
-
-
-def refuse_changes(given, saved, flags, what):
-    for flag in sorted(set(flags) & set(given)):
-        if given[flag] != saved[flag]:
-            fail(f"--{flag} {given[flag]}: {what} {'none' if saved[flag] == '' else saved[flag]}. Try without --{flag}")
-
-
-def members(hp):  # -> the objectives of the run: entries of OBJECTIVES with name, weight, rows of a micro-batch, n
-    """One for --objective clm, several for clm:0.5,mlm:0.5. Every micro-batch holds the same rows of each, so that
-    shapes never change."""
-    parts = [part.partition(":") for part in hp.objective.split(",")]
-    for name, _, _ in parts:
-        if name not in OBJECTIVES:
-            near = difflib.get_close_matches(name, OBJECTIVES, 1)
-            fail(f"--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
-    try:
-        weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
-    except ValueError:
-        weights = [0.0]
-    if not all(1e-9 < w < 1e9 for w in weights) or len({name for name, _, _ in parts}) < len(parts):
-        fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
-    weights = [w / sum(weights) for w in weights]
-    # the same rows of each member in every micro-batch, or counts and shapes would drift
-    rows = apportion(weights, hp.batch_size)
-    if min(rows) == 0:
-        fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
-             f"Try --batch_size {math.ceil(1 / min(weights))}")
-    out = []
-    for (name, _, _), weight, r in zip(parts, weights, rows):
-        own = argparse.Namespace(**vars(hp) | {"batch_size": r})                    # it sees the rows that are its own
-        n = OBJECTIVES[name]["window"](hp.block_size, own)
-        out.append(dict(OBJECTIVES[name], name=name, weight=weight, rows=r, n=n))
-    return out
-
-
-def default_share(name):  # -> share of positions with loss at the default settings, from a batch that is made
-    entry, B, g = OBJECTIVES[name], 64, generator("share")
-    hp = defaults() | entry.get("defaults", {})
-    T = hp["block_size"]
-    hp = argparse.Namespace(**hp | dict(device="cpu", dtype="float32", batch_size=B))
-    batch = entry["make"](torch.randint(1, 256, (B, entry["window"](T, hp)), generator=g), g, hp)
-    return targets(entry, batch, hp) / (B * T)
-
-
-def targets(entry, batch, hp):  # -> positions of the batch with loss; a position counts once for every target it has
-    return float(sum(entry.get("targets", entry["counts"])(batch, hp).values()))
-
-
-def pick_device(name):
-    """auto: CUDA, else mps, else the CPU. Exits with code 2 on one that this machine lacks."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "cuda" and WORLD > 1:
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        probe = torch.zeros(1, device=name)
-        probe.cpu()                             # there are devices that hold nothing
-        return probe.device
-    except (RuntimeError, AssertionError, NotImplementedError):
-        fail(f"--device {name}: not on this machine. Try --device cpu")
-
-
-def pick_dtype(name, device):  # -> "float32" or "bfloat16"
-    """auto: bfloat16 where the device has products of it in hardware. Exits with code 2 on another name."""
-    if name not in ("auto", "float32", "bfloat16"):
-        fail(f"--dtype {name}: unknown. Try float32 or bfloat16")
-    if name != "auto":
-        return name
-    if device.type == "cuda":
-        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    # products of bfloat16 are the faster ones on a CPU that has instructions for them, and on no other
-    fast = any(getattr(torch.cpu, f"_is_{isa}_supported", bool)() for isa in ("avx512_bf16", "amx_tile"))
-    return "bfloat16" if device.type == "cpu" and fast else "float32"
-
-
-def set_precision(device):  # -> how float32 products are computed, in words
-    """On x86 "medium" hands float32 products to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on
-    AMD. Where it would round the operands to bfloat16 (AMX, ARM) the probe sees it, and they stay exact."""
-    torch.set_float32_matmul_precision("highest")
-    if device.type != "cpu":
-        return "float32 products exact"
-    # a probe: some CPUs round the operands to bfloat16 at "medium", which nobody asked for
-    a = torch.randn(256, 256, generator=generator("probe"))
-    torch.set_float32_matmul_precision("medium")
-    error = float((a @ a - (a.double() @ a.double())).norm() / (a.double() @ a.double()).norm())
-    if error > 1e-5:
-        torch.set_float32_matmul_precision("highest")
-        return "float32 products exact"
-    return f"float32 products by oneDNN (relative error {error:.0e})"
-
-
-# ---- runs and checkpoints
-
-def choose_out_dir(hp):  # -> a folder that holds no run yet
-    """Exits with code 2 where --out_dir names a file, or a folder in which training has begun."""
-    if hp.out_dir:
-        if any(os.path.exists(os.path.join(hp.out_dir, name)) for name in ("ckpt.pt", "best.pt")):
-            fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
-        if os.path.exists(hp.out_dir) and not os.path.isdir(hp.out_dir):
-            fail(f"--out_dir {hp.out_dir}: is a file. Try another name")
-        # a log alone is harmless (a start that failed) unless it holds steps
-        log = os.path.join(hp.out_dir, "metrics.jsonl")
-        if os.path.isfile(log):
-            with open(log, "rb") as f:
-                if b'"split": "train"' in f.read():
-                    fail(f"--out_dir {hp.out_dir}: holds the metrics of a run whose checkpoints are gone. "
-                         "Try another --out_dir")
-        return hp.out_dir
-    base = os.path.join("out", hp.objective.replace(",", "+").replace(":", "_"))
-    path, i = base, 1
-    while os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
-        i += 1
-        path = f"{base}-{i}"
-    return path
-
-
-def newest_run():  # -> folder under out/ whose checkpoint was written last
-    runs = [os.path.join("out", d) for d in (os.listdir("out") if os.path.isdir("out") else [])]
-    runs = [d for d in runs if os.path.exists(os.path.join(d, "ckpt.pt"))]
-    if not runs:
-        fail("no run under out/. Try python train.py first, or name a folder with --out_dir")
-    return max(runs, key=lambda d: os.path.getmtime(os.path.join(d, "ckpt.pt")))
-
-
-def save_checkpoint(path, state):
-    """Whole or absent: written under another name, synced, then renamed. Exits with code 2 when the disk refuses."""
-    try:
-        # never write over the old file: a kill halfway would leave neither
-        with open(path + ".tmp", "wb") as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-        if hasattr(os, "O_DIRECTORY"):          # the new name too, where folders can be synced
-            folder = os.open(os.path.dirname(path) or ".", os.O_DIRECTORY)
-            os.fsync(folder)
-            os.close(folder)
-    except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
-        if os.path.exists(path + ".tmp"):
-            os.remove(path + ".tmp")
-        fail(f"{path}: could not be written ({str(e).splitlines()[0]}). The checkpoint before it is whole. "
-             "Try freeing disk space, then --resume")
-
-
-def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
-    """Never runs code from the file. Exits with code 2 when it is missing, damaged, foreign or of a newer version."""
-    path = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else path
-    if not os.path.isfile(path):
-        fail(f"{path}: no checkpoint there. Try the folder of a run, such as out/clm")
-    try:
-        # weights_only: a checkpoint is data, a pickle is a program
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        version = int(ckpt["version"])
-        ckpt["config"] = defaults() | ckpt["config"]            # a fork's new objective may have brought new flags
-        missing = CHECKPOINT - set(ckpt)
-        assert version > VERSION or not missing, missing
-    except Exception as e:                      # what a damaged file raises depends on where it is damaged
-        fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). "
-             "Try best.pt beside it, or another run")
-    if version > VERSION:
-        fail(f"{path}: has layout {version}, this program reads up to {VERSION}. Try a newer version of the program")
-    return ckpt
-
-
-def build(hp):  # -> model, heads (an nn.ModuleDict)
-    """Weights are drawn on the CPU from the seed, the trunk first: the same on every device and for every objective."""
-    sizes, heads = Sizes(hp.n_layer, hp.n_head, hp.n_embd), torch.nn.ModuleDict()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(hp.seed)
-        # the trunk before the heads: equal seeds give equal trunks under every objective
-        model = Transformer(sizes, getattr(torch, hp.dtype))
-        for m in members(hp):
-            heads.update(m["heads"](sizes, hp))
-    return model.to(hp.device), heads.to(hp.device)
-
-
-def restore(model, heads, ckpt, path, fresh=False):
-    """fresh: heads that the checkpoint does not have stay as they are; else it must have them all."""
-    try:
-        model.load_state_dict(ckpt["model"])
-        for name, head in heads.items():
-            if name in ckpt["heads"] or not fresh:
-                head.load_state_dict(ckpt["heads"][name])
-    except (RuntimeError, KeyError, AttributeError) as e:
-        fail(f"{path}: its weights do not fit its settings ({type(e).__name__}). Try another checkpoint")
-
-
-def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep` bytes
-    """Locked, so that a folder holds one run at a time. Exits with code 2 where it cannot be written."""
-    path = os.path.join(out_dir, "metrics.jsonl")
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-        f = open(path, "r+b" if os.path.exists(path) else "w+b")
-    except OSError as e:
-        fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
-    try:
-        import fcntl  # here: Windows has none, and there two runs in one folder are not kept apart
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)           # ends with the process, however that ends
-    except ImportError:
-        pass
-    except OSError:
-        fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
-    # lines behind the checkpoint are of steps that are taken again
-    f.truncate(min(keep, os.path.getsize(path)))
-    f.seek(0, os.SEEK_END)
-    return f
-
-
-def write_line(f, record):
-    """One JSON object, flushed. Exits with code 2 when the disk refuses."""
-    try:
-        f.write(json.dumps(record).encode() + b"\n")
-        f.flush()
-    except OSError as e:
-        fail(f"{f.name}: could not be written ({e.strerror}). The checkpoint before it is whole. "
-             "Try freeing disk space, then --resume")
-
 
 # ---- batches
 
-def draw_windows(run, corpus, split, rows, key):  # -> (source, offsets) of each member's windows, on the CPU
-    g = generator(f"{key},windows")
-    return [draw(corpus, split, m["n"], rows(m), g) for m in run]
+def draw_windows(entry, corpus, split, B, key):  # -> source (B,), offset (B, tries), where the corpus is
+    where = draw(corpus, split, entry["n"], B, generator(f"{key},windows"), entry["whole"])
+    return [t.to(corpus[0][split].device) for t in where]
 
 
-def make_batches(run, corpus, split, where, gens, hp):  # -> one batch per member
-    """The windows at where, each member's corrupted with numbers from its own generator."""
-    batches = []
-    # each member corrupts with its own generator: its rows do not depend on the others
-    for m, (source, offset), g in zip(run, where, gens):
-        x = gather(corpus, split, source, offset, m["n"], m.get("whole", False)).to(hp.device)
-        batches.append(m["make"](x, g, hp))
-        if hp.doc_mask:
-            # of what the model sees: a masked EOT ends nothing
-            batches[-1]["doc"] = document_ids(batches[-1]["inp"])
-    return batches
+def make_batch(entry, corpus, split, where, g, hp):  # the windows at where, corrupted with numbers from g -> batch
+    x = gather(corpus, split, *where, entry["n"])
+    if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU: this copy is waited for
+        x = x.pin_memory()
+    batch = entry["make"](x.to(hp.device, non_blocking=True), g, hp)
+    for k in [k for k in batch if k.endswith("inp")] if hp.doc_mask else []:
+        batch[k.removesuffix("inp") + "doc"] = document_ids(batch[k])               # a masked EOT ends nothing
+    return batch
 
 
-def draw_batches(run, corpus, split, rows, key, hp):  # -> one batch per member, rows(member) rows each
-    """A pure function of key: windows from a generator on the CPU, corruption from one on the device."""
-    on = corpus[0][split].device                # windows are gathered where the corpus is
-    where = [(source.to(on), offset.to(on)) for source, offset in draw_windows(run, corpus, split, rows, key)]
-    return make_batches(run, corpus, split, where, [generator(f"{key},{m['name']}", hp.device) for m in run], hp)
+def draw_batch(entry, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of key
+    """Windows from a generator on the CPU, corruption from one on the device."""
+    where = draw_windows(entry, corpus, split, B, key)
+    return make_batch(entry, corpus, split, where, generator(f"{key},{entry['name']}", hp.device), hp)
 
 
-def rows_of(batch, a, b):
-    return {k: v if isinstance(v, str) else v[a:b] for k, v in batch.items()}
-
-
-GLYPHS = {10: "⏎", 9: "⇥", 0: "∅", IGNORE: "·", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ",
-          MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ"}
-
-
-def glyphs(ids):  # -> one character for each position
-    def glyph(i):
-        if i >= SENTINEL:
-            return chr(0x2460 + (i - SENTINEL) % 20)            # circled numbers
-        return GLYPHS.get(i) or (chr(i) if 32 <= i < 127 else "�")
-    return "".join(map(glyph, ids))
-
-
-def show_example(run, batches, width=128, most=256):
-    """Prints the first row of each member's batch, one character a position, inputs above targets."""
-    print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
-    for m, batch in zip(run, batches):
-        shown = {name: batch[name][0].reshape(-1)[:most].tolist() for name in ("inp", "tgt") if name in batch}
-        for i in range(0, len(shown["inp"]), width):
-            for name, row in shown.items():
-                print(f"  {m['name']} {name}   {glyphs(row[i:i + width])}")
-        if "labels" in batch:
-            print(f"  {m['name']} label {int(batch['labels'][0])}")
-        mask = batch["mask"] if isinstance(batch["mask"], str) else int(batch["mask"][0])
-        mask = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(mask, mask)
-        rule = "the first {} positions see each other, the rest what is before them"
-        print(f"  {m['name']} mask  {mask if isinstance(mask, str) else rule.format(mask)}")
-
-
-def compile_losses(run, s, batches, hp):  # -> the members' losses, plain where torch.compile cannot
-    """Compiles both passes on a first batch, so that what fails fails here."""
-    torch._dynamo.reset()                       # or the limit of its cache is that of all runs of a process
-    losses = [torch.compile(loss, fullgraph=True, dynamic=False) for loss in s["losses"]]
-    try:
-        # forward and backward once on real shapes: what cannot compile fails here, not later
-        for m, batch, loss in zip(run, batches, losses):
-            terms = loss(s["model"], s["heads"], rows_of(batch, 0, m["rows"]), hp)
-            sum(total for total, _, _ in terms.values()).backward()
-    except Exception as e:                      # no compiler, an old one, an operating system without support
-        why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
-        print(f"--compile: does not work here ({why}), going on without it")
-        losses = s["losses"]
-    for p in s["params"]:
-        p.grad = None
-    return losses
+def micro_batch(batch, i, n):  # the i-th of n equal parts; a mixture's members have rows of their own number
+    return {k: v if isinstance(v, str) else v[i * len(v) // n:(i + 1) * len(v) // n] for k, v in batch.items()}
 
 
 # ---- optimizer
 
 def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (params, momentum)}, lr=0-D tensor)
-    """Muon for the matrices inside blocks, AdamW for embeddings, heads and vectors."""
-    named = [*model.named_parameters(), *heads.named_parameters()]
-    # Muon is for maps from states to states; embeddings and heads are tables of vectors
-    hidden = [p for name, p in named if p.dim() == 3 and "blocks." in name]
-    rest = [p for name, p in named if not any(p is q for q in hidden)]
+    """Muon for the Linear layers inside blocks, AdamW for embeddings, heads and vectors."""
+    modules = [*model.named_modules(), *heads.named_modules()]
+    hidden = [m.weight for name, m in modules if isinstance(m, Linear) and "blocks." in name]
+    rest = [p for p in [*model.parameters(), *heads.parameters()] if not any(p is q for q in hidden)]
     groups = [dict(params=rest, weight_decay=0.0)]
     if hp.optimizer == "adamw":
         groups, hidden = groups + [dict(params=hidden, weight_decay=hp.weight_decay)], []
@@ -503,7 +82,7 @@ def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (para
     for shape, params in muon.items():
         muon[shape] = params, torch.zeros(sum(len(p) for p in params), *shape, device=params[0].device)
     lr = torch.zeros((), device=hp.device)      # a tensor, so that a captured step reads each step's rate
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True, capturable=lr.device.type == "cuda")
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True, capturable=lr.is_cuda)
     return dict(adamw=adamw, muon=muon, lr=lr)
 
 
@@ -522,8 +101,8 @@ def optimizer_step(opt, bad, hp):
 def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all matrices of one shape at once
     """Muon (Jordan et al. 2024): Nesterov momentum, made orthogonal. Scaled to the root mean square of AdamW's
     updates (Liu et al. 2025), so that one learning rate serves both."""
-    # the shorter side first: the iteration multiplies r x r matrices, r <= c
-    wide = lambda t: t if t.size(1) <= t.size(2) else t.mT                          # (n, r, c)
+    def wide(t):  # the shorter side first: the iteration multiplies r x r matrices
+        return t if t.size(1) <= t.size(2) else t.mT                                # (n, r, c)
     grad = torch.cat([wide(p.grad) for p in params])                                # (N, r, c)
     # pass 1: momentum; where(bad) keeps the old value without asking the device
     momentum.copy_(torch.where(bad, momentum, momentum.lerp(grad, 1 - MOMENTUM)))
@@ -557,123 +136,129 @@ def learning_rate(step, hp):
 
 # ---- a step
 
-def prepare(run, corpus, hp, rows):  # -> all that a training step reads and writes, in tensors that stay where they are
-    """rows: of the global batch, by member. The host puts windows, seeds, rate and number of a step into where, gens,
-    opt["lr"] and step; the rest is the device's alone, so that a CUDA graph can replay the step."""
+@dataclass
+class State:
+    """All that a training step reads and writes, in tensors that stay where they are. The host puts windows, seed,
+    rate and number of a step into where, g, opt["lr"] and step; the rest is the device's alone, so that a CUDA
+    graph can replay the step."""
+    hp: object
+    entry: dict                                 # of the objective
+    corpus: list
+    model: torch.nn.Module
+    heads: torch.nn.ModuleDict
+    loss: object                                # the entry's, perhaps compiled
+    opt: dict
+    where: list                                 # source (B,), offset (B, tries) of the step's windows
+    g: torch.Generator
+    step: torch.Tensor
+    first_bad: torch.Tensor                     # the first step whose loss or gradient was not finite, else -1
+    params: list = field(init=False)
+
+    def __post_init__(self):
+        self.params = [*self.model.parameters(), *self.heads.parameters()]
+
+
+def prepare(entry, corpus, hp):  # -> State before the first step
     device, (model, heads) = torch.device(hp.device), build(hp)
-    on = corpus[0]["train"].device
-    # only the shapes of this draw are used: set_step copies every step's windows into them
-    where = [(source.to(on), offset.to(on)) for source, offset in draw_windows(run, corpus, "train", rows, "0")]
-    opt = make_optimizer(model, heads, hp)
-    return dict(
-        model=model, heads=heads, params=[*model.parameters(), *heads.parameters()], opt=opt,
-        losses=[m["loss"] for m in run], weights=torch.tensor([m["weight"] for m in run], device=device),
-        where=where, gens=[torch.Generator(device) for _ in run],
-        step=torch.zeros((), dtype=torch.long, device=device),
-        first_bad=torch.full((), -1, device=device))            # the first step whose loss or gradient was not finite
+    return State(
+        hp, entry, corpus, model, heads, entry["loss"], make_optimizer(model, heads, hp),
+        where=draw_windows(entry, corpus, "train", hp.batch_size * hp.accum, "0"),  # its shapes alone are used
+        g=torch.Generator(device), step=torch.zeros((), dtype=torch.long, device=device),
+        first_bad=torch.full((), -1, device=device))
 
 
-def set_step(s, run, corpus, rows, step, hp):  # what the host has to say before a step
-    """Windows, seeds, rate and number are copied into the tensors that the step reads; nothing waits for the device."""
-    for held, new in zip(s["where"], draw_windows(run, corpus, "train", rows, f"{hp.seed},{step}")):
-        # copied, not replaced: a captured graph reads addresses, and these stay
-        for a, b in zip(held, new):
-            a.copy_(b.pin_memory() if a.is_cuda else b, non_blocking=True)
-    for g, m in zip(s["gens"], run):
-        reseed(g, f"{hp.seed},{step},{m['name']}")
-    s["opt"]["lr"].fill_(learning_rate(step, hp))
-    s["step"].fill_(step)
+def set_step(s, step):  # what the host has to say before a step
+    """Copied into the tensors that the step reads; nothing waits for the device."""
+    hp = s.hp
+    new = draw(s.corpus, "train", s.entry["n"], hp.batch_size * hp.accum, generator(f"{hp.seed},{step},windows"),
+               s.entry["whole"])
+    for a, b in zip(s.where, new):              # copied, not replaced: a captured graph reads addresses
+        a.copy_(b.pin_memory() if a.is_cuda else b, non_blocking=True)
+    reseed(s.g, f"{hp.seed},{step},{s.entry['name']}")
+    s.opt["lr"].fill_(learning_rate(step, hp))
+    s.step.fill_(step)
 
 
-def training_step(s, run, corpus, hp):  # -> batches, loss of each member (len(run),), total loss, norm of the gradient
-    """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the device.
-
-    loss: nats, each member's sum over terms of coefficient * sum / count over the batch of all processes."""
-    batches = make_batches(run, corpus, "train", s["where"], s["gens"], hp)
+def training_step(s):  # -> batch, loss (nats: sum over terms of coefficient * sum / count), norm of the gradient
+    """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the device."""
+    hp, loss = s.hp, torch.zeros_like(s.first_bad, dtype=torch.float32)
+    batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, hp)
 
     # forward and backward: sums of nats, divided by the counts of the whole batch
-    counts = [m["counts"](batch, hp) for m, batch in zip(run, batches)]
-    each = torch.zeros_like(s["weights"])
+    terms = s.entry["terms"](batch, hp)
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
-        part = []
-        for m, batch, count, loss in zip(run, batches, counts, s["losses"]):
-            terms = loss(s["model"], s["heads"], rows_of(batch, i * m["rows"], (i + 1) * m["rows"]), hp)
-            part.append(sum(coefficient * total / count[term] for term, (total, _, coefficient) in terms.items()))
-        (torch.stack(part) * s["weights"]).sum().backward()
-        each += torch.stack(part).detach()
+        part = total(s.loss(s.model, s.heads, micro_batch(batch, i, hp.accum), hp), terms)
+        part.backward()
+        loss += part.detach()
     if WORLD > 1:
-        add_up([p.grad for p in s["params"] if p.grad is not None] + [each])
+        add_up([p.grad for p in s.params if p.grad is not None] + [loss])
 
     # clip, look for what is not finite, move
-    loss = (each * s["weights"]).sum()
-    norm = torch.nn.utils.clip_grad_norm_(s["params"], hp.grad_clip or math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(s.params, hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
-    s["first_bad"].copy_(torch.where((s["first_bad"] < 0) & ~finite, s["step"], s["first_bad"]))
-    optimizer_step(s["opt"], s["first_bad"] >= 0, hp)
-    for p in s["params"]:
+    s.first_bad.copy_(torch.where((s.first_bad < 0) & ~finite, s.step, s.first_bad))
+    optimizer_step(s.opt, s.first_bad >= 0, hp)
+    for p in s.params:
         p.grad = None
-    return batches, each, loss, norm
+    return batch, loss, norm
 
 
-def capture(take, gens):  # -> a function that does what take() did, as one CUDA graph, and returns the same tensors
-    """CUDA alone. The state must have been through WARM steps, so that nothing is allocated any more."""
-    graph = torch.cuda.CUDAGraph()
-    for g in gens:
-        graph.register_generator_state(g)       # a new seed reaches the next replay
-    with torch.cuda.graph(graph):
-        out = take()
-    def replay():
-        graph.replay()
-        return out
-    return replay
+def total(sums, terms):  # {term: sum}, {term: (count, coefficient)} -> 0-D
+    return sum(terms[term][1] * x / terms[term][0] for term, x in sums.items() if terms[term][1])
 
 
-def aside(take, stream):  # on a stream of its own, as steps before a capture must be
-    now = torch.cuda.current_stream()
-    stream.wait_stream(now)
-    with torch.cuda.stream(stream):
-        out = take()
-    now.wait_stream(stream)
-    return out
+def compile_loss(s):  # -> the loss, plain where torch.compile cannot; what cannot compile fails here, not later
+    loss = torch.compile(s.loss, fullgraph=True, dynamic=False)
+    try:
+        batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, s.hp)
+        sum(loss(s.model, s.heads, micro_batch(batch, 0, s.hp.accum), s.hp).values()).backward()
+    except Exception as e:                      # no compiler, an old one, an operating system without support
+        why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+        print(f"--compile: does not work here ({why}), going on without it")
+        loss = s.loss
+    for p in s.params:
+        p.grad = None
+    return loss
 
 
 # ---- evaluation
 
-def validation_list(run, corpus, hp):  # -> [(source, member, batches, causal batches or None)]
-    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone. The causal
-    batches are for bits per byte, where the objective's own are not clm's."""
+def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches, causal batches or None)]
+    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone. Causal
+    batches, of the same plain windows for all, say bits per byte where the objective's own do not."""
     def fixed(m, source):
-        rows = lambda m: EVAL_ROWS
-        return [draw_batches([m], [source], "val", rows, f"validation,{i}", hp)[0] for i in range(hp.eval_iters)]
-    # bits/byte of every causal coder on the same plain windows, whatever its own rows are
-    clm = dict(OBJECTIVES["clm"], name="clm", n=hp.block_size + 1)
-    causal = lambda m, source: fixed(clm, source) if m.get("bpb") == "exact" and m["name"] != "clm" else None
-    return [(source, m, fixed(m, source), causal(m, source)) for source in corpus for m in run]
+        return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}", hp) for i in range(hp.eval_iters)]
+    plain = CAUSAL | {"n": hp.block_size + 1}
+    return [(source, source["weight"] * weight, m, fixed(m, source),
+             fixed(plain, source) if m["bpb"] == "causal" else None)
+            for source in corpus for weight, m in entry["members"]]
 
 
 @torch.no_grad()
 def evaluate(model, heads, validation, hp):  # -> one record for each source and member
-    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold start; for
-    mdlm a bound from above; None where the objective does not define it. tokens_per_target: row positions for the
-    training signal of one position of clm. terms: the loss's terms and the objective's own figures."""
+    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold start; a
+    bound from above where the entry says so; None where the objective does not define it. tokens_per_target: row
+    positions for the training signal of one position of clm. terms: the loss's terms and figures."""
     records = []
-    for source, m, batches, causal in validation:
-        terms = [m["loss"](model, heads, b, hp) for b in batches]
-        figures = means(terms)
-        loss = sum(coefficient * figures[term] for term, (_, _, coefficient) in terms[0].items())
-        nats = means([token_loss(model, heads, b, hp) for b in causal])["nll"] if causal else figures.get("nll", loss)
-        if "stats" in m:
-            figures |= means([m["stats"](model, heads, b, hp) for b in batches])
-        share = sum(targets(m, b, hp) for b in batches) / (len(batches) * EVAL_ROWS * hp.block_size)
+    for source, _, m, batches, causal in validation:
+        figures, loss = means(m, model, heads, batches, hp)
+        nats = loss
+        if causal:
+            nats = means(CAUSAL, model, heads, causal, hp)[1]
+        positions = EVAL_ROWS * hp.block_size
+        share = sum(share_of_targets(m, b, hp, positions) for b in batches) / len(batches)
         records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
-                        "bpb": nats / math.log(2) if "bpb" in m else None, "targets": share,
+                        "bpb": nats / math.log(2) if m["bpb"] else None, "targets": share,
                         "tokens_per_target": 1 / share, "terms": figures})
     return records
 
 
-def means(parts):  # [{name: (sum, count, ...)}] -> {name: sum of sums / sum of counts}
-    total = lambda name, i: sum(float(part[name][i]) for part in parts)
-    return {name: total(name, 0) / max(1.0, total(name, 1)) for name in parts[0]}
+def means(entry, model, heads, batches, hp):  # -> {term: sum of sums / sum of counts}, their total
+    known = [entry["terms"](b, hp) for b in batches]
+    sums = [entry["loss"](model, heads, b, hp) for b in batches]
+    out = {term: sum(float(s[term]) for s in sums) / max(1.0, sum(float(k[term][0]) for k in known))
+           for term in sums[0]}
+    return out, sum(known[0][term][1] * mean for term, mean in out.items())
 
 
 def compressors(data):  # (N,) uint8 -> what the standard library's compressors make of it, as one stream, in words
@@ -684,34 +269,29 @@ def compressors(data):  # (N,) uint8 -> what the standard library's compressors 
     return f"{bits} bits/byte on {part} bytes as one stream"
 
 
-def plot(path):  # metrics.jsonl -> loss.png beside it, where matplotlib is installed
-    """Curves of every split, objective and source, nats over steps. One hint line where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("hint: pip install matplotlib, and the next run draws its losses into loss.png")
-        return
+def plot(path):  # metrics.jsonl -> loss.png beside it: nats over steps, of every split, objective and source
+    import matplotlib  # here: it is optional
     matplotlib.use("Agg")
     from matplotlib import pyplot
     with open(path, "rb") as f:
         records = [json.loads(line) for line in f][1:]
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for split, style in (("train", dict(lw=0.6, alpha=0.6)), ("val", dict(marker="o", ms=3))):
-        curves = {}
-        for r in [r for r in records if r["split"] == split]:
-            curves.setdefault(f"{split} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
-        for label, points in sorted(curves.items()):
-            axes.plot(*zip(*points), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per target)")
-    axes.legend()
-    figure.savefig(os.path.join(os.path.dirname(path), "loss.png"), dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    curves = {}
+    for r in records:
+        curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
+    for label, points in sorted(curves.items()):
+        style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
+        pyplot.plot(*zip(*points), label=label, **style)
+    pyplot.xlabel("step")
+    pyplot.ylabel("loss (nats per target)")
+    pyplot.legend()
+    pyplot.savefig(os.path.join(os.path.dirname(path), "loss.png"), dpi=120, bbox_inches="tight")
+    pyplot.close()
 
 
 # ---- several processes, as torchrun starts them: each takes every WORLD-th micro-batch
 
 def join_processes(hp):
-    """Exits with code 2 where the micro-batches cannot be shared, or a flag is for one process alone."""
+    """Fails where the micro-batches cannot be shared, or a flag is for one process alone."""
     if WORLD == 1:
         return
     if hp.accum % WORLD:
@@ -719,28 +299,15 @@ def join_processes(hp):
              f"Try --accum {WORLD * math.ceil(hp.accum / WORLD)}")
     if hp.cuda_graph or any(d.split(":")[0] == "-" for d in hp.data):
         fail(f"{'--cuda_graph' if hp.cuda_graph else '--data -'}: is for one process. Try without torchrun")
-    if hp.device.startswith("cuda"):
-        torch.cuda.set_device(hp.device)
-    if not torch.distributed.is_initialized():  # gloo for what the hosts tell each other, without waiting for a device
+    if not torch.distributed.is_initialized():  # gloo: what the hosts tell each other, without waiting for a device
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
 
 
 def add_up(tensors):  # each becomes its sum over all processes, in one exchange
     flat = torch.cat([t.flatten() for t in tensors])
     torch.distributed.all_reduce(flat)
-    for t, total in zip(tensors, flat.split([t.numel() for t in tensors])):
-        t.copy_(total.view_as(t))
-
-
-def agree_on(path):  # -> what the first process says
-    """A name that depends on what is on the disk must not be chosen by each process for itself."""
-    if WORLD == 1:
-        return path
-    # as bytes, since torch sends objects with numpy alone
-    said, own = torch.zeros(4096, dtype=torch.uint8), os.fsencode(path)
-    said[:len(own)] = torch.tensor(list(own), dtype=torch.uint8)
-    torch.distributed.broadcast(said, src=0)
-    return os.fsdecode(bytes(said.tolist()).rstrip(b"\0"))
+    for t, summed in zip(tensors, flat.split([t.numel() for t in tensors])):
+        t.copy_(summed.view_as(t))
 
 
 def any_says(yes):  # -> does any process say so?
@@ -754,14 +321,14 @@ def any_says(yes):  # -> does any process say so?
 
 def main(argv=None):  # -> exit code
     """Puts signal handlers and the precision of products back, for notebooks and tests."""
-    hp = get_config(sys.argv[1:] if argv is None else argv)
+    hp, stop, handlers = get_config(sys.argv[1:] if argv is None else argv), [], {}
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
-    handlers, precision = {}, torch.get_float32_matmul_precision()
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if RANK else sys.stdout):
+    precision = torch.get_float32_matmul_precision()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if RANK else Output(stop)):
         try:
             join_processes(hp)
-            return train(hp, handlers)
+            return train(hp, stop, handlers)
         except RuntimeError as e:               # the CPU's lack of memory has no class of its own
             if not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
                 raise
@@ -773,111 +340,65 @@ def main(argv=None):  # -> exit code
             torch.set_float32_matmul_precision(precision)
 
 
-def train(hp, handlers):  # -> exit code
+def train(hp, stop, handlers):  # -> exit code
     """Folder, corpus, model; then steps, each a pure function of (seed, step); then a sample.
 
     0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2."""
-    device, run = torch.device(hp.device), members(hp)
-    rows = lambda m: m["rows"] * hp.accum       # of a member, in the batch of a step
-    precision = set_precision(device)
-
-    # the folder, the corpus
-    hp.out_dir = agree_on(hp.out_dir if hp.resume else choose_out_dir(hp))
+    precision, entry = use_device(torch.device(hp.device)), find_objective(hp)
+    if not hp.resume:
+        hp.out_dir = choose_out_dir(hp)
+    any_says(False)                             # the first process makes the folder when all have looked for one
     corpus = open_corpus(hp.data, hp.out_dir, hp.resume)
-    for m in run:
-        check_sizes(corpus, m["n"], hp.block_size, lambda T: m["window"](T, hp))
+    check_sizes(corpus, entry["n"], hp.block_size)
     sources = [[s["name"], s["size"], s["crc"], s["weight"]] for s in corpus]
     move_corpus(corpus, hp)
 
     # the model, its optimizer, what a checkpoint says of them
-    s = prepare(run, corpus, hp, rows)
-    start, seconds, best, kept = 0, 0.0, math.inf, 0
-    if hp.init_from and not hp.resume:
-        restore(s["model"], s["heads"], load_checkpoint(hp.init_from), hp.init_from, fresh=True)
+    s, at = prepare(entry, corpus, hp), dict(step=0, seconds=0.0, best=math.inf, metrics_bytes=0)
     if hp.resume:
-        start, seconds, best, kept = resume(load_checkpoint(hp.out_dir), s, sources, hp)
-    validation = validation_list(run, corpus, hp)
-
-    # what is about to happen
-    metrics = open_metrics(hp.out_dir, kept) if RANK == 0 else open(os.devnull, "wb")
-    announce(s, sources, precision, metrics, hp)
-    if start == 0 or hp.compile:
-        batches = draw_batches(run, corpus, "train", rows, f"{hp.seed},{start}", hp)
-        show_example(run, batches)
-        s["losses"] = compile_losses(run, s, batches, hp) if hp.compile else s["losses"]
-
-    stop = []                                   # signals so far: the step in progress is finished, then all is saved
+        at = resume(load_checkpoint(hp.resume), s, sources)
+    elif hp.init_from:
+        restore(s.model, s.heads, load_checkpoint(hp.init_from), hp.init_from, fresh=True)
+    validation = validation_list(entry, corpus, hp)
+    metrics = open_metrics(hp.out_dir, at["metrics_bytes"]) if RANK == 0 else open(os.devnull, "wb")
+    announce(s, sources, precision, metrics)
+    if at["step"] == 0:
+        show_example(draw_batch(entry, corpus, "train", hp.batch_size * hp.accum, f"{hp.seed},0", hp), entry)
+    if hp.compile or hp.device.startswith("cuda"):
+        torch._dynamo.reset()                   # or the limit of its cache is that of all runs of a process
+    if hp.compile:
+        s.loss = compile_loss(s)
+    take = Captured(lambda: training_step(s), [s.g]) if hp.cuda_graph else lambda: training_step(s)
+    log, start = Log(s, metrics, at), at["step"]
     handlers.update(catch_signals(stop))
-    def save(name, step):
-        if RANK == 0:
-            os.fsync(metrics.fileno())          # a checkpoint counts its bytes
-            save_checkpoint(os.path.join(hp.out_dir, name), dict(
-                version=VERSION, config=vars(hp), step=step, seconds=seconds, best=best, sources=sources,
-                metrics_bytes=metrics.tell(), held_out=corpus[0]["val"][:HELD_OUT].cpu().clone(),
-                model=s["model"].state_dict(), heads={name: head.state_dict() for name, head in s["heads"].items()},
-                adamw=s["opt"]["adamw"].state_dict(), muon=[momentum for _, momentum in s["opt"]["muon"].values()]))
-    bar = tqdm(total=hp.max_iters, initial=start, disable=True if RANK else None, unit="step", dynamic_ncols=True)
-    clock, clock_step, printed, bpb = time.perf_counter(), start, 0.0, None
-    step_once = take = lambda: training_step(s, run, corpus, hp)
-    stream = torch.cuda.Stream() if hp.cuda_graph else None
 
     # the loop runs once more than there are steps: the last pass only evaluates and saves
     for step in range(start, hp.max_iters + 1):
-        due = step % hp.eval_interval == 0 or step == hp.max_iters
-        halt = any_says(bool(stop))
+        due, halt = step % hp.eval_interval == 0 or step == hp.max_iters, any_says(bool(stop))
         if (due or halt) and (step > start or not hp.resume):
-            if int(s["first_bad"]) >= 0:
+            if int(s.first_bad) >= 0:
                 break
-            seconds += time.perf_counter() - clock              # the clock stands while the model is evaluated
-            if due:
-                records = evaluate(s["model"], s["heads"], validation, hp)
-                for r in records:
-                    write_line(metrics, {"step": step, **r, "seconds": round(seconds, 3)})
-                    bpb = r["bpb"] if r["bpb"] is not None else bpb
-                    bar.write(describe(step, r))
-                weights = [source["weight"] * m["weight"] for source, m, *_ in validation]
-                mean = sum(r["loss"] * weight for r, weight in zip(records, weights))
-                if mean < best:                 # first best.pt: if the run is killed in between, it writes it once more
-                    best = mean
-                    save("best.pt", step)
-            save("ckpt.pt", step)
-            clock, clock_step = time.perf_counter(), step
+            log.pause()
+            better = due and log.evaluation(step, evaluate(s.model, s.heads, validation, hp), validation)
+            for name in ["best.pt"] * better + ["ckpt.pt"]:     # after a kill in between, best.pt is written anew
+                save(s, log, name, step, sources)
+            log.go_on(step)
         if step == hp.max_iters or halt:
             break
-
-        # one step, on CUDA perhaps the replay of a captured one
-        set_step(s, run, corpus, rows, step, hp)
-        # the first steps allocate optimizer state and kernels; only a settled step is captured
-        if hp.cuda_graph and step - start < WARM:
-            take = lambda: aside(step_once, stream)
-        elif hp.cuda_graph and step - start == WARM:
-            take = capture(step_once, s["gens"])
-        batches, each, loss, norm = take()
-
-        # everything that follows is diagnostics, and alone reads from the device
-        bar.update()
-        if step % hp.log_interval == 0:
+        set_step(s, step)
+        batch, loss, norm = take()
+        log.bar.update()
+        if step % hp.log_interval == 0:         # diagnostics, which alone read from the device
             value = float(loss)
-            if int(s["first_bad"]) >= 0:
+            if int(s.first_bad) >= 0:
                 break
-            now, positions = time.perf_counter(), hp.batch_size * hp.accum * hp.block_size
-            speed = (step + 1 - clock_step) * positions / (now - clock)
-            record = {"step": step, "split": "train", "data": " ".join(hp.data), "lr": learning_rate(step, hp),
-                      "grad_norm": float(norm), "tok_per_s": round(speed), "seconds": round(seconds + now - clock, 3)}
-            for figures in logged_losses(run, batches, each.tolist(), value, rows, hp):
-                write_line(metrics, record | figures)
-            so_far = f", {bpb:.3f} bits/byte on validation" if bpb else ""
-            line = f"loss {value:.3f}{so_far}, {speed / 1e3:.1f}k positions/s"
-            bar.set_postfix_str(line)
-            if bar.disable and now - printed > 5:               # no terminal: a plain line now and then
-                printed = now
-                print(f"step {step:6d} | {line}, {(hp.max_iters - step) * positions / speed:.0f} s left", flush=True)
+            log.step(step, batch, value, float(norm))
 
     # how it ended
-    bar.close()
+    log.bar.close()
     metrics.close()
-    if int(s["first_bad"]) >= 0:
-        print(f"error: loss or gradient not finite at step {int(s['first_bad'])}; nothing after it was kept, "
+    if int(s.first_bad) >= 0:
+        print(f"error: loss or gradient not finite at step {int(s.first_bad)}; nothing after it was kept, "
               f"{hp.out_dir} holds the last good state. Try --init_from {hp.out_dir} with a lower --learning_rate "
               "or --dtype float32", file=sys.stderr)
         return 1
@@ -885,7 +406,90 @@ def train(hp, handlers):  # -> exit code
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
         return 128 + (stop or [signal.SIGTERM])[0]
     release(handlers)                           # what is left can be interrupted anywhere
-    return finish(corpus, hp) if RANK == 0 else 0
+    return finish(s) if RANK == 0 else 0
+
+
+class Log:
+    """What a run says while it trains: lines of metrics.jsonl, the bar or plain lines; and its clock."""
+
+    def __init__(self, s, metrics, at):
+        self.s, self.hp, self.metrics, self.best, self.seconds = s, s.hp, metrics, at["best"], at["seconds"]
+        self.bar = tqdm(total=self.hp.max_iters, initial=at["step"], disable=True if RANK else None, unit="step",
+                        dynamic_ncols=True)
+        self.printed, self.bpb = 0.0, None
+        self.go_on(at["step"])
+
+    def pause(self):                            # the clock stands while the model is evaluated
+        self.seconds += time.perf_counter() - self.clock
+
+    def go_on(self, step):
+        self.clock, self.clock_step = time.perf_counter(), step
+
+    def evaluation(self, step, records, validation):  # -> is it the best so far?
+        for r in records:
+            write_line(self.metrics, {"step": step, **r, "seconds": round(self.seconds, 3)})
+            self.bar.write(describe(step, r))
+            if r["bpb"] is not None and step > 0:
+                self.bpb = r["bpb"]
+        mean = sum(r["loss"] * weight for r, (_, weight, *_) in zip(records, validation))
+        better, self.best = mean < self.best, min(mean, self.best)
+        return better
+
+    def step(self, step, batch, loss, norm):
+        hp, entry, now = self.hp, self.s.entry, time.perf_counter()
+        positions = hp.batch_size * hp.accum * hp.block_size
+        speed = (step + 1 - self.clock_step) * positions / (now - self.clock)
+        # a training batch says bits per byte where the loss is nats a byte: of clm, and of bounds
+        bpb = loss / math.log(2) if entry["bpb"] in ("loss", "bound") else None
+        write_line(self.metrics, {
+            "step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": loss,
+            "bpb": bpb, "targets": share_of_targets(entry, batch, hp, positions), "lr": learning_rate(step, hp),
+            "grad_norm": norm, "tok_per_s": round(speed), "seconds": round(self.seconds + now - self.clock, 3)})
+        so_far = f", {self.bpb:.3f} bits/byte on validation" if self.bpb else ""
+        line = f"loss {loss:.3f}{so_far}, {speed / 1e3:.1f}k positions/s"
+        self.bar.set_postfix_str(line)
+        if self.bar.disable and now - self.printed > 5:         # no terminal: a plain line now and then
+            self.printed = now
+            print(f"step {step:6d} | {line}, {(hp.max_iters - step) * positions / speed:.0f} s left")
+
+
+def save(s, log, name, step, sources):
+    if RANK > 0:
+        return
+    os.fsync(log.metrics.fileno())              # a checkpoint counts its bytes
+    save_checkpoint(os.path.join(s.hp.out_dir, name), dict(
+        version=VERSION, config=vars(s.hp) | {"resume": False}, step=step, seconds=log.seconds, best=log.best,
+        sources=sources, metrics_bytes=log.metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(),
+        model=s.model.state_dict(), heads={name: head.state_dict() for name, head in s.heads.items()},
+        adamw=s.opt["adamw"].state_dict(), muon=[momentum for _, momentum in s.opt["muon"].values()]))
+
+
+def resume(ckpt, s, sources):  # -> {step, seconds, best, metrics_bytes} of the checkpoint
+    """Fails where the corpus, the plan or the optimizer is not the checkpoint's."""
+    hp = s.hp
+    if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in sources]:
+        fail(f"--data {' '.join(hp.data)}: its bytes or weights are not those of the run in {hp.out_dir}. "
+             f"Try the same data, or --init_from {hp.out_dir}")
+    if hp.max_iters < ckpt["step"]:
+        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']} already. "
+             "Try a larger number")
+    if hp.max_iters != ckpt["config"]["max_iters"]:
+        print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: "
+              "the learning rate follows the new plan")
+    restore(s.model, s.heads, ckpt, hp.resume)
+    adamw, muon = s.opt["adamw"], s.opt["muon"]
+    # of this device, not of the checkpoint's
+    here = [{k: group[k] for k in ("lr", "capturable")} for group in adamw.param_groups]
+    try:
+        adamw.load_state_dict(ckpt["adamw"])
+        for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
+            momentum.copy_(saved)
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
+        fail(f"{hp.resume}: its optimizer's state does not fit its settings ({type(e).__name__}). "
+             f"Try --init_from {hp.out_dir}")
+    for group, own in zip(adamw.param_groups, here):
+        group.update(own)
+    return {k: ckpt[k] for k in ("step", "seconds", "best", "metrics_bytes")}
 
 
 def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loader
@@ -899,70 +503,87 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loade
         fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
 
 
-def announce(s, sources, precision, metrics, hp):  # the first line of metrics.jsonl, the first two on the terminal
-    size, threads = sum(p.numel() for p in s["params"]), torch.get_num_threads()
+def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl, the first two on the terminal
+    hp, size, threads = s.hp, sum(p.numel() for p in s.params), torch.get_num_threads()
     if metrics.tell() == 0:
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__,
                              "python": platform.python_version(), "processes": WORLD, "threads": threads,
                              "parameters": size, "sources": sources})
     names = ", ".join(f"{name} {n:,} bytes" for name, n, _, _ in sources)
-    processes = f", {WORLD} processes" if WORLD > 1 else ""
+    many = f"{threads} thread{'s' * (threads > 1)}" + (f", {WORLD} processes" if WORLD > 1 else "")
     print(f"{hp.objective} | {size:,} parameters | {names} | {hp.out_dir}")
-    print(f"{hp.device}, {threads} threads{processes} | activations {hp.dtype}, {precision}")
+    print(f"{hp.device}, {many} | activations {hp.dtype}, {precision}")
+    if hp.warmup_iters > hp.max_iters > 0:
+        print(f"--warmup_iters {hp.warmup_iters}: longer than the run, whose rate never reaches its peak")
 
 
-def logged_losses(run, batches, each, total, rows, hp):  # -> [{objective, loss, bpb, targets}]
-    """A mixture's own line first, then its members'."""
-    shares = [targets(m, b, hp) / (rows(m) * hp.block_size) for m, b in zip(run, batches)]
-    lines = [(m["name"], x, share) for m, x, share in zip(run, each, shares)]
-    if len(run) > 1:
-        share = sum(share * rows(m) for share, m in zip(shares, run)) / sum(map(rows, run))
-        lines.insert(0, (hp.objective, total, share))
-    # a training batch says bits per byte where the loss is nats a byte: of clm, and of bounds
-    nats = {m["name"] for m in run if m["name"] == "clm" or m.get("bpb") == "bound"}
-    return [{"objective": name, "loss": x, "bpb": x / math.log(2) if name in nats else None, "targets": share}
-            for name, x, share in lines]
+def show_example(batch, entry, width=96, most=256):
+    """Prints the first row of each member's batch, one character a position, inputs above targets."""
+    print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
+    for _, m in entry["members"]:
+        b = part_of(batch, m) or batch
+        shown = {k: b[k][0].reshape(-1)[:most].tolist() for k in ("inp", "tgt") if k in b}
+        for i in range(0, len(shown["inp"]), width):
+            for k, row in shown.items():
+                print(f"  {m['name']} {k}   {''.join(map(glyph, row[i:i + width]))}")
+        if "labels" in b:
+            print(f"  {m['name']} label {int(b['labels'][0])}")
+        seen = b["mask"] if isinstance(b["mask"], str) else int(b["mask"][0])
+        seen = {0: "causal", b["inp"].size(-1): "bidirectional"}.get(seen, seen)
+        rule = f"the first {seen} positions see each other, the rest what is before them"
+        print(f"  {m['name']} mask  {seen if isinstance(seen, str) else rule}")
 
 
-def finish(corpus, hp):  # -> exit code; the compressors beside it, the picture, a sample
+def describe(step, r):  # -> a line for a record of evaluate
+    """nats per target, perplexity where a term is nats of the byte head, bits per byte where they are defined."""
+    bound = "<= " if OBJECTIVES[r["objective"]]["bpb"] == "bound" else ""
+    bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
+    terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
+    perplexity = f", perplexity {math.exp(r['terms']['nll']):.2f}" if "nll" in r["terms"] else ""
+    figures = f"loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
+    return f"step {step:6d} | validation on {r['data']}: {r['objective']} {figures}"
+
+
+def finish(s):  # -> exit code; compressors, the picture, a sample
     """What goes wrong here cannot harm the run, which is saved."""
-    for s in corpus:
-        print(f"compressors on the validation split of {s['name']}: {compressors(s['val'])}")
-    plot(os.path.join(hp.out_dir, "metrics.jsonl"))
-    print(f"done: {hp.out_dir}/ckpt.pt. What it can do: python sample.py --help\n")
-    import sample  # here and not on top, since sample.py reads runs and so imports this file
+    hp = s.hp
+    for source in s.corpus if any(m["bpb"] for _, m in s.entry["members"]) else []:
+        print(f"compressors on the validation split of {source['name']}: {compressors(source['val'])}")
+    try:
+        plot(os.path.join(hp.out_dir, "metrics.jsonl"))
+    except ImportError:
+        print("hint: pip install matplotlib, and the next run draws its losses into loss.png")
+    except Exception as e:                      # a damaged metrics.jsonl, a full disk
+        print(f"no loss.png: {type(e).__name__}: {e}")
+    print(f"done: {hp.out_dir}/ckpt.pt\n")
+    import sample  # here: only now, since it is the one thing that training wants of it
     try:
         sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
-    except SystemExit:                          # it said why; the run is done all the same
+    except SystemExit:                          # it said why
         pass
+    print(f"\nmore of it: python sample.py --out_dir {hp.out_dir}")
     return 0
 
 
-def resume(ckpt, s, sources, hp):  # -> step, seconds, best validation loss, bytes of metrics.jsonl
-    """Exits with code 2 where the corpus, the plan or the optimizer is not the checkpoint's."""
-    if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in sources]:
-        fail(f"--data {' '.join(hp.data)}: is not the corpus, or not the weights, of the run in {hp.out_dir}. "
-             f"Try the same, or --init_from {hp.out_dir}")
-    if hp.max_iters < ckpt["step"]:
-        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']} already. "
-             "Try a larger number")
-    if hp.max_iters != ckpt["config"]["max_iters"]:
-        print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: "
-              "the learning rate follows the new plan")
-    restore(s["model"], s["heads"], ckpt, hp.out_dir)
-    adamw, muon = s["opt"]["adamw"], s["opt"]["muon"]
-    # of this device, not of the checkpoint's
-    here = [{k: group[k] for k in ("lr", "capturable")} for group in adamw.param_groups]
-    try:
-        adamw.load_state_dict(ckpt["adamw"])
-        for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
-            momentum.copy_(saved)
-    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
-        fail(f"{hp.out_dir}: its optimizer's state does not fit its settings ({type(e).__name__}). "
-             f"Try --init_from {hp.out_dir}")
-    for group, own in zip(adamw.param_groups, here):
-        group.update(own)
-    return ckpt["step"], ckpt["seconds"], ckpt["best"], ckpt["metrics_bytes"]
+# ---- how a run is stopped
+
+class Output:
+    """Standard output that a run survives: when its reader goes away (as of | head) the run stops as by a signal,
+    and what it still says goes nowhere."""
+
+    def __init__(self, stop):
+        self.stream, self.stop = sys.stdout, stop
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            self.stop.append(signal.SIGPIPE)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 def catch_signals(stop):  # -> {signal: the handler that was there before}
@@ -971,22 +592,13 @@ def catch_signals(stop):  # -> {signal: the handler that was there before}
         signal.signal(number, signal.SIG_DFL)                   # the second one ends at once
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    return {number: signal.signal(number, handler) for number in caught}
 
 
 def release(handlers):
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def describe(step, r):  # -> a line for a record of evaluate
-    """nats per target, perplexity where a term is nats of the byte head, bits per byte where they are defined."""
-    bound = "<= " if OBJECTIVES[r["objective"]].get("bpb") == "bound" else ""
-    bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
-    terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
-    perplexity = f", perplexity {math.exp(r['terms']['nll']):.2f}" if "nll" in r["terms"] else ""
-    figures = f"loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
-    return f"step {step:6d} | validation on {r['data']}: {r['objective']} {figures}"
 
 
 if __name__ == "__main__":

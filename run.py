@@ -1,0 +1,437 @@
+"""A run: its settings, its device, its folder, its checkpoint. What training and sampling both need.
+
+A run is a folder that holds ckpt.pt (the newest state), best.pt (that of the least validation loss), metrics.jsonl
+and, where matplotlib is installed, loss.png.
+"""
+import argparse
+import difflib
+import json
+import math
+import os
+import warnings
+import zipfile
+
+import torch
+
+from data import fail, generator
+from model import Sizes, Transformer, pack_weights
+from objectives import EVAL_ROWS, OBJECTIVES, find_objective
+
+VERSION = 1                                     # of the checkpoint's layout
+PARTS = {"config", "step", "seconds", "best", "sources", "metrics_bytes", "model", "heads", "adamw", "muon",
+         "held_out"}
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun's processes
+DEVICE = {"device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
+          "dtype": ("auto", "of activations", ("auto", "float32", "bfloat16"))}
+
+# every flag but the objectives' own: (default, help), with lowest and highest, or choices; a default may depend on
+# device or optimizer
+SETTINGS = {
+    "run": {
+        "objective": (next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
+        "data": (["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
+        "out_dir": ("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
+        "resume": (False, "go on with the run in --out_dir, without it with the newest under out/"),
+        "init_from": ("", "run or checkpoint whose weights to start from, with a new optimizer"),
+        "seed": (1, "of weights, windows and corruption", 0, 2 ** 31),
+    },
+    "model": {
+        "n_layer": ({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
+        "n_head": ({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
+        "n_embd": ({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
+        "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 2, 1 << 24),
+    },
+    "training": {
+        "batch_size": ({"cpu": 8, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
+        "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
+        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps", 0, 1 << 40),
+        "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
+        "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
+        "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
+        "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
+        "grad_clip": (1.0, "largest norm of the gradient, 0 for any", 0.0, 1e30),
+        "doc_mask": (False, "keep attention inside a document, where the objective keeps the text's order"),
+        "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all)", ("muon", "adamw")),
+    },
+    "evaluation": {
+        "eval_interval": ({"cpu": 200, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
+        "eval_iters": (8, f"validation batches of {EVAL_ROWS} rows for each source", 1, 1 << 24),
+        "log_interval": (10, "steps between lines of metrics.jsonl", 1, 1 << 40),
+    },
+    "system": DEVICE | {
+        "compile": (False, "torch.compile the loss"),
+        "cuda_graph": (False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
+    },
+}
+# what may differ between a run and its continuation
+FREE = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile", "cuda_graph"}
+
+
+# ---- flags, of every program
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        fail(f"{message}. Try: python {self.prog} --help")
+
+    def parse_args(self, argv):
+        given, unknown = self.parse_known_args(argv)
+        if not unknown:
+            return given
+        word = unknown[0].split("=")[0]
+        if not word.startswith("-"):
+            fail(f"stray word {word!r}. Try quotes around what belongs together, or no space in it")
+        near = difflib.get_close_matches(word, self._option_string_actions, 1)
+        fail(f"unknown argument {word}. Try {near[0] if near else f'python {self.prog} --help'}")
+
+
+def make_parser(prog, doc, groups, epilog=""):  # groups {title: {flag: spec}} -> Parser that returns what was given
+    # no defaults here: what was not given must be known, since a checkpoint's settings come in between
+    parser = Parser(prog=prog, usage=f"python {prog} [flags below]", description=doc, epilog=epilog,
+                    formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS)
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag, (default, text, *_) in flags.items():
+            first = [*default.values()][0] if isinstance(default, dict) else default
+            words = default if isinstance(default, list) else [str(default)]
+            if isinstance(default, dict):       # depends on the device or the optimizer
+                words = [f"{k} {v}" for k, v in default.items()]
+            if default not in ("", False, True):
+                text += f" [{', '.join(words)}]"
+            if first is False:
+                how = dict(action="store_true")
+            elif first is True:
+                how = dict(action=argparse.BooleanOptionalAction)
+            elif isinstance(first, list):
+                how = dict(metavar="X", nargs="+")
+            else:
+                how = dict(metavar="X", type=type(first))
+            group.add_argument(f"--{flag}", help=text.replace("%", "%%"), **how)
+    return parser
+
+
+def check(values, specs, where=""):
+    """Fails where a value is not of its default's type, out of its range or not among its choices."""
+    for flag, (default, _, *bounds) in specs.items():
+        value, first = values[flag], [*default.values()][0] if isinstance(default, dict) else default
+        kind = (int, float) if isinstance(first, float) else type(first)
+        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool):
+            fail(f"{where}--{flag} {value!r}: wants {type(first).__name__}. Try the default")
+        if len(bounds) == 2 and not bounds[0] <= value <= bounds[1]:
+            fail(f"{where}--{flag} {value}: must lie between {bounds[0]} and {bounds[1]}. Try the default")
+        if len(bounds) == 1 and value not in bounds[0]:
+            fail(f"{where}--{flag} {value}: unknown. Try {' or '.join(bounds[0])}")
+
+
+# ---- settings of a run
+
+def specs():  # -> {flag: spec}, the objectives' own included
+    groups = [*SETTINGS.values(), *(entry["settings"] for entry in OBJECTIVES.values())]
+    return {flag: spec for group in groups for flag, spec in group.items()}
+
+
+def defaults(kind="cpu", optimizer="muon"):  # -> {flag: default}
+    def pick(default):
+        return next(default[k] for k in (kind, optimizer) if k in default) if isinstance(default, dict) else default
+    return {flag: pick(spec[0]) for flag, spec in specs().items()}
+
+
+def parse(argv):  # -> {flag: value} of train.py's flags that argv gives
+    groups, listed = dict(SETTINGS), {flag for flags in SETTINGS.values() for flag in flags}
+    for name, entry in OBJECTIVES.items():      # a setting that several share is listed with the first
+        groups["of " + name] = {flag: spec for flag, spec in entry["settings"].items() if flag not in listed}
+        listed |= set(entry["settings"])
+    lines = [f"  {name:12s}{e['mask']:14s} {e['help']}; {e['use']}" for name, e in OBJECTIVES.items()]
+    epilog = "\n".join(["objectives: who sees whom, what is learned; what sample.py does with it", *lines])
+    return vars(make_parser("train.py", "Train any objective of objectives.py on any bytes.", groups, epilog).parse_args(argv))
+
+
+def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to go on from, or ""
+    """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes nothing.
+
+    Fails on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
+    given, saved = {flag: value for flag, value in parse(argv).items() if value != "auto"}, {}
+    resume = given.pop("resume", False) and checkpoint_path(given.get("out_dir") or newest_run())
+    if resume:
+        saved = load_checkpoint(resume)["config"]
+        given["out_dir"] = os.path.dirname(resume) or "."
+        refuse_changes(given, saved, set(saved) - FREE, "the run to resume was started with")
+    elif given.get("init_from"):
+        sizes = ("n_layer", "n_head", "n_embd", "block_size")
+        saved = {k: v for k, v in load_checkpoint(given["init_from"])["config"].items() if k in sizes}
+        refuse_changes(given, saved, sizes[:3], f"the model in {given['init_from']} has")
+
+    # defaults of the device, of the optimizer, of the objective, then those two; the device is the machine's, not
+    # the run's
+    device = pick_device(given.get("device", "auto"))
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    chosen = saved | given
+    usual = defaults(kind, chosen.get("optimizer", "muon"))
+    own = OBJECTIVES.get(chosen.get("objective", usual["objective"]), {}).get("defaults", {})
+    values = usual | own | chosen | {"device": str(device), "resume": False}
+    check(values, specs())
+    hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume or ""})
+
+    # what cannot be
+    if hp.cuda_graph and device.type != "cuda":
+        fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {device}. Try without it")
+    if hp.n_embd % (2 * hp.n_head):
+        fits = 2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)
+        fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
+    objective = find_objective(hp)
+    for name, entry in OBJECTIVES.items():
+        for flag in sorted(set(entry["settings"]) & set(given) - set(objective["settings"])):
+            fail(f"--{flag}: is a setting of {name}, but this run trains {hp.objective}. Try --objective {name}")
+    if hp.doc_mask and not objective["packs"]:
+        those = " ".join(name for name, entry in OBJECTIVES.items() if entry["packs"])
+        fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {those}")
+    return hp
+
+
+def refuse_changes(given, saved, flags, what):
+    for flag in sorted(set(flags) & set(given)):
+        if given[flag] != saved[flag]:
+            fail(f"--{flag} {given[flag]}: {what} {saved[flag] or 'none'}. Try without --{flag}")
+
+
+# ---- the device
+
+def pick_device(name):
+    """auto: CUDA, else mps, else the CPU; of torchrun's processes each has its own GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and WORLD > 1:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        probe = torch.zeros(1, device=name)
+        probe.cpu()                             # there are devices that hold nothing
+        return probe.device
+    except (RuntimeError, AssertionError, NotImplementedError):
+        fail(f"--device {name}: not on this machine. Try --device cpu")
+
+
+def pick_dtype(name, device):  # -> "float32" or "bfloat16"; auto: the second where the hardware multiplies it
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+    # products of bfloat16 are the faster ones on a CPU that has instructions for them, and on no other
+    fast = any(getattr(torch.cpu, f"_is_{isa}_supported", bool)() for isa in ("avx512_bf16", "amx_tile"))
+    return "bfloat16" if device.type == "cpu" and fast else "float32"
+
+
+def use_device(device):  # -> how float32 products are computed, in words
+    """Makes a GPU the current one, to which streams and graphs belong. On x86 "medium" hands float32 products to
+    oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where it would round the operands to bfloat16
+    (AMX, ARM) a probe sees it, and they stay exact."""
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        return "float32 products exact"
+    a = torch.randn(256, 256, generator=generator("probe"))
+    torch.set_float32_matmul_precision("medium")
+    off = float((a @ a - (a.double() @ a.double())).norm() / (a.double() @ a.double()).norm())
+    if off < 1e-5:
+        return f"float32 products by oneDNN, exact to {off:.0e}"
+    torch.set_float32_matmul_precision("highest")
+    return "float32 products exact"
+
+
+class Captured:
+    """f as one CUDA graph. The first calls run eagerly on a stream of their own, while f allocates and compiles; the
+    next is captured, and it and all later ones replay the graph. f takes no arguments and reads and writes tensors
+    that stay where they are; gens: the generators it draws from, whose new seeds reach the next replay."""
+
+    def __init__(self, f, gens=(), warm=3):
+        self.f, self.gens, self.warm = f, gens, warm
+        self.stream, self.graph, self.out = torch.cuda.Stream(), None, None
+
+    def __call__(self):
+        if self.warm > 0:
+            self.warm -= 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                out = self.f()
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return out
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            for g in self.gens:
+                self.graph.register_generator_state(g)
+            with torch.cuda.graph(self.graph):  # records, runs nothing
+                self.out = self.f()
+        self.graph.replay()
+        return self.out
+
+
+# ---- the folder
+
+def choose_out_dir(hp):  # -> a folder that holds no run yet
+    """Fails where --out_dir names a file, or a folder in which training has begun."""
+    if not hp.out_dir:
+        base = path = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
+        i = 1
+        while os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
+            i += 1
+            path = f"{base}-{i}"
+        return path
+    if any(os.path.exists(os.path.join(hp.out_dir, name)) for name in ("ckpt.pt", "best.pt")):
+        fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
+    if os.path.exists(hp.out_dir) and not os.path.isdir(hp.out_dir):
+        fail(f"--out_dir {hp.out_dir}: is a file. Try another name")
+    log = os.path.join(hp.out_dir, "metrics.jsonl")             # harmless (a start that failed) unless it holds steps
+    if os.path.isfile(log):
+        with open(log, "rb") as f:
+            if b'"split": "train"' in f.read():
+                fail(f"--out_dir {hp.out_dir}: holds the metrics of a run whose checkpoints are gone. Try another")
+    return hp.out_dir
+
+
+def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep` bytes
+    """Locked, so that a folder holds one run at a time. Fails where it cannot be written."""
+    path = os.path.join(out_dir, "metrics.jsonl")
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        f = open(path, "r+b" if os.path.exists(path) else "w+b")
+    except OSError as e:
+        fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
+    try:
+        import fcntl  # here: Windows has none, and there two runs in one folder are not kept apart
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)           # ends with the process, however that ends
+    except ImportError:
+        pass
+    except OSError:
+        fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
+    # lines after those of the checkpoint are of steps that are taken again
+    f.truncate(min(keep, os.path.getsize(path)))
+    f.seek(0, os.SEEK_END)
+    return f
+
+
+def write_line(f, record):  # one JSON object, flushed
+    try:
+        f.write(json.dumps(record).encode() + b"\n")
+        f.flush()
+    except OSError as e:
+        disk_refused(f.name, e.strerror)
+
+
+# ---- checkpoints
+
+def checkpoint_path(path):  # a run's folder, or a file -> the file: ckpt.pt, or best.pt where a kill left that alone
+    """Fails where there is none."""
+    if not os.path.isdir(path):
+        found = [path]
+    else:
+        found = [os.path.join(path, name) for name in ("ckpt.pt", "best.pt")]
+    for file in found:
+        if os.path.isfile(file):
+            return file
+    fail(f"{path}: no checkpoint there. Try the folder of a run, such as out/clm")
+
+
+def newest_run():  # -> folder under out/ whose checkpoint was written last
+    times = {}
+    for name in os.listdir("out") if os.path.isdir("out") else []:
+        for file in ("ckpt.pt", "best.pt"):
+            path = os.path.join("out", name, file)
+            if os.path.exists(path):
+                times[os.path.join("out", name)] = os.path.getmtime(path)
+                break
+    if not times:
+        fail("no run under out/. Try python train.py first, or name a folder with --out_dir")
+    return max(times, key=times.get)
+
+
+def save_checkpoint(path, state):
+    """Whole or absent: written under another name, synced, then renamed. Fails when the disk refuses."""
+    try:
+        # never write over the old file: a kill halfway would leave neither
+        with open(path + ".tmp", "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+        if hasattr(os, "O_DIRECTORY"):          # the new name too, where folders can be synced
+            folder = os.open(os.path.dirname(path) or ".", os.O_DIRECTORY)
+            os.fsync(folder)
+            os.close(folder)
+    except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
+        if os.path.exists(path + ".tmp"):
+            os.remove(path + ".tmp")
+        disk_refused(path, str(e).splitlines()[0])
+
+
+def disk_refused(path, why):
+    folder = os.path.dirname(path) or "."
+    then = "the same command"                   # before the first save nothing is lost
+    for name in ("best.pt", "ckpt.pt"):
+        if os.path.exists(os.path.join(folder, name)):
+            then = f"--resume --out_dir {folder}, whose {name} is whole"
+    fail(f"{path}: could not be written ({why}). Try freeing disk space, then {then}")
+
+
+def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
+    """Never runs code from the file, and checks every byte against the file's own checksums (milliseconds a MB).
+    Fails where it is missing, damaged, foreign or of a newer version."""
+    path = checkpoint_path(path)
+    try:
+        with warnings.catch_warnings(), zipfile.ZipFile(path) as z:
+            warnings.simplefilter("ignore")     # of foreign files
+            assert z.testzip() is None
+            # weights_only: a checkpoint is data, a pickle is a program
+            ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        version = int(ckpt["version"])
+        assert version > VERSION or PARTS <= set(ckpt)
+        config = defaults() | ckpt["config"] | {"resume": False}                    # a fork may have brought new flags
+        step = int(ckpt["step"])
+    except Exception as e:                      # what a damaged file raises depends on where it is damaged
+        best = os.path.join(os.path.dirname(path), "best.pt")
+        beside = best if os.path.exists(best) and best != path else "another run"
+        fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try {beside}")
+    if version > VERSION:
+        fail(f"{path}: has layout {version}, this program reads up to {VERSION}. Try a newer version of the program")
+    check(config | {"device": "auto"}, specs(), f"{path}: ")
+    if step < 0:
+        fail(f"{path}: is at step {step}. Try another run")
+    return ckpt | {"config": config}
+
+
+def build(hp):  # -> model, heads (an nn.ModuleDict)
+    """Weights are drawn on the CPU from the seed, the trunk before the heads: equal seeds give equal trunks on every
+    device and under every objective."""
+    sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hp.seed)
+        model = Transformer(sizes, getattr(torch, hp.dtype))
+        heads = torch.nn.ModuleDict(find_objective(hp)["heads"](sizes, hp))
+    return model.to(hp.device), heads.to(hp.device)
+
+
+def restore(model, heads, ckpt, path, fresh=False):
+    """fresh: heads that the checkpoint does not have stay as they are; else it must have them all. Fails where they
+    do not fit, or are not finite."""
+    try:
+        model.load_state_dict(ckpt["model"])
+        for name, head in heads.items():
+            if name in ckpt["heads"] or not fresh:
+                head.load_state_dict(ckpt["heads"][name])
+    except (RuntimeError, KeyError, AttributeError) as e:
+        fail(f"{path}: its weights do not fit its settings ({type(e).__name__}). Try another checkpoint")
+    if not all(bool(p.isfinite().all()) for module in (model, heads) for p in module.parameters()):
+        fail(f"{path}: has weights that are not finite. Try best.pt beside it, or another run")
+
+
+def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, checkpoint; for inference
+    """Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products."""
+    ckpt = load_checkpoint(path)
+    hp, device = argparse.Namespace(**ckpt["config"]), pick_device(device)
+    use_device(device)
+    hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
+    model, heads = build(hp)
+    restore(model, heads, ckpt, path)
+    # no training here: weights take the activations' type, and a pass reads half as much
+    model, heads = model.to(getattr(torch, hp.dtype)).requires_grad_(False), heads.requires_grad_(False)
+    pack_weights(model)
+    return model, heads, hp, ckpt
