@@ -6,9 +6,9 @@
     python bench.py --parts decode --run out/mtp        a trained run, for self-speculation
     python bench.py --parts loss --data book.txt --block_size 64 --batch_size 12 --nanogpt ../nanoGPT
 
-Every figure is the median of --repeats runs; the sides of a ratio are interleaved, so that a machine whose speed
-drifts slows both. Data are random bytes. --nanogpt measures a checkout of karpathy/nanoGPT beside ours: its model,
-optimizer and way to draw a batch; on a GPU compiled, in bfloat16, as its train.py has them.
+Every figure is the median of --repeats runs; the sides of a ratio are interleaved, so that a machine whose
+speed drifts slows both. Data are random bytes. --nanogpt measures a checkout of karpathy/nanoGPT beside ours:
+its model, optimizer and way to draw a batch; on a GPU compiled, in bfloat16, as its train.py has them.
 """
 # B rows, T positions, C width, V vocabulary
 import contextlib
@@ -289,8 +289,8 @@ def bench_decode(flags, device, names):
 
 
 def bench_loss(flags, device, names):
-    """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then nanoGPT
-    once, and whether our median loss is no worse than its."""
+    """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then
+    nanoGPT once, and whether our median loss is no worse than its."""
     if not flags.data:
         fail("--parts loss: trains on a text. Try --data with a file")
     [source], T = open_corpus([flags.data]), flags.block_size

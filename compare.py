@@ -7,10 +7,11 @@
     python compare.py --sweep bart_noise=mask,infill+permute        a + inside a value stands for a comma
     python compare.py --sweep replay=0,.05,.25          continual pre-training on C++ headers, Python as the old corpus
 
-Every cell (objective, setting, seed) is one run of train.py in a folder of its own, for the same number of row
-positions; what is finished is not trained again. Results go to results.jsonl, from which the Markdown tables and the
-pictures are drawn anew each time, with differences from the first row paired by seed. To measure anew, delete
-results.jsonl: the runs stay. Flags that are not listed below are train.py's, such as --n_layer 6.
+Every cell (objective, setting, seed) is one run of train.py in a folder of its own, for the same number of
+row positions; what is finished is not trained again. Results go to results.jsonl, from which the Markdown
+tables and the pictures are drawn anew each time, with differences from the first row paired by seed. To
+measure anew, delete results.jsonl: the runs stay. Flags that are not listed below are train.py's, such as
+--n_layer 6.
 """
 # N windows, n bytes of a window, a bytes left of a middle of m, C width, K classes, L layers
 import contextlib
@@ -78,8 +79,9 @@ def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long: windows with
 
 @torch.no_grad()
 def infill_logits(model, entry, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1, or None
-    """In the entry's own format, each byte from the middle's bytes before it, and from both sides where the objective
-    gives both: the chain rule, so that their nats add up to a code length. None where there is no way to ask."""
+    """In the entry's own format, each byte from the middle's bytes before it, and from both sides where the
+    objective gives both: the chain rule, so that their nats add up to a code length. None where there is no
+    way to ask."""
     left, middle, right = x[:, :a], x[:, a:a + m], x[:, a + m:]
     frame = entry["fills"](hp)
     if frame:                                   # m passes, pass i with the middle's first i bytes in place
@@ -112,9 +114,9 @@ def infilling(model, entry, hp, text):  # -> {infill_m: bits a byte, left_only}
 
 @torch.no_grad()
 def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
-    """A tenth of the bytes is replaced by bytes of the text's own distribution; a byte's score is what its head says
-    where it has one that marks bytes, else its surprise: given the others while every eighth byte is masked, or given
-    those before it."""
+    """A tenth of the bytes is replaced by bytes of the text's own distribution; a byte's score is what its
+    head says where it has one that marks bytes, else its surprise: given the others while every eighth byte
+    is masked, or given those before it."""
     x, g = windows(text, min(hp.block_size, 256) - 2, ROWS, "corruption"), generator("compare,replaced")
     other = text[torch.randint(0, len(text), x.shape, generator=g)].long()
     bad = (torch.rand(x.shape, generator=g) < SHARE) & (other != x)
@@ -157,7 +159,8 @@ def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass
 
 @torch.no_grad()
 def states(model, entry, hp, x):  # (N, n) -> (L, N, n, C): each block's states, normed, in pieces of the block
-    """Read under the objective's own mask, by a hook on each block, since nothing else wants states from inside."""
+    """Read under the objective's own mask, by a hook on each block, since nothing else wants states from
+    inside."""
     kept, (N, n) = [], x.shape
     hooks = [block.register_forward_hook(lambda _, args, out: kept.append(norm(out).float())) for block in model.blocks]
     model(x.reshape(-1, min(hp.block_size, n)), "causal" if entry["mask"] == "causal" else "bidirectional")
@@ -218,8 +221,8 @@ def probe(layers, y, split, K):  # layers (L, N, C), y (N,), split (N,) -> balan
 
 
 def probe_data(n):  # -> x (N, n), classes (N, n), split (N,), rows and cols of the bytes to probe
-    """Labels from the corpus itself. split: 0 fit, 1 choose the layer, 2 score, which are the documents that data.py
-    holds out."""
+    """Labels from the corpus itself. split: 0 fit, 1 choose the layer, 2 score, which are the documents that
+    data.py holds out."""
     x, classes, split = [], [], []
     for i, text in enumerate(read_stdlib().values()):
         labels, part = byte_classes(text), 2 if i % 10 == 9 else int(i % 5 == 0)
@@ -266,7 +269,8 @@ def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the ru
 
 
 def logged(folder):  # -> {metric: number} that metrics.jsonl and the settings hold
-    """The last validation, the median pace, bytes of the windows that were drawn (some rows may use fewer)."""
+    """The last validation, the median pace, bytes of the windows that were drawn (some rows may use
+    fewer)."""
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         records = [json.loads(line) for line in f][1:]
     val = next(r for r in records if r.get("split") == "val" and r["step"] == records[-1]["step"])

@@ -178,7 +178,8 @@ def read_documents(paths):  # -> {path: contents} in sorted order, text only, ea
 
 
 def split_documents(documents):  # -> train (N,), val (N,) uint8
-    """Every tenth document is for validation, so that both splits are of one kind. A NUL ends each document."""
+    """Every tenth document is for validation, so that both splits are of one kind. A NUL ends each
+    document."""
     if len(documents) < 10:                     # too few to hold whole ones out
         return split_file(from_bytes(b"\0".join(documents) + b"\0"))
     val = documents[9::10]
@@ -217,8 +218,8 @@ def draw(corpus, split, n, B, g, whole=False):  # -> source (B,), offset (B, 1 o
     """Where the B windows of n bytes lie. Sources and offsets are stratified: every batch holds each source's
     share to within a row, and the rows of a batch come each from its own B-th of a source, in random order.
 
-    whole: whether rows want windows without a NUL, and get TRIES candidates; a bool, or one for each row (b,),
-    repeated over the batch."""
+    whole: whether rows want windows without a NUL, and get TRIES candidates; a bool, or one for each row
+    (b,), repeated over the batch."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
     # room: offsets that fit; u: one number from each B-th of [0, 1), in random order
     room = torch.tensor([len(s[split]) - n + 1 for s in corpus])

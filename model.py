@@ -3,9 +3,9 @@
 B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys
 
 Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021),
-QK-norm (Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start at
-zero, logits capped by 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with them
-is the objective's.
+QK-norm (Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start
+at zero, logits capped by 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with
+them is the objective's.
 """
 import functools
 import importlib.util
@@ -94,8 +94,8 @@ def choose_attention(mask, q, T_k, B, sizes, dtype, doc=None, cache=None):
 # ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
 
 def attend_plain(q, k, v, bias):
-    """softmax(q k^T / sqrt(D) + bias) v. One kernel takes the product, the scale and the bias, which is 0 where
-    a query may attend and -inf elsewhere."""
+    """softmax(q k^T / sqrt(D) + bias) v. One kernel takes the product, the scale and the bias, which is 0
+    where a query may attend and -inf elsewhere."""
     att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5)
     return (att.softmax(-1) @ v.flatten(0, 1)).view_as(q)                           # att (B H, T_q, T_k)
 
@@ -160,8 +160,8 @@ def pack_weights(model):
 
 
 class Block(nn.Module):
-    """What a block must honour: `attend` holds the mask and the prefix; where there is a cache, `extend` takes
-    the new keys and values and returns all of them; activations stay in x's dtype."""
+    """What a block must honour: `attend` holds the mask and the prefix; where there is a cache, `extend`
+    takes the new keys and values and returns all of them; activations stay in x's dtype."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -198,8 +198,8 @@ class Transformer(nn.Module):
         self.head = Linear(sizes.n_embd, sizes.vocab_size, zero=True)
 
     def forward(self, idx, mask, doc=None, cache=None):  # idx (B, T) -> hidden states (B, T, C), normed
-        """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep attention
-        inside a document. cache: a Cache or StaticCache; idx then continues what it holds."""
+        """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep
+        attention inside a document. cache: a Cache or StaticCache; idx then continues what it holds."""
         B, T = idx.shape
         at = torch.arange(T, device=idx.device) if cache is None else cache.positions(T)            # (T,)
         T_k = T if cache is None else cache.reach(T)
@@ -220,7 +220,8 @@ class Transformer(nn.Module):
 # ---- KV cache
 
 class Cache:
-    """Keys and values of the positions so far: room for T positions of B rows. move(-n) forgets the last n."""
+    """Keys and values of the positions so far: room for T positions of B rows. move(-n) forgets the last
+    n."""
 
     def __init__(self, model, B, T):
         sizes, device = model.sizes, model.embed.weight.device

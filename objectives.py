@@ -1,19 +1,21 @@
 """Every pre-training objective: how clean windows become a batch, and how a batch becomes a loss.
 
-B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V vocabulary; k chosen
-positions, S spans, N noise bytes, L bytes of a text, of which m are present
+B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V vocabulary; k
+chosen positions, S spans, N noise bytes, L bytes of a text, of which m are present
 
-An objective is one page: a few functions, and its entry below them. Most entries leave out what is usual (USUAL).
+An objective is one page: a few functions, and its entry below them. Most entries leave out what is usual
+(USUAL).
     make(x (B, n), g, hp) -> batch         dict of tensors with B rows each; "mask" may be a name instead
     window(T, hp) -> n                     raw bytes that fill a row of T positions
     heads(sizes, hp) -> {name: module}     what is needed beyond the model's byte head
     terms(batch, hp) -> {term: (count, coefficient)}      known before the forward pass
     loss(model, heads, batch, hp) -> {term: sum}          in nats; figures, of coefficient 0, in evaluation alone
-hp holds every setting, as run.get_config returns them. A term named "nll" is nats of the byte head: its mean is
-also printed as perplexity. Corruption draws from g alone and has static shapes: no loop over rows, nothing read
-back from the device. Exact counts (k masked bytes, S spans of N bytes in every row) stand where papers draw each
-position by itself, so that no row is ever without a target. The total is the sum over terms of coefficient * sum /
-count, with sums and counts over the whole global batch: a mean of micro-batch means would weigh targets unequally.
+hp holds every setting, as run.get_config returns them. A term named "nll" is nats of the byte head: its mean
+is also printed as perplexity. Corruption draws from g alone and has static shapes: no loop over rows, nothing
+read back from the device. Exact counts (k masked bytes, S spans of N bytes in every row) stand where papers
+draw each position by itself, so that no row is ever without a target. The total is the sum over terms of
+coefficient * sum / count, with sums and counts over the whole global batch: a mean of micro-batch means would
+weigh targets unequally.
 """
 import difflib
 import math
@@ -152,14 +154,6 @@ def same_length(T, hp):  # window of the objectives that work in place
     return T
 
 
-def no_heads(sizes, hp):
-    return {}
-
-
-def never(*args):  # in an entry: not a thing to ask of this objective
-    return None
-
-
 def from_left(hp):
     return "causal", [], []
 
@@ -171,10 +165,10 @@ def in_place(hp):
 USUAL = dict(
     # what training asks
     window=next_byte,
-    heads=no_heads,
+    heads=lambda sizes, hp: {},
     terms=token_terms,
     loss=token_loss,
-    settings={},            # {flag: (default, help), (default, help, lowest, highest) or (default, help, choices)}
+    settings={},            # {flag: (default, help)}, with lowest and highest, or with choices
     defaults={},            # other defaults of the flags that all objectives share
     whole=False,            # wants windows without a NUL inside
     packs=False,            # keeps the text's order, so that --doc_mask can keep attention inside a document
@@ -184,16 +178,16 @@ USUAL = dict(
     bpb=None,
     bounds=None,
     hides=True,             # of prefix rows: no byte of the target stands in the source; the tests look
-    # how it is used: sample.py's mode, and how a text is laid out as in training; None where the settings never
-    # trained it
+    # how it is used: sample.py's mode, and how a text is laid out as in training; None where its settings never
+    # trained it so
     mode="continue",        # continue, fill, infill, repair, mark, follow, search or seam
-    continues=never,        # (hp) -> (mask "causal" or "prefix", ids before, ids after) a prompt to be continued
-    fills=never,            # (hp) -> (ids before, ids after, shift) a text with MASKs: byte i is read shift before it
-    orders=(),              # in which MASKs may be filled: confident, left, ancestral; the first is the default
-    ask=never,              # (pieces, m, hp) -> (ids up to the first answer, P): a text with holes of about m bytes
+    continues=lambda hp: None,              # a prompt: (mask "causal" or "prefix", ids before, ids after)
+    fills=lambda hp: None,  # a text with MASKs: (ids before, ids after, shift); byte i is read shift before it
+    orders=(),              # in which MASKs may be filled: confident, left, ancestral; the first is usual
+    ask=lambda pieces, m, hp: None,         # a text with holes of about m bytes: (ids up to the first answer, P)
     ends=None,              # (k) -> the id that ends the answer for hole k
     holes=1,                # at most
-    ahead=None,             # (heads, h (..., C)) -> (..., n - 1, C): states of the bytes after the next, to draft
+    ahead=None,             # (heads, h (..., C)) -> (..., n - 1, C): states of the bytes after the next
     answer=None,            # what mode mark, follow, search or seam asks of model and heads; see sample.py
 )
 
@@ -229,8 +223,9 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
         inp   t [M] e   c a q    who sees whom: bidirectional
         tgt   .  h  . . .  . t   loss at the chosen positions: 80% MASK, 10% a random byte, 10% left as they are
 
-    Exactly round(mask_rate * T) positions of each row, as in BERT's own code, drawn anew for every batch, as in
-    RoBERTa (Liu et al. 2019). Departures: bytes in place of word pieces; a random byte is never a special id."""
+    Exactly round(mask_rate * T) positions of each row, as in BERT's own code, drawn anew for every batch, as
+    in RoBERTa (Liu et al. 2019). Departures: bytes in place of word pieces; a random byte is never a special
+    id."""
     B, T = x.shape
     inp, tgt = mask_bytes(x, choose(B, T, max(1, round(hp.mask_rate * T)), g), g)
     return dict(inp=inp, tgt=tgt, mask="bidirectional")
@@ -244,7 +239,8 @@ add("mlm", make=mlm, help="masked bytes from all the others", use="fill [MASK]",
 # ---- prefix: prefix language modeling
 
 def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
-    """Prefix language modeling: a suffix from a prefix that is read in both directions (T5, Raffel et al. 2020).
+    """Prefix language modeling: a suffix from a prefix that is read in both directions (T5, Raffel et al.
+    2020).
 
         inp   t h e   c a      who sees whom: the first P positions all of each other, the rest causal (P = 3)
         tgt   . .   c a t      loss from position P - 1 on, which predicts the first byte after the prefix
@@ -270,12 +266,9 @@ def prefix_window(T, hp):
     return next_byte(T, hp)
 
 
-def prefix_continues(hp):
-    return "prefix", [], []
-
-
 add("prefix", make=prefix_lm, help="a suffix from a prefix read both ways", use="read a prompt, continue",
-    mask="prefix", window=prefix_window, bpb="causal", packs=True, continues=prefix_continues,
+    mask="prefix", window=prefix_window, bpb="causal", packs=True,
+    continues=lambda hp: ("prefix", [], []),
     settings={"prefix_min": (0.0, "shortest prefix, as a share of the block", 0.0, 1.0),
               "prefix_max": (1.0, "longest prefix, as a share of the block", 0.0, 1.0)})
 
@@ -283,15 +276,17 @@ add("prefix", make=prefix_lm, help="a suffix from a prefix read both ways", use=
 # ---- span: span corruption
 
 def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
-    """Span corruption: a text's noise spans, from the text with a sentinel in place of each (T5, Raffel et al. 2020).
+    """Span corruption: a text's noise spans, from the text with a sentinel in place of each (T5, Raffel et
+    al. 2020).
 
         z     t h [0] c a t   s [1] SEP [0] e   [1] a t EOT     z one longer than a row; inp z[:-1], tgt z[1:]
               \\____ source: both ways ____/  \\__ causal, loss __/
 
-    Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in every row, all placements in
-    which no two spans touch equally likely. Departures: T5's own code always starts with a kept token and ends
-    with a noise one, which makes the last position noise in every row; here both edges are free. Sentinels count
-    up, and, as in the code but not in the paper's figure, no final sentinel follows the last span."""
+    Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in every row, all
+    placements in which no two spans touch equally likely. Departures: T5's own code always starts with a kept
+    token and ends with a noise one, which makes the last position noise in every row; here both edges are
+    free. Sentinels count up, and, as in the code but not in the paper's figure, no final sentinel follows the
+    last span."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     return span_rows(x, N, S, hp.block_size, g)
 
@@ -317,15 +312,11 @@ def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N byt
     return edge[:, :n] == 1, edge[:, :n].cumsum(1) == 1
 
 
-def count_spans(n, rate, mean):  # -> N noise bytes among n, S spans that hold them; at least one of each
-    N = min(max(round(n * rate), 1), n - 1)
-    return N, max(1, round(N / mean))
-
-
 def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and spans of a row
     """The most raw bytes whose source, SEP, target and EOT, with `extra` ids beside, fill T + 1 ids."""
     for n in range(T - 1 - extra, 1, -1):
-        N, S = count_spans(n, rate, mean)
+        N = min(max(round(n * rate), 1), n - 1)
+        S = max(1, round(N / mean))
         if n + 2 * S + 2 + extra <= T + 1:
             break
     else:
@@ -344,8 +335,8 @@ def span_window(T, hp):
 
 
 def span_ask(pieces, m, hp, mode=()):
-    """A source that does not end with a hole gets one more sentinel: rows of one length have taught the model to
-    write EOT at one place alone."""
+    """A source that does not end with a hole gets one more sentinel: rows of one length have taught the model
+    to write EOT at one place alone."""
     ids = [*mode, *pieces[0]]
     for k, piece in enumerate(pieces[1:]):
         ids += [SENTINEL + k, *piece]
@@ -353,15 +344,11 @@ def span_ask(pieces, m, hp, mode=()):
     return ids + [SEP, SENTINEL], len(ids) + 1
 
 
-def next_sentinel(k):
-    return SENTINEL + k + 1
-
-
 SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999),
          "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
 add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
-    window=span_window, settings=SPANS, whole=True, mode="infill", ask=span_ask, ends=next_sentinel,
-    holes=N_SENTINELS - 1)
+    window=span_window, settings=SPANS, whole=True, mode="infill", ask=span_ask, holes=N_SENTINELS - 1,
+    ends=lambda k: SENTINEL + k + 1)
 
 
 # ---- ul2: a mixture of denoisers
@@ -376,9 +363,9 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
         [S] prefix SEP rest EOT      the rest of a text, cut between n/4 and 3n/4
         [X] source SEP spans EOT     half of the text in spans of mean 32
 
-    A batch holds fixed rows of each, by ul2_weights. Departures: three denoisers stand for the paper's seven, half
-    of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span. Targets of all rows are pooled
-    in one mean, so X rows, which have most, weigh most; each denoiser's own mean is logged."""
+    A batch holds fixed rows of each, by ul2_weights. Departures: three denoisers stand for the paper's seven,
+    half of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span. Targets of all rows
+    are pooled in one mean, so X rows, which have most, weigh most; each denoiser's own mean is logged."""
     T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
     for (_, mode, n, N, S), rows in zip(parts, apportion([d[0] for d in parts], x.size(0))):
         raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes
@@ -437,10 +424,6 @@ def ul2_loss(model, heads, batch, hp):
     return sums
 
 
-def ul2_continues(hp):
-    return ("prefix", [MODE_S], [SEP]) if "S" in hp.ul2_weights else None
-
-
 def ul2_ask(pieces, m, hp):
     if not {"R", "X"} & set(hp.ul2_weights):
         return None
@@ -449,8 +432,9 @@ def ul2_ask(pieces, m, hp):
 
 
 add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
-    window=ul2_window, terms=ul2_terms, loss=ul2_loss, whole=True, mode="infill", continues=ul2_continues,
-    ask=ul2_ask, ends=next_sentinel, holes=N_SENTINELS - 1,
+    window=ul2_window, terms=ul2_terms, loss=ul2_loss, whole=True, mode="infill", ask=ul2_ask,
+    continues=lambda hp: ("prefix", [MODE_S], [SEP]) if "S" in hp.ul2_weights else None,
+    ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1,
     settings=SPANS | {"ul2_weights": ("R:.5,S:.25,X:.25", "shares of the rows of the denoisers R, S and X")})
 
 
@@ -464,9 +448,9 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
     Two cuts uniform over all places, so that each section is a third on average; a row is rearranged with
     probability fim_rate, of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text.
-    Windows lie within one document where they can (context-level FIM). Half of the rearranged rows are so to their
-    end; in the others another row's text follows EOT, as another document would: else EOT would be known by its
-    place in the row. A batch of one row has no other, and is rearranged to its end."""
+    Windows lie within one document where they can (context-level FIM). Half of the rearranged rows are so to
+    their end; in the others another row's text follows EOT, as another document would: else EOT would be
+    known by its place in the row. A batch of one row has no other, and is rearranged to its end."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes
     i, m = torch.arange(n, device=g.device), lengths(B, 1 if B > 1 else n, n, g)    # m (B, 1) are rearranged
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (m + 1)).long().sort(dim=1).values
@@ -500,12 +484,9 @@ def fim_ask(pieces, m, hp):
     return [PRE, *prefix, SUF, *suffix, MID], 0
 
 
-def to_eot(k):
-    return EOT
-
-
 add("fim", make=fim, help="text with its middle moved to the end", use="write between two texts", mask="causal",
-    window=fim_window, bpb="causal", whole=True, mode="infill", continues=from_left, ask=fim_ask, ends=to_eot,
+    window=fim_window, bpb="causal", whole=True, mode="infill", continues=from_left, ask=fim_ask,
+    ends=lambda k: EOT,
     settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
               "fim_spm_rate": (0.5, "share of those with the suffix first", 0.0, 1.0)})
 
@@ -519,16 +500,12 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), tgt_far (B, T, n - 1)
         tgt       h e   c a      head 1, the model's own
         tgt_far   e   c a t      head 2, and so on; each has loss at all T positions
 
-    The loss is the sum over heads. Head k reads norm(h + W_k h) through the shared byte head, so that mtp_heads 1
-    is clm exactly. Departure: the paper takes a transformer layer per head; its linear heads score nearly the
-    same."""
+    The loss is the sum over heads. Head k reads norm(h + W_k h) through the shared byte head, so that
+    mtp_heads 1 is clm exactly. Departure: the paper takes a transformer layer per head; its linear heads
+    score nearly the same."""
     T = x.size(1) - hp.mtp_heads
     ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                                     # (B, T, n): bytes t + 1 .. t + n
     return dict(clm(x[:, :T + 1], g, hp), tgt_far=ahead[:, :, 1:])
-
-
-def mtp_window(T, hp):
-    return T + hp.mtp_heads
 
 
 def mtp_heads(sizes, hp):
@@ -556,7 +533,7 @@ def mtp_loss(model, heads, batch, hp):
 
 
 add("mtp", make=mtp, help="several next bytes at once", use="continue, drafting ahead", mask="causal",
-    window=mtp_window, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss, bpb="causal", packs=True,
+    window=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss, bpb="causal", packs=True,
     continues=from_left, ahead=mtp_ahead, settings={"mtp_heads": (4, "bytes predicted at each position", 1, 64)})
 
 
@@ -569,9 +546,9 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), at (B, k), u (B, k)
         fake     t  h  e   c  u  t     its samples filled in, which the discriminator reads
         label    0  0  0 0 0  1  0     loss at every position: is the byte another than the original?
 
-    A byte that the generator guesses right counts as original; no gradient passes through the samples; weights 1
-    and electra_weight. As in the authors' code 85% of the chosen bytes are masked, 15% left. Departures: positions
-    without replacement; generator and discriminator do not share embeddings."""
+    A byte that the generator guesses right counts as original; no gradient passes through the samples;
+    weights 1 and electra_weight. As in the authors' code 85% of the chosen bytes are masked, 15% left.
+    Departures: positions without replacement; generator and discriminator do not share embeddings."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
     at, u = choose(B, T, k, g), torch.rand(B, 2, k, generator=g, device=g.device)
@@ -624,7 +601,8 @@ def electra_loss(model, heads, batch, hp):
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores above a 0
-    """From the sum of the ones' ranks (Mann and Whitney 1947); ties count half; .5 where one of the two is missing."""
+    """From the sum of the ones' ranks (Mann and Whitney 1947); ties count half; .5 where one of the two is
+    missing."""
     scores, labels = scores.cpu().double(), labels.cpu().double()                   # mps has no float64
     order, ones = scores.sort().values, labels.sum()
     rank = (torch.searchsorted(order, scores) + torch.searchsorted(order, scores, right=True) + 1) / 2
@@ -646,11 +624,11 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
 
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
-    bart_noise names any of NOISES, which follow each other in the order below. mask, delete, infill and replace
-    share bart_rate equally, each an exact number of bytes. Departures: replace is not BART's; infilled spans never
-    overlap, where fairseq's do and miss their rate; all of them become MASK, none a random byte; a sentence also
-    ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise; half of the rows hold as many, the
-    others fewer: else EOT would be known by its place in the row."""
+    bart_noise names any of NOISES, which follow each other in the order below. mask, delete, infill and
+    replace share bart_rate equally, each an exact number of bytes. Departures: replace is not BART's;
+    infilled spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a
+    random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise; half
+    of the rows hold as many, the others fewer: else EOT would be known by its place in the row."""
     B, L = x.shape
     m = lengths(B, min(8, L), L, g)                                                 # (B, 1) bytes of each row
     present = torch.arange(L, device=x.device) < m
@@ -721,8 +699,8 @@ def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte 
 
 
 def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays (B, L), start, used (B, K)
-    """At most K spans that cover exactly M of the present bytes: lengths are Poisson until they add up to M, the
-    last cut to fit; each span lies at a uniform gap between the bytes that stay."""
+    """At most K spans that cover exactly M of the present bytes: lengths are Poisson until they add up to M,
+    the last cut to fit; each span lies at a uniform gap between the bytes that stay."""
     (B, L), m = present.shape, present.sum(1, keepdim=True)
     # lengths, by the inverse of Poisson's distribution function
     j = torch.arange(64, device=g.device)
@@ -761,8 +739,8 @@ def bart_window(T, hp):
 
 
 def bart_ask(pieces, m, hp):
-    """It writes the whole text: its answer follows what it writes of the left side. infill stands for a hole of
-    any length, mask for one byte, the other noises for none."""
+    """It writes the whole text: its answer follows what it writes of the left side. infill stands for a hole
+    of any length, mask for one byte, the other noises for none."""
     left, right = pieces
     noises = hp.bart_noise.split(",")
     hole = [MASK] if "infill" in noises else [MASK] * m if "mask" in noises else []
@@ -770,7 +748,7 @@ def bart_ask(pieces, m, hp):
 
 
 add("bart", make=bart, help="a whole text from a noisy one", use="repair a text", mask="prefix",
-    window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=to_eot,
+    window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=lambda k: EOT,
     settings={"bart_noise": ("infill,permute", "any of " + ",".join(NOISES)),
               "bart_rate": (0.3, "share of bytes struck by mask, delete, infill and replace together", 0.001, 0.9),
               "poisson_lambda": (3.0, "mean length of an infilled span", 2.0, 20.0)})
@@ -782,15 +760,16 @@ GAP = 8                                         # bytes skipped between A and B:
 
 
 def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
-    """Next sentence prediction: does B follow A? With masked language modeling beside it (BERT, Devlin et al. 2019).
+    """Next sentence prediction: does B follow A? With masked language modeling beside it (BERT, Devlin et al.
+    2019).
 
         inp     CLS A A [M] A SEP B B B [M] SEP      who sees whom: bidirectional
         label   1 if B follows A, else 0             read at CLS
 
-    A and B are h bytes each, GAP bytes apart in both classes, so that neither length nor seam gives the answer
-    away. Exactly half the rows are negative: "random" takes another row's B, "swap" exchanges A and B (sentence
-    order prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for segment
-    embeddings."""
+    A and B are h bytes each, GAP bytes apart in both classes, so that neither length nor seam gives the
+    answer away. Exactly half the rows are negative: "random" takes another row's B, "swap" exchanges A and B
+    (sentence order prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for
+    segment embeddings."""
     B, T = x.size(0), hp.block_size
     h = (x.size(1) - GAP) // 2
     first, second = x[:, :h], x[:, h + GAP:]
@@ -845,13 +824,9 @@ def nsp_answer(model, heads, first, second, hp):  # ids, ids -> 0-D log-odds tha
     return heads["follows"](model(row, "bidirectional")[:, 0].float())[0, 0]
 
 
-def nsp_fills(hp):
-    return [CLS], [SEP], 0
-
-
 add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
     window=nsp_window, heads=nsp_heads, terms=nsp_terms, loss=nsp_loss, whole=True, mode="follow",
-    fills=nsp_fills, answer=nsp_answer,
+    fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
     settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
                                             ("random", "swap"))})
 
@@ -859,15 +834,16 @@ add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare 
 # ---- contrastive: InfoNCE over crops
 
 def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
-    """Contrastive learning: which of the batch's crops comes from the same window? (Contriever, Izacard et al. 2022)
+    """Contrastive learning: which of the batch's crops comes from the same window? (Contriever, Izacard et
+    al. 2022)
 
         window   t h e   c a t   s a t   o n       two crops of Lc = crop * T bytes each, from anywhere in it
         inp      [h e   c a t] [a t   s a t]       who sees whom: bidirectional
 
     InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both
-    directions. The negatives are the other rows of the micro-batch: accumulation and several processes equal one
-    big batch only at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one length,
-    no byte deleted, no queue of older negatives."""
+    directions. The negatives are the other rows of the micro-batch: accumulation and several processes equal
+    one big batch only at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one
+    length, no byte deleted, no queue of older negatives."""
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)
@@ -915,10 +891,10 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
         inp   t [M] [M]   c [M] t    who sees whom: bidirectional; l of L bytes masked
         tgt   .  h   e  . .  a  .    loss at these, times L / l, divided by B * L
 
-    The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes masked
-    with probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with exactly l
-    bytes the weight is never larger than L, no row is empty, and the spread is far smaller. l is stratified over
-    the batch. Only bytes compete: MASK and other ids are never predicted (MDLM's SUBS)."""
+    The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes
+    masked with probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with
+    exactly l bytes the weight is never larger than L, no row is empty, and the spread is far smaller. l is
+    stratified over the batch. Only bytes compete: MASK and other ids are never predicted (MDLM's SUBS)."""
     B, L = x.shape
     count = 1 + (stratified(B, g) * L).long().clamp(max=L - 1)                      # (B,): l of each row
     masked = ranks(torch.rand(B, L, generator=g, device=g.device)) < count[:, None]                 # (B, L)
@@ -954,8 +930,8 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
         window   t h e   c a t          who sees whom: bidirectional
         inp      c a t t h e            the label is 3, the place of the window's first byte; one label a row
 
-    BART (Lewis et al. 2020) rotates documents and reconstructs them; here its noise is made a question, which a
-    pointer over the T positions answers. The rotation is uniform over 0..T - 1."""
+    BART (Lewis et al. 2020) rotates documents and reconstructs them; here its noise is made a question, which
+    a pointer over the T positions answers. The rotation is uniform over 0..T - 1."""
     B, T = x.shape
     r = torch.randint(0, T, (B, 1), generator=g, device=g.device)
     at = (torch.arange(T, device=g.device) + r) % T                                 # (B, T)
@@ -993,8 +969,9 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
         inp   t [M] e   c    tgt   h . . . .      masked row: bidirectional; position i - 1 predicts the masked byte i
         inp   t  h  e   c    tgt   h e   c a      causal row
 
-    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by its share of the rows. The
-    first byte, which no position predicts, is never masked. Departure: single bytes are masked, not short spans."""
+    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by its share of the rows.
+    The first byte, which no position predicts, is never masked. Departure: single bytes are masked, not short
+    spans."""
     B, T = x.size(0), x.size(1) - 1
     row = torch.arange(B + 1, device=g.device) * hybrid_rows(B, hp) // B
     masked = row.diff() > 0                                                         # (B,): spread evenly
@@ -1034,24 +1011,18 @@ def hybrid_loss(model, heads, batch, hp):
     return {"masked": nats(logits, masked), "causal": nats(logits, causal)}
 
 
-def hybrid_continues(hp):
-    return from_left(hp) if hp.hybrid_ratio < 1 else None
-
-
-def hybrid_fills(hp):
-    return ([EOT], [], 1) if hp.hybrid_ratio > 0 else None
-
-
 add("hybrid", make=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", mask="both",
     window=hybrid_window, terms=hybrid_terms, loss=hybrid_loss, bpb="causal", packs=True, mode="fill",
-    continues=hybrid_continues, fills=hybrid_fills, orders=("confident", "left"),
+    orders=("confident", "left"), continues=lambda hp: from_left(hp) if hp.hybrid_ratio < 1 else None,
+    fills=lambda hp: ([EOT], [], 1) if hp.hybrid_ratio > 0 else None,
     settings=MASK_RATE | {"hybrid_ratio": (0.5, "share of rows that are masked", 0.0, 1.0)})
 
 
 # ---- what --objective names: one of these, or a mixture of them, which is an objective too
 
 def find_objective(hp):  # hp.objective such as "clm" or "clm:0.5,mlm:0.5" -> entry
-    """With "n", the raw bytes of a row, and "members" [(weight, entry)], which for clm is clm alone. Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible."""
+    """With "n", the raw bytes of a row, and "members" [(weight, entry)], which for clm is clm alone. Fails on
+    a name that does not exist, naming the nearest, and on rows that the settings make impossible."""
     parts = [part.strip().partition(":") for part in hp.objective.split(",")]
     for name, _, _ in parts:
         if name not in OBJECTIVES:
@@ -1070,8 +1041,9 @@ def find_objective(hp):  # hp.objective such as "clm" or "clm:0.5,mlm:0.5" -> en
 
 
 def mix(members, hp):  # [(weight, entry)] -> entry
-    """An objective out of others. Every micro-batch holds the same rows of each, apportioned by weight, so that
-    shapes never change; tensors and terms are named after their member, as in clm.inp, coefficients weighed."""
+    """An objective out of others. Every micro-batch holds the same rows of each, apportioned by weight, so
+    that shapes never change; tensors and terms are named after their member, as in clm.inp, coefficients
+    weighed."""
     weights = [w for w, _ in members]
     rows = apportion(weights, hp.batch_size)
     if min(rows) == 0:

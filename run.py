@@ -1,10 +1,11 @@
 """A run: its settings, its device, its folder, its checkpoint. What training and sampling both need.
 
-A run is a folder that holds ckpt.pt (the newest state), best.pt (that of the least validation loss), metrics.jsonl
-and, where matplotlib is installed, loss.png.
+A run is a folder that holds ckpt.pt (the newest state), best.pt (that of the least validation loss),
+metrics.jsonl and, where matplotlib is installed, loss.png.
 """
 import argparse
 import difflib
+import glob
 import json
 import math
 import os
@@ -147,7 +148,8 @@ def parse(argv):  # -> {flag: value} of train.py's flags that argv gives
 
 
 def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to go on from, or ""
-    """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes nothing.
+    """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes
+    nothing.
 
     Fails on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
     given, saved = {flag: value for flag, value in parse(argv).items() if value != "auto"}, {}
@@ -221,9 +223,9 @@ def pick_dtype(name, device):  # -> "float32" or "bfloat16"; auto: the second wh
 
 
 def use_device(device):  # -> how float32 products are computed, in words
-    """Makes a GPU the current one, to which streams and graphs belong. On x86 "medium" hands float32 products to
-    oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where it would round the operands to bfloat16
-    (AMX, ARM) a probe sees it, and they stay exact."""
+    """Makes a GPU the current one, to which streams and graphs belong. On x86 "medium" hands float32 products
+    to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where it would round the operands to
+    bfloat16 (AMX, ARM) a probe sees it, and they stay exact."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -239,9 +241,10 @@ def use_device(device):  # -> how float32 products are computed, in words
 
 
 class Captured:
-    """f as one CUDA graph. The first calls run eagerly on a stream of their own, while f allocates and compiles; the
-    next is captured, and it and all later ones replay the graph. f takes no arguments and reads and writes tensors
-    that stay where they are; gens: the generators it draws from, whose new seeds reach the next replay."""
+    """f as one CUDA graph. The first calls run eagerly on a stream of their own, while f allocates and
+    compiles; the next is captured, and it and all later ones replay the graph. f takes no arguments and reads
+    and writes tensors that stay where they are; gens: the generators it draws from, whose new seeds reach the
+    next replay."""
 
     def __init__(self, f, gens=(), warm=3):
         self.f, self.gens, self.warm = f, gens, warm
@@ -319,29 +322,18 @@ def write_line(f, record):  # one JSON object, flushed
 
 # ---- checkpoints
 
-def checkpoint_path(path):  # a run's folder, or a file -> the file: ckpt.pt, or best.pt where a kill left that alone
-    """Fails where there is none."""
-    if not os.path.isdir(path):
-        found = [path]
-    else:
-        found = [os.path.join(path, name) for name in ("ckpt.pt", "best.pt")]
-    for file in found:
+def checkpoint_path(path):  # a run's folder, or a file -> the file: ckpt.pt, or best.pt where a kill left it alone
+    for file in [path, os.path.join(path, "ckpt.pt"), os.path.join(path, "best.pt")]:
         if os.path.isfile(file):
             return file
     fail(f"{path}: no checkpoint there. Try the folder of a run, such as out/clm")
 
 
 def newest_run():  # -> folder under out/ whose checkpoint was written last
-    times = {}
-    for name in os.listdir("out") if os.path.isdir("out") else []:
-        for file in ("ckpt.pt", "best.pt"):
-            path = os.path.join("out", name, file)
-            if os.path.exists(path):
-                times[os.path.join("out", name)] = os.path.getmtime(path)
-                break
-    if not times:
+    found = glob.glob(os.path.join("out", "*", "ckpt.pt")) or glob.glob(os.path.join("out", "*", "best.pt"))
+    if not found:
         fail("no run under out/. Try python train.py first, or name a folder with --out_dir")
-    return max(times, key=times.get)
+    return os.path.dirname(max(found, key=os.path.getmtime))
 
 
 def save_checkpoint(path, state):
@@ -353,10 +345,6 @@ def save_checkpoint(path, state):
             f.flush()
             os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
-        if hasattr(os, "O_DIRECTORY"):          # the new name too, where folders can be synced
-            folder = os.open(os.path.dirname(path) or ".", os.O_DIRECTORY)
-            os.fsync(folder)
-            os.close(folder)
     except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
         if os.path.exists(path + ".tmp"):
             os.remove(path + ".tmp")
@@ -373,8 +361,8 @@ def disk_refused(path, why):
 
 
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
-    """Never runs code from the file, and checks every byte against the file's own checksums (milliseconds a MB).
-    Fails where it is missing, damaged, foreign or of a newer version."""
+    """Never runs code from the file, and checks every byte against the file's own checksums (milliseconds a
+    MB). Fails where it is missing, damaged, foreign or of a newer version."""
     path = checkpoint_path(path)
     try:
         with warnings.catch_warnings(), zipfile.ZipFile(path) as z:
@@ -399,8 +387,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 
 def build(hp):  # -> model, heads (an nn.ModuleDict)
-    """Weights are drawn on the CPU from the seed, the trunk before the heads: equal seeds give equal trunks on every
-    device and under every objective."""
+    """Weights are drawn on the CPU from the seed, the trunk before the heads: equal seeds give equal trunks
+    on every device and under every objective."""
     sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
@@ -410,8 +398,8 @@ def build(hp):  # -> model, heads (an nn.ModuleDict)
 
 
 def restore(model, heads, ckpt, path, fresh=False):
-    """fresh: heads that the checkpoint does not have stay as they are; else it must have them all. Fails where they
-    do not fit, or are not finite."""
+    """fresh: heads that the checkpoint does not have stay as they are; else it must have them all. Fails
+    where they do not fit, or are not finite."""
     try:
         model.load_state_dict(ckpt["model"])
         for name, head in heads.items():

@@ -13,8 +13,8 @@
     rotation           python sample.py --prompt "dog. The quick brown fox jumps over the lazy "
     with a likelihood  python sample.py --score book.txt
 
-A text may be - (standard input) or FILE:path. In prompts nothing is special but [MASK], [MASK:4] (a hole of 4 bytes)
-and <extra_id_0> (a hole of any length).
+A text may be - (standard input) or FILE:path. In prompts nothing is special but [MASK], [MASK:4] (a hole of 4
+bytes) and <extra_id_0> (a hole of any length).
 """
 # N samples, n ids, T = block_size positions of the model, V vocabulary
 import signal
@@ -76,9 +76,10 @@ DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
 # ---- drawing a byte
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (..., V) -> (..., 256 + extra) float64
-    """Probabilities of the bytes, then of the extra ids allowed, such as a sentinel; nothing else is ever written.
-    At temperature 0 all on the most likely. top_k cuts before top_p, which counts what was there before the cut. In
-    float64, since float32 loses tails (Zheng et al. 2024), which mps does not have: there on the CPU."""
+    """Probabilities of the bytes, then of the extra ids allowed, such as a sentinel; nothing else is ever
+    written. At temperature 0 all on the most likely. top_k cuts before top_p, which counts what was there
+    before the cut. In float64, since float32 loses tails (Zheng et al. 2024), which mps does not have: there
+    on the CPU."""
     logits = torch.cat((logits[..., :N_BYTES], logits[..., list(extra)]), dim=-1)
     logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
     if temperature == 0:
@@ -119,11 +120,12 @@ def sample_generators(seed, n):
 
 @torch.inference_mode()
 def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), step=None, **how):
-    """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on with EOT.
-    extra: ids that may be written beside bytes. step: what fast_step returned, to take the steps after the prompt.
+    """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on
+    with EOT. extra: ids that may be written beside bytes. step: what fast_step returned, to take the steps
+    after the prompt.
 
-    prefix 0: causal; when the block is full, its last half is encoded anew. prefix P: the first P positions of the
-    prompt are read in both directions; ends with the block, for which the prompt must leave room."""
+    prefix 0: causal; when the block is full, its last half is encoded anew. prefix P: the first P positions
+    of the prompt are read in both directions; ends with the block, for which the prompt must leave room."""
     (N, n), device = prompt.shape, prompt.device
     assert n > 0 and (n <= T or not prefix), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=device)
@@ -134,12 +136,13 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), step=No
             if prefix:
                 return
             start, fed = ids.size(1) - T // 2, 0
-        new = ids[:, start + fed:]
+        new, mask = ids[:, start + fed:], "causal"
+        if not fed:                             # the prompt alone is read both ways
+            cache = empty_cache(model, N, T, step)
+            mask = torch.full((N,), prefix, device=device) if prefix else mask
         if step is not None and fed:
             logits = step.run(new)
         else:
-            cache = empty_cache(model, N, T, step)
-            mask = torch.full((N,), prefix, device=device) if prefix else "causal"
             logits = model.logits(model(new, mask, cache=cache)[:, -1])
         fed += new.size(1)
         byte = pick(logits, gens, extra, **how).masked_fill(ended, EOT)
@@ -161,8 +164,8 @@ def empty_cache(model, N, T, step):  # a compiled step knows its cache by addres
 def fast_step(model, N, T, ahead=None, n=1):  # -> what has cache, n and run, or None where torch.compile cannot
     """One decoding step over a static cache for a block of T, compiled; on CUDA captured in a graph besides.
 
-    run: ids (N, n) -> logits (N, V) of what follows; with ahead, for speculate, ids (1, n) -> logits (n, V) of what
-    follows each and (n, k, V) of the k bytes after that."""
+    run: ids (N, n) -> logits (N, V) of what follows; with ahead, for speculate, ids (1, n) -> logits (n, V)
+    of what follows each and (n, k, V) of the k bytes after that."""
     if n > T:
         return None
     cache, device = StaticCache(model, N, T), model.embed.weight.device
@@ -188,10 +191,10 @@ def fast_step(model, N, T, ahead=None, n=1):  # -> what has cache, n and run, or
 
 @torch.inference_mode()
 def speculate(model, ahead, prompt, max_new_tokens, T, g, tally=None, step=None, **how):  # ids -> yields ids
-    """Self-speculative decoding: far heads draft, head 1 verifies the draft in one pass (Stern et al. 2018). ahead:
-    states (..., C) -> (..., k, C), those of the k bytes after the next. At temperature 0 the text is that of
-    generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept). step: what
-    fast_step returned with the same ahead."""
+    """Self-speculative decoding: far heads draft, head 1 verifies the draft in one pass (Stern et al. 2018).
+    ahead: states (..., C) -> (..., k, C), those of the k bytes after the next. At temperature 0 the text is
+    that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept).
+    step: what fast_step returned with the same ahead."""
     ids, drafts, q = list(prompt), [], None     # drafts that follow ids[-1], and what they were drawn from (k, 256)
     start, fed, cache, end = max(0, len(ids) - T), 0, None, len(prompt) + max_new_tokens
     while len(ids) < end:
@@ -226,8 +229,8 @@ def speculate(model, ahead, prompt, max_new_tokens, T, g, tally=None, step=None,
 
 
 def verify(p, q, drafts, g):  # p (n + 1, 256), q (n, 256), n ids -> the ids to write: the drafts kept, and one more
-    """A draft d is kept with probability min(1, p(d) / q(d)); in place of the first refused one (p - q)+ is drawn
-    from, after the last kept one p (Leviathan et al. 2023): each id is distributed as p."""
+    """A draft d is kept with probability min(1, p(d) / q(d)); in place of the first refused one (p - q)+ is
+    drawn from, after the last kept one p (Leviathan et al. 2023): each id is distributed as p."""
     n, kept = len(drafts), 0
     if n:
         d = torch.tensor(drafts, device=p.device)[:, None]
@@ -255,8 +258,9 @@ def fill_logits(model, ids, frame, doc_mask=False):  # (N, n) with MASKs -> (N, 
 def unmask(model, ids, gens, frame, steps=0, order="confident", **how):  # (N, n) with MASKs -> yields (N, n)
     """Fills the masked positions in so many passes (0: one for each), leaving everything else.
 
-    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left; ancestral: MDLM's sampler,
-    which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes."""
+    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left; ancestral: MDLM's
+    sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64
+    passes."""
     ids = ids.clone()
     most = max(1, int((ids == MASK).sum(1).max()))
     steps = steps or (64 if order == "ancestral" else most)
@@ -298,8 +302,8 @@ def fill_long(model, ids, T, gens, frame, seen=None, **how):  # (1, n) of any le
 # ---- writing what belongs in holes
 
 def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> bytes of each hole, did all end?
-    """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to the
-    next; EOT ends one too."""
+    """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to
+    the next; EOT ends one too."""
     spans, x = [], torch.tensor([ids], device=model.embed.weight.device)
     for k in range(holes):
         end, span = entry["ends"](k), []
@@ -320,9 +324,9 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
 
 @torch.inference_mode()
 def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of the whole text, left to right
-    """Window i codes bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
-    windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask: as in
-    training."""
+    """Window i codes bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride =
+    T the windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask:
+    as in training."""
     n, bits = len(data), 8.0
     windows = [(max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride)]
     # windows of one length share a batch: all but the first few and the last
@@ -343,8 +347,8 @@ def score_rows(model, data, rows, length, doc_mask):  # rows [(first, first scor
 
 @torch.inference_mode()
 def score_bound(model, entry, data, hp, seed):  # data (n,) uint8 -> bits at most, standard error
-    """The entry's bound in cold windows of a block, each with numbers of masked bytes from BOUND_DRAWS strata. The
-    error is that of neighbouring strata's differences: each stratum gives one draw."""
+    """The entry's bound in cold windows of a block, each with numbers of masked bytes from BOUND_DRAWS
+    strata. The error is that of neighbouring strata's differences: each stratum gives one draw."""
     g, bits, variance = generator(f"{seed},bound"), 0.0, 0.0
     for x in data.split(hp.block_size):
         batch = entry["make"](x.long().expand(BOUND_DRAWS, -1), g, hp)
@@ -359,8 +363,8 @@ def score_bound(model, entry, data, hp, seed):  # data (n,) uint8 -> bits at mos
 
 @torch.inference_mode()
 def score_pseudo(model, data, T, frame, doc_mask=False):  # data (n,) uint8 -> bits
-    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others of its
-    window."""
+    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others
+    of its window."""
     bits = 0.0
     for x in data.split(T - len(frame[0]) - len(frame[1])):
         x = x.long().to(model.embed.weight.device)
@@ -536,7 +540,8 @@ def speculate_mode(model, heads, entry, hp, flags, prompt):
 
 
 def fill_mode(model, heads, entry, hp, flags, held_out):
-    """Fills masked bytes; a model whose MASKs may be anywhere also goes on with a prompt in the same block."""
+    """Fills masked bytes; a model whose MASKs may be anywhere also goes on with a prompt in the same
+    block."""
     frame, T = entry["fills"](hp), hp.block_size
     order = flags.order or entry["orders"][0]
     if order not in entry["orders"]:
@@ -622,7 +627,8 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
 
 @torch.inference_mode()
 def mark_mode(model, heads, entry, hp, flags, held_out):
-    """Marks the bytes that answer(model, heads, x (1, n)) -> log-odds (1, n) finds suspicious; lists the likeliest."""
+    """Marks the bytes that answer(model, heads, x (1, n)) -> log-odds (1, n) finds suspicious; lists the
+    likeliest."""
     clean = None
     if flags.prompt is None:
         g, clean = generator("demonstration"), tensor(held_out[:hp.block_size], hp)[0]
@@ -645,7 +651,8 @@ def mark_mode(model, heads, entry, hp, flags, held_out):
 
 @torch.inference_mode()
 def follow_mode(model, heads, entry, hp, flags, held_out):
-    """Prints the probability that --suffix follows --prefix, by answer(model, heads, ids, ids, hp) -> log-odds."""
+    """Prints the probability that --suffix follows --prefix, by answer(model, heads, ids, ids, hp) ->
+    log-odds."""
     if flags.prefix is not None or flags.suffix is not None:
         first, second = needed(flags.prefix, "prefix"), needed(flags.suffix, "suffix")
         p = float(entry["answer"](model, heads, first, second, hp).sigmoid())
@@ -661,7 +668,8 @@ def follow_mode(model, heads, entry, hp, flags, held_out):
 
 @torch.inference_mode()
 def embeddings(model, heads, entry, texts, T):  # list of ids -> (N, C) float32 of length 1
-    """By answer(model, heads, x (B, n)) -> (B, C). Of a long text the mean over its blocks, weighed by length."""
+    """By answer(model, heads, x (B, n)) -> (B, C). Of a long text the mean over its blocks, weighed by
+    length."""
     blocks = [(i, text[a:a + T] or [EOT]) for i, text in enumerate(texts) for a in range(0, max(1, len(text)), T)]
     blocks.sort(key=lambda b: len(b[1]))        # those of one length can share a batch
     out = torch.zeros(len(texts), model.sizes.n_embd)
@@ -719,7 +727,8 @@ def search_mode(model, heads, entry, hp, flags, held_out):
 
 @torch.inference_mode()
 def seam_mode(model, heads, entry, hp, flags, held_out):
-    """Rolls a text back to where its first byte most likely is, by answer(model, heads, x (1, n)) -> scores (1, n)."""
+    """Rolls a text back to where its first byte most likely is, by answer(model, heads, x (1, n)) -> scores
+    (1, n)."""
     T, turn = hp.block_size, hp.block_size // 3
     ids = held_out[:T].roll(turn).tolist() if flags.prompt is None else needed(flags.prompt, "prompt")
     if len(ids) > T:
@@ -733,8 +742,8 @@ def seam_mode(model, heads, entry, hp, flags, held_out):
 
 
 def score_mode(model, heads, entry, hp, flags, held_out):
-    """Bits per byte of a file: exact, a bound, or a pseudo-likelihood, and says which. Fails for objectives without
-    any."""
+    """Bits per byte of a file: exact, a bound, or a pseudo-likelihood, and says which. Fails for objectives
+    without any."""
     from train import compressors  # here: scoring alone wants it
     name, T, frame = entry["name"], hp.block_size, entry["fills"](hp)
     try:

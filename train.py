@@ -99,8 +99,8 @@ def optimizer_step(opt, bad, hp):
 
 @torch.no_grad()
 def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all matrices of one shape at once
-    """Muon (Jordan et al. 2024): Nesterov momentum, made orthogonal. Scaled to the root mean square of AdamW's
-    updates (Liu et al. 2025), so that one learning rate serves both."""
+    """Muon (Jordan et al. 2024): Nesterov momentum, made orthogonal. Scaled to the root mean square of
+    AdamW's updates (Liu et al. 2025), so that one learning rate serves both."""
     def wide(t):  # the shorter side first: the iteration multiplies r x r matrices
         return t if t.size(1) <= t.size(2) else t.mT                                # (n, r, c)
     grad = torch.cat([wide(p.grad) for p in params])                                # (N, r, c)
@@ -138,9 +138,9 @@ def learning_rate(step, hp):
 
 @dataclass
 class State:
-    """All that a training step reads and writes, in tensors that stay where they are. The host puts windows, seed,
-    rate and number of a step into where, g, opt["lr"] and step; the rest is the device's alone, so that a CUDA
-    graph can replay the step."""
+    """All that a training step reads and writes, in tensors that stay where they are. The host puts windows,
+    seed, rate and number of a step into where, g, opt["lr"] and step; the rest is the device's alone, so that
+    a CUDA graph can replay the step."""
     hp: object
     entry: dict                                 # of the objective
     corpus: list
@@ -180,7 +180,8 @@ def set_step(s, step):  # what the host has to say before a step
 
 
 def training_step(s):  # -> batch, loss (nats: sum over terms of coefficient * sum / count), norm of the gradient
-    """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the device."""
+    """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the
+    device."""
     hp, loss = s.hp, torch.zeros_like(s.first_bad, dtype=torch.float32)
     batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, hp)
 
@@ -224,8 +225,8 @@ def compile_loss(s):  # -> the loss, plain where torch.compile cannot; what cann
 # ---- evaluation
 
 def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches, causal batches or None)]
-    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone. Causal
-    batches, of the same plain windows for all, say bits per byte where the objective's own do not."""
+    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone.
+    Causal batches, of the same plain windows for all, say bits per byte where the objective's own do not."""
     def fixed(m, source):
         return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}", hp) for i in range(hp.eval_iters)]
     plain = CAUSAL | {"n": hp.block_size + 1}
@@ -236,9 +237,10 @@ def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches,
 
 @torch.no_grad()
 def evaluate(model, heads, validation, hp):  # -> one record for each source and member
-    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold start; a
-    bound from above where the entry says so; None where the objective does not define it. tokens_per_target: row
-    positions for the training signal of one position of clm. terms: the loss's terms and figures."""
+    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold
+    start; a bound from above where the entry says so; None where the objective does not define it.
+    tokens_per_target: row positions for the training signal of one position of clm. terms: the loss's terms
+    and figures."""
     records = []
     for source, _, m, batches, causal in validation:
         figures, loss = means(m, model, heads, batches, hp)
@@ -535,7 +537,8 @@ def show_example(batch, entry, width=96, most=256):
 
 
 def describe(step, r):  # -> a line for a record of evaluate
-    """nats per target, perplexity where a term is nats of the byte head, bits per byte where they are defined."""
+    """nats per target, perplexity where a term is nats of the byte head, bits per byte where they are
+    defined."""
     bound = "<= " if OBJECTIVES[r["objective"]]["bpb"] == "bound" else ""
     bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
     terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
@@ -568,8 +571,8 @@ def finish(s):  # -> exit code; compressors, the picture, a sample
 # ---- how a run is stopped
 
 class Output:
-    """Standard output that a run survives: when its reader goes away (as of | head) the run stops as by a signal,
-    and what it still says goes nowhere."""
+    """Standard output that a run survives: when its reader goes away (as of | head) the run stops as by a
+    signal, and what it still says goes nowhere."""
 
     def __init__(self, stop):
         self.stream, self.stop = sys.stdout, stop

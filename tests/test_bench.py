@@ -1,42 +1,68 @@
-import argparse
-
 import pytest
-import torch
 
 import bench
+from run import get_config
 
-SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4", "--repeats", "1", "--steps", "1", "--new", "8",
-         "--device", "cpu", "--dtype", "float32"]
+SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4",
+         "--repeats", "1", "--steps", "1", "--new", "8", "--device", "cpu", "--dtype", "float32"]
 
 
 def test_a_short_run_prints_every_part(capsys):
     bench.main([*SMALL, "--objectives", "clm,ul2,electra"])
     out = capsys.readouterr().out
-    for word in ("GEMM probe", "positions/s", "batch, ms", "decoding", "plain", "electra", "kept for backward"):
+    for word in ("GEMM probe", "positions/s", "of GEMM", "batch, ms", "decoding", "plain", "ul2", "electra"):
         assert word in out, word
     assert "nanoGPT" not in out
 
 
-def test_flops_are_counted_for_each_mask():
-    """One layer of width 2, T = 4, V = 512: 72 * 4 a position for the block's matrices, 6 * 512 * 2 for the head, 24 for each
-    pair that sees each other: 10 of a causal row, 16 of a bidirectional one, 10 + 3 with a prefix of 3."""
-    hp = argparse.Namespace(n_layer=1, n_head=1, n_embd=2, mtp_heads=3)
-    count = lambda mask, name="clm": bench.step_flops(name, dict(inp=torch.zeros(2, 4), mask=mask), hp)
-    base = 8 * (72 * 4 + 6 * 512 * 2)
-    assert count("causal") == base + 24 * 20 and count("bidirectional") == base + 24 * 32
-    assert count(torch.tensor([3, 0])) == base + 24 * 23 and count(torch.tensor([4, 0])) == base + 24 * 26
-    assert count("causal", "mtp") == base + 24 * 20 + 8 * 2 * 6 * (512 * 2 + 4)
+# ---- FLOPs: of a product (m, k) x (k, n) forward 2 m k n, and backward as many for each of its factors
 
+def products(rows, C, T, layers=1):  # of blocks of width C: 12 C^2 weights a position, T keys a query
+    return 6 * rows * T * 12 * C * C * layers + 6 * rows * T * T * 2 * C * layers
+
+
+def count(name, C, T=20, *more):
+    sizes = ["--n_layer", "1", "--n_head", "1", "--n_embd", str(C), "--block_size", str(T)]
+    own = ["--objective", name, "--batch_size", "4", "--device", "cpu", "--dtype", "float32", *more]
+    return bench.count_flops(get_config(sizes + own))
+
+
+@pytest.mark.parametrize("name", ["clm", "mlm"])
+@pytest.mark.parametrize("C", [2, 4, 8, 16])
+def test_flops_are_counted_as_by_hand(name, C):
+    """What the mask hides is computed all the same: a causal row costs what a bidirectional one does."""
+    for T in (8, 20):
+        want = products(4, C, T) + 6 * 4 * T * C * 512
+        assert count(name, C, T) == want
+    assert count(name, C, 20, "--n_layer", "3") == products(4, C, 20, layers=3) + 6 * 4 * 20 * C * 512
+    assert count("clm:.5,mlm:.5", C) == want, "of a mixture each member's rows"
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_far_heads_cost_their_maps_and_their_logits(n):
+    far = 6 * 4 * 20 * (8 * 8 + 8 * 512)
+    assert count("mtp", 8, 20, "--mtp_heads", str(n)) == count("clm", 8) + (n - 1) * far
+
+
+@pytest.mark.parametrize("C", [4, 8, 16])
+def test_a_generator_costs_its_blocks_and_its_logits_at_the_masks(C):
+    """Of 20 bytes 3 are masked; the discriminator reads one number off each position."""
+    found = count("electra", 16, 20, "--gen_scale", str(C / 16))
+    assert found == products(4, 16, 20) + 6 * 4 * 20 * 16 + products(4, C, 20) + 6 * 4 * 3 * C * 512
+
+
+# ---- the other parts
 
 def test_the_loss_part_trains(text, capsys):
     bench.main([*SMALL, "--parts", "loss", "--data", text, "--max_iters", "2"])
     assert "median" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags, hint", [(["--parts", "fly"], "train,batch,decode"), (["--parts", "loss"], "--data"),
-                                         (["--objectives", "mml"], "clm"), (["--nanogpt", "nowhere"], "model.py"),
-                                         (["--new", "0"], "--new 0"), (["--repeats", "0"], "--repeats 0"), (["--steps", "-1"], "--steps -1"),
-                                         (["--parts", "loss", "--data", __file__, "--block_size", "20000"], "--block_size")])
+@pytest.mark.parametrize("flags, hint", [
+    (["--parts", "fly"], "train,batch,decode"), (["--parts", "loss"], "--data"),
+    (["--objectives", "mml"], "clm"), (["--nanogpt", "nowhere"], "model.py"),
+    (["--new", "0"], "--new 0"), (["--repeats", "0"], "--repeats 0"), (["--steps", "-1"], "--steps -1"),
+    (["--parts", "loss", "--data", __file__, "--block_size", "20000"], "--block_size")])
 def test_bad_flags_are_one_line(flags, hint, capsys):
     with pytest.raises(SystemExit) as e:
         bench.main([*SMALL, *flags])
@@ -52,7 +78,8 @@ class GPTConfig:
 class GPT(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.transformer = torch.nn.ModuleDict({"wte": torch.nn.Embedding(config.vocab_size, config.vocab_size)})
+        table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+        self.transformer = torch.nn.ModuleDict({"wte": table})
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         return torch.optim.AdamW(self.parameters(), learning_rate, betas)
     def forward(self, x, y):
@@ -65,7 +92,7 @@ class GPT(torch.nn.Module):
 
 def test_a_peer_is_measured_beside(text, tmp_path, capsys):
     (tmp_path / "model.py").write_text(PEER)
-    bench.main([*SMALL, "--parts", "train,decode,loss", "--objectives", "clm", "--optimizer", "adamw", "--nanogpt", str(tmp_path), "--data", text,
-                "--max_iters", "2", "--peer_iters", "30"])
+    bench.main([*SMALL, "--parts", "train,decode,loss", "--objectives", "clm", "--optimizer", "adamw",
+                "--data", text, "--nanogpt", str(tmp_path), "--max_iters", "2", "--peer_iters", "30"])
     out = capsys.readouterr().out
     assert out.count("to nanoGPT") == 2 and "30 steps without evaluation" in out and "clm, muon" in out

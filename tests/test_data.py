@@ -11,25 +11,43 @@ from data import decode, draw, encode, gather, generator, open_corpus
 
 def corpus_of(*texts, weights=None):
     weights = weights or [1 / len(texts)] * len(texts)
-    return [dict(name=str(i), weight=w, train=data.from_bytes(t), val=data.from_bytes(t)) for i, (t, w) in enumerate(zip(texts, weights))]
+    return [dict(name=str(i), weight=w, train=data.from_bytes(t), val=data.from_bytes(t))
+            for i, (t, w) in enumerate(zip(texts, weights))]
 
 
 # ---- vocabulary
 
 def test_the_vocabulary_is_what_checkpoints_rely_on():
-    assert (data.EOT, data.PAD, data.MASK, data.CLS, data.SEP, data.PRE, data.SUF, data.MID) == (0, 256, 257, 258, 259, 260, 261, 262)
-    assert (data.MODE_R, data.MODE_S, data.MODE_X, data.SENTINEL, data.V) == (263, 264, 265, 272, 512)
-    assert set(data.CONTROL) == set(range(256, 266))
+    words = "EOT", "PAD", "MASK", "CLS", "SEP", "PRE", "SUF", "MID", "MODE_R", "MODE_S", "MODE_X"
+    assert [getattr(data, word) for word in words] == [0, *range(256, 266)]
+    assert (data.SENTINEL, data.N_SENTINELS, data.V) == (272, 240, 512)
 
 
 def test_every_byte_string_survives_encode_and_decode_never_fails():
     assert encode("é<MASK>") == [0xC3, 0xA9, *b"<MASK>"]            # nothing in a text is special
     assert encode(b"\xff\x00") == [255, 0]
+    assert encode(os.fsdecode(b"a\xffb")) == [97, 255, 98]      # what a shell hands over, whatever its bytes
+    assert encode("\ud800") == [*b"?"]                              # what no UTF-8 can say
     assert decode([0xC3, 0xA9]) == "é"
     assert decode([65, 0xC3, 66]) == "A\ufffdB"                     # half a character
-    assert decode([0xC3, data.MASK, 0xA9, data.SENTINEL, 266, 511]) == "\ufffd<MASK>\ufffd<extra_id_0><266><extra_id_239>"
-    assert decode(torch.arange(512)).count("<extra_id_") == 240
-    assert encode(os.fsdecode(b"a\xffb")) == [97, 255, 98]          # what a shell hands over, whatever its bytes
+    assert decode([0xC3, data.MASK, 0xA9, data.SENTINEL]) == "\ufffd<MASK>\ufffd<extra_id_0>"
+
+
+def test_one_table_names_the_special_ids():
+    assert set(data.NAMES) == {0, *range(256, 266), *range(272, 512)}
+    assert len(set(data.NAMES.values())) == len(data.NAMES)
+    for i in range(256, 512):
+        assert decode([i]) == data.NAMES.get(i, f"<{i}>")           # a spare id too has a name of its own
+    assert (data.NAMES[data.MASK], data.NAMES[data.SENTINEL + 239]) == ("<MASK>", "<extra_id_239>")
+
+
+def test_every_id_is_one_character_wide():
+    shown = {i: data.glyph(i) for i in [-100, *range(512)]}
+    assert all(len(c) == 1 and c.isprintable() for c in shown.values())
+    assert bytes(ord(shown[i]) for i in range(32, 127)) == bytes(range(32, 127))
+    control = [shown[i] for i in (0, 9, 10, *range(256, 266), *range(272, 292))]
+    assert len({shown[-100], *control}) == 1 + len(control), "no two look alike"
+    assert not any(c.isascii() for c in control)
 
 
 def test_an_end_belongs_to_its_own_document():
@@ -40,7 +58,7 @@ def test_an_end_belongs_to_its_own_document():
 
 def test_a_file_is_mapped_and_its_last_tenth_is_validation(tmp_path):
     path = tmp_path / "a.bin"
-    path.write_bytes(bytes(range(256)) * 10)                        # NULs included: a file named by the user is data
+    path.write_bytes(bytes(range(256)) * 10)    # NULs included: a file named by the user is data
     [s] = open_corpus([str(path)])
     assert len(s["train"]) == 2304 and len(s["val"]) == 256 and s["size"] == 2560
     assert data.to_bytes(torch.cat((s["train"], s["val"]))) == path.read_bytes()
@@ -59,7 +77,8 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path):
     (tmp_path / "run" / "ckpt.pt").write_text("a run is no text")
     [s] = open_corpus([str(tmp_path)], out_dir=str(tmp_path / "out_dir"))
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
-    assert data.to_bytes(s["train"]) == b"".join(f"document {i}\0".encode() for i in range(20) if i not in (9, 19))
+    kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
+    assert data.to_bytes(s["train"]) == b"".join(kept)
 
 
 def test_a_folder_of_few_documents_is_split_like_a_file(tmp_path):
@@ -72,7 +91,8 @@ def test_a_folder_of_few_documents_is_split_like_a_file(tmp_path):
 
 def test_the_standard_library_is_real_text_without_tests():
     [s] = open_corpus(["stdlib"])
-    assert s["size"] > 4_000_000 and b"class ArgumentParser" in data.to_bytes(s["train"]) + data.to_bytes(s["val"])
+    assert s["size"] > 4_000_000
+    assert b"class ArgumentParser" in data.to_bytes(s["train"]) + data.to_bytes(s["val"])
     assert 0.02 < len(s["val"]) / s["size"] < 0.25
 
 
@@ -110,51 +130,82 @@ def test_gather_equals_slicing():
     corpus = corpus_of(*texts)
     source, offset = draw(corpus, "train", 7, 32, generator("windows"))
     x = gather(corpus, "train", source, offset, 7)
-    assert x.dtype == torch.long and x.shape == (32, 7) and set(source.tolist()) == {0, 1}
-    for row, s, (o, *_) in zip(x, source.tolist(), offset.tolist()):
+    assert x.dtype == torch.long and x.shape == (32, 7) and offset.shape == (32, 1)
+    assert set(source.tolist()) == {0, 1}
+    for row, s, [o] in zip(x, source.tolist(), offset.tolist()):
         assert bytes(row.tolist()) == texts[s][o:o + 7]
 
 
 def test_every_offset_can_be_drawn_and_none_beyond_the_end():
     corpus = corpus_of(b"abcdefgh")
-    seen = torch.cat([draw(corpus, "train", 6, 4, generator(f"{i}"))[1][:, 0] for i in range(50)])
-    assert set(seen.tolist()) == {0, 1, 2}
+    seen = torch.cat([draw(corpus, "train", 6, 4, generator(f"{i}"))[1] for i in range(50)])
+    assert set(seen.flatten().tolist()) == {0, 1, 2}
     assert draw(corpus, "train", 8, 4, generator("x"))[1].max() == 0
 
 
 def test_rows_are_stratified_over_the_corpus():
-    corpus = corpus_of(b"x" * 1009)
-    _, offset = draw(corpus, "train", 10, 8, generator("s"))
+    _, offset = draw(corpus_of(b"x" * 1009), "train", 10, 8, generator("s"))
     assert sorted((offset[:, 0] // 125).tolist()) == list(range(8)) != (offset[:, 0] // 125).tolist()
+
+
+def test_a_source_of_small_weight_is_read_everywhere():
+    """A common mistake is to place a window by the number that chose its source, here .9 .. 1."""
+    corpus, seen = corpus_of(b"x" * 500, b"y" * 1009, weights=[0.9, 0.1]), set()
+    for i in range(200):
+        source, offset = draw(corpus, "train", 10, 8, generator(f"{i}"))
+        seen |= set((offset[source == 1] // 125).flatten().tolist())
+    assert seen == set(range(8))
 
 
 def test_sources_have_their_shares_in_every_batch():
     corpus = corpus_of(b"a" * 50, b"b" * 50, weights=[0.95, 0.05])
-    counts = torch.tensor([int((draw(corpus, "train", 4, 8, generator(f"{i}"))[0] == 1).sum()) for i in range(2000)])
+    sources = torch.stack([draw(corpus, "train", 4, 8, generator(f"{i}"))[0] for i in range(2000)])
+    counts = sources.sum(1)
     assert counts.max() == 1                                        # .4 rows of 8: never two
     assert abs(float(counts.float().mean()) - 0.4) < 5 * (0.4 * 0.6 / 2000) ** 0.5
 
 
+def whole_or_not(corpus, n, B, whole):  # -> windows (B, n), offsets, of the same random numbers
+    source, offset = draw(corpus, "train", n, B, generator("w"), whole)
+    return gather(corpus, "train", source, offset, n), offset
+
+
 def test_whole_windows_avoid_document_ends_where_a_candidate_does():
     corpus = corpus_of(b"\0".join([b"x" * 60] * 50))
-    source, offset = draw(corpus, "train", 20, 64, generator("w"))
-    plain, whole = (gather(corpus, "train", source, offset, 20, w) for w in (False, True))
-    broken = lambda x: int((x == 0).any(1).sum())
-    assert broken(plain) > 5 * max(1, broken(whole))                # a third of windows against (1/3)^4
+    (plain, one), (whole, several) = (whole_or_not(corpus, 20, 64, w) for w in (False, True))
+    broken = [int((x == 0).any(1).sum()) for x in (plain, whole)]
+    assert broken[0] > 5 * max(1, broken[1])                        # a third of windows against (1/3)^4
     untouched = ~(plain == 0).any(1)
     assert torch.equal(plain[untouched], whole[untouched])
+    assert several.shape == (64, data.TRIES) and torch.equal(several[:, :1], one)
+    nowhere = corpus_of(bytes(range(10)) * 99)                      # no candidate is whole: the first it is
+    assert torch.equal(*(whole_or_not(nowhere, 20, 64, w)[0] for w in (False, True)))
+
+
+def test_rows_may_differ_in_whether_they_want_whole_windows():
+    corpus, wants = corpus_of(b"\0".join([b"x" * 60] * 50)), torch.tensor([True, False, False, True])
+    mixed, offset = whole_or_not(corpus, 20, 64, wants)
+    plain, whole = (whole_or_not(corpus, 20, 64, w)[0] for w in (False, True))
+    rows = wants.repeat(16)                                         # over the micro-batches of a step
+    assert torch.equal(mixed[rows], whole[rows])
+    assert torch.equal(mixed[~rows], plain[~rows])
+    assert (offset[~rows] == offset[~rows][:, :1]).all(), "one candidate, whatever it holds"
+    assert not torch.equal(plain, whole)
 
 
 def test_windows_depend_on_seed_and_step_alone():
-    corpus = corpus_of(b"abc" * 500)
-    at = lambda key: draw(corpus, "train", 9, 8, generator(key))[1]
+    def at(key):
+        return draw(corpus_of(b"abc" * 500), "train", 9, 8, generator(key))[1]
     assert torch.equal(at("1,7,windows"), at("1,7,windows"))
     assert not torch.equal(at("1,7,windows"), at("2,7,windows"))    # seed << 32 | step would make these equal
     assert not torch.equal(at("1,7,windows"), at("1,8,windows"))
 
 
-@pytest.mark.parametrize("n, fits", [(33, "--block_size 9"), (2000, "--block_size 9")])
-def test_a_small_source_names_the_block_that_fits(n, fits, capsys):
+def test_a_source_too_small_for_a_window_is_refused(capsys):
+    corpus = corpus_of(b"0123456789")
+    data.check_sizes(corpus, 10, 9)
     with pytest.raises(SystemExit) as e:
-        data.check_sizes(corpus_of(b"0123456789"), n, n - 1, lambda T: T + 1)
-    assert e.value.code == 2 and fits in capsys.readouterr().err
+        data.check_sizes(corpus, 11, 10)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1
+    assert "10 bytes" in err and "--block_size 10 needs 11" in err
