@@ -3,12 +3,13 @@ import argparse
 import pytest
 import torch
 
+import run
 from data import generator
 from model import Sizes, Transformer
-from objectives import OBJECTIVES
+from objectives import find_objective
 
-TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4", "--eval_iters", "1",
-        "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
+TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
+        "--eval_iters", "1", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def text(tmp_path, monkeypatch):  # a text file in an empty current folder
 
 
 def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32):
-    """A model in which every parameter is N(0, .3): at zero-init nothing mixes positions, and a test of a mask
-    or a cache would pass on anything."""
+    """A model in which every parameter is N(0, .3): at zero-init nothing mixes positions, and a test of a
+    mask or a cache would pass on anything."""
     return randomize(Transformer(Sizes(n_layer, n_head, n_embd), dtype), seed)
 
 
@@ -34,12 +35,12 @@ def randomize(module, seed=0):
     return module
 
 
-def settings(name, T, **changes):  # what make, heads and loss of an objective read
-    flags = {flag: spec[0] for entry in OBJECTIVES.values() for flag, spec in entry["settings"].items()}
-    return argparse.Namespace(**flags | dict(block_size=T, device="cpu", dtype="float32", batch_size=4, accum=1) | changes)
+def settings(name, T, **changes):  # every setting of a run of that objective or mixture, in rows of T
+    tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4)
+    return argparse.Namespace(**run.defaults() | tiny | changes)
 
 
-def clean_windows(name, B, T, hp, seed=0):  # random bytes without a NUL, as many as rows of T need, in lines
-    n, g = OBJECTIVES[name]["window"](T, hp), generator(f"windows {seed}")
+def clean_windows(hp, B, seed=0):  # (B, n) random bytes without a NUL, in lines
+    n, g = find_objective(hp)["n"], generator(f"windows {seed}")
     x = torch.randint(1, 256, (B, n), generator=g)
     return x.masked_fill(torch.rand(B, n, generator=g) < 1 / 12, ord("\n"))

@@ -6,14 +6,13 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-import torch  # noqa: E402
-
 import train  # noqa: E402
 from objectives import OBJECTIVES  # noqa: E402
 
 for name in [*OBJECTIVES, "clm:0.5,mlm:0.5"]:
-    code = train.main([*sys.argv[2:], "--objective", name, "--out_dir", os.path.join(sys.argv[1], name.replace(":", "_"))])
+    out = os.path.join(sys.argv[1], name.replace(":", "_"))
+    code = train.main([*sys.argv[2:], "--objective", name, "--out_dir", out])
     if code:
         sys.exit(code)
-if torch.distributed.is_initialized():
-    torch.distributed.destroy_process_group()
+if train.WORLD > 1:
+    train.torch.distributed.destroy_process_group()

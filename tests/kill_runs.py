@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 
-sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."), os.path.dirname(os.path.abspath(__file__))]
-import torch._dynamo  # noqa: E402, F401  the optimizer imports it at its first step
-
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.dirname(HERE), HERE]
+# isort: off  train silences a warning of torch's, and so comes before it
 import train  # noqa: E402
+import torch._dynamo  # noqa: E402, F401  the optimizer imports it at its first step
 from test_train import assert_same_run  # noqa: E402
 
 
@@ -35,7 +36,8 @@ def main():
         args = [*flags, "--objective", ["clm", "electra", "mlm", "mtp"][i % 4], "--seed", str(i)]
         assert os.waitpid(start([*args, "--out_dir", whole]), 0)[1] == 0
         while True:
-            again = os.path.exists(os.path.join(out, "ckpt.pt"))
+            # best.pt alone is a run too: a kill may fall between it and the first ckpt.pt
+            again = any(os.path.exists(os.path.join(out, name)) for name in ("best.pt", "ckpt.pt"))
             pid = start(["--resume", "--out_dir", out] if again else [*args, "--out_dir", out])
             time.sleep(rng.uniform(0.05, 1.5))
             os.kill(pid, signal.SIGKILL)
@@ -47,7 +49,9 @@ def main():
             saving += os.path.isdir(out) and any(name.endswith(".tmp") for name in os.listdir(out))
         assert_same_run(whole, out)
         if kills >= wanted:
-            return print(f"{kills} kills, {saving} of them while a checkpoint was written, in {i + 1} runs: all equal to the uninterrupted ones")
+            print(f"{kills} kills, {saving} of them while a checkpoint was written, in {i + 1} runs: all equal "
+                  "to the uninterrupted ones")
+            return
 
 
 if __name__ == "__main__":

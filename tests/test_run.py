@@ -1,0 +1,417 @@
+"""A run's settings, device, folder and checkpoints; command lines that cannot be."""
+import contextlib
+import copy
+import math
+import os
+import pickle
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY
+from test_train import ALONE, HOME, assert_same_run, equal, fit, on_posix, on_step
+
+import run
+import sample
+import train
+from data import generator
+from objectives import OBJECTIVES
+from run import get_config, load_checkpoint, newest_run, save_checkpoint
+
+
+def resume(out, *flags):
+    assert train.main(["--resume", "--out_dir", out, *flags]) == 0
+
+
+def failed(capsys, program, *flags):  # -> the one line that says why
+    code = None
+    try:
+        program.main([*flags])
+    except SystemExit as e:                     # not kept, since with it the run's files would stay open
+        code = e.code
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def refused(capsys, program, *flags):  # the same, and nothing on the disk has changed
+    def files():
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(".") for name in names]
+        return {path: os.stat(path).st_mtime_ns for path in found}
+    before = files()
+    err = failed(capsys, program, *flags)
+    assert files() == before
+    return err
+
+
+# ---- settings
+
+def test_settings_are_defaults_then_flags():
+    hp = get_config(["--objective", "mlm", "--mask_rate", "0.3", "--device", "cpu"])
+    assert (hp.objective, hp.mask_rate, hp.n_layer, hp.device) == ("mlm", 0.3, 4, "cpu")
+    assert (hp.data, hp.resume, hp.learning_rate) == (["stdlib"], "", 0.01)
+    assert hp.dtype in ("float32", "bfloat16")
+    assert get_config(["--optimizer", "adamw", "--device", "cpu"]).learning_rate == 0.003
+    rotation = get_config(["--objective", "rotation", "--device", "cpu", "--batch_size", "5"])
+    assert (rotation.block_size, rotation.batch_size) == (64, 5)
+
+
+def test_help_names_every_objective_and_flag(capsys):
+    with pytest.raises(SystemExit) as e:
+        train.main(["--help"])
+    out = capsys.readouterr().out
+    assert e.value.code == 0
+    for word in [*OBJECTIVES, *(f"--{flag}" for flag in run.specs())]:
+        assert word in out, word
+
+
+def test_a_forks_choices_are_checked_too(capsys, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES["clm"], "settings", {"flavour": ("sweet", "of it", ("sweet", "sour"))})
+    assert get_config(["--device", "cpu", "--flavour", "sour"]).flavour == "sour"
+    assert "Try sweet or sour" in refused(capsys, train, "--flavour", "bitter")
+
+
+def test_a_mixture_may_be_quoted_with_spaces(text):
+    assert train.main([*TINY, "--data", text, "--objective", "clm:.5, mlm:.5", "--max_iters", "1"]) == 0
+    assert os.listdir("out") == ["clm_.5+mlm_.5"]
+
+
+# ---- devices
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with two, of which this process, the second of torchrun's two, should take its own."""
+    zeros = torch.zeros
+    def probe(*shape, device=None, **how):
+        if not str(device).startswith("cuda"):
+            return zeros(*shape, device=device, **how)
+        return SimpleNamespace(device=torch.device(device), cpu=lambda: None)
+    monkeypatch.setattr(torch, "zeros", probe)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(run, "RANK", 1)
+    monkeypatch.setattr(run, "WORLD", 2)
+
+
+def saved_on(device, text):
+    fit(text, "a", "--max_iters", "1")
+    ckpt = load_checkpoint("a")
+    ckpt["config"]["device"] = device
+    save_checkpoint("a/ckpt.pt", ckpt)
+
+
+@pytest.mark.parametrize("flags", [[], ["--device", "auto"], ["--device", "cuda"]])
+def test_of_torchruns_processes_each_resumes_on_its_own_gpu(flags, text, two_gpus):
+    saved_on("cuda:0", text)
+    assert get_config(["--resume", "--out_dir", "a", *flags]).device == "cuda:1"
+    assert get_config(["--resume", "--out_dir", "a", "--device", "cuda:0"]).device == "cuda:0"
+
+
+def test_a_run_goes_on_where_its_gpu_is_not(text):
+    saved_on("cuda:99", text)
+    resume("a", "--max_iters", "2", "--device", "auto")
+    resume("a", "--max_iters", "3")
+
+
+# ---- the folder
+
+def test_the_newest_run_may_hold_best_alone(text):
+    for i, name in enumerate(("ckpt.pt", "best.pt")):
+        os.makedirs(f"out/{i}")
+        with open(f"out/{i}/{name}", "wb"):
+            os.utime(f"out/{i}/{name}", (i, i))
+    assert newest_run() == os.path.join("out", "1")
+
+
+@on_posix
+def test_a_folder_holds_one_run_at_a_time(text, capsys):
+    fit(text, "a", "--max_iters", "1")
+    with run.open_metrics("a", 1 << 20):
+        assert "another process" in refused(capsys, train, "--resume", "--out_dir", "a", "--max_iters", "2")
+    resume("a", "--max_iters", "2")
+
+
+# ---- a disk that is full
+
+@contextlib.contextmanager
+def full_disk(limit):  # files may not grow beyond so many bytes
+    import resource
+    import torch._dynamo  # noqa: F401  under some versions of torch it writes files of its own
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@on_posix
+@pytest.mark.parametrize("limit", [400, 2000, 60000])           # two lines of the log, the checkpoint
+def test_a_full_disk_leaves_the_checkpoint_before_it(limit, text, capsys):
+    fit(text, "a", "--eval_interval", "5", "--max_iters", "5")
+    before = load_checkpoint("a")
+    with full_disk(limit):
+        err = failed(capsys, train, "--resume", "--out_dir", "a", "--max_iters", "20")
+    assert "could not be written" in err and "--resume --out_dir a, whose ckpt.pt is whole" in err
+    assert equal(before, load_checkpoint("a")) and not os.path.exists("a/ckpt.pt.tmp")
+    resume("a", "--max_iters", "20")
+    assert load_checkpoint("a")["step"] == 20
+
+
+@on_posix
+@pytest.mark.parametrize("limit", [100, 60000])
+def test_before_the_first_save_the_same_command_works_again(limit, text, capsys):
+    with full_disk(limit), pytest.raises(SystemExit):
+        fit(text, "a", "--max_iters", "3")
+    assert capsys.readouterr().err.endswith("Try freeing disk space, then the same command\n")
+    fit(text, "a", "--max_iters", "3")
+    fit(text, "b", "--max_iters", "3")
+    assert_same_run("a", "b")
+
+
+# ---- checkpoints
+
+def test_best_alone_is_a_run(text, monkeypatch, capsys):
+    """best.pt is written first: a kill, or a full disk, in between leaves it alone."""
+    flags, save, seen = ["--max_iters", "20", "--eval_interval", "10"], torch.save, []
+    fit(text, "whole", *flags)
+    def fills_up(state, f):
+        seen.append(f.name)
+        if len(seen) == 2:
+            f.write(b"half of it")
+            raise OSError(28, "No space left on device")
+        save(state, f)
+    monkeypatch.setattr(torch, "save", fills_up)
+    with pytest.raises(SystemExit):
+        fit(text, "out/a", *flags)
+    err = capsys.readouterr().err
+    assert "No space left" in err and "--resume --out_dir out/a, whose best.pt is whole" in err
+    assert sorted(os.listdir("out/a")) == ["best.pt", "metrics.jsonl"]
+    assert "--resume" in refused(capsys, train, *TINY, "--data", text, "--out_dir", "out/a")
+    fit(text, "child", "--init_from", "out/a", "--max_iters", "0")
+    sample.main(["--max_new_tokens", "3"])
+    assert train.main(["--resume"]) == 0
+    assert_same_run("whole", "out/a")
+
+
+def test_a_damaged_checkpoint_names_best_which_goes_on_bit_for_bit(text, monkeypatch, capsys):
+    flags = ["--max_iters", "20", "--eval_interval", "10"]
+    fit(text, "whole", *flags)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        on_step(14, lambda: 1 / 0, patch)
+        fit(text, "a", *flags)
+    with open("a/ckpt.pt", "r+b") as f:
+        f.truncate(50000)
+    best = os.path.join("a", "best.pt")
+    assert f"Try {best}\n" in refused(capsys, train, "--resume", "--out_dir", "a")
+    assert load_checkpoint(best)["step"] == 10
+    resume(best)
+    assert_same_run("whole", "a")
+
+
+def test_a_checkpoint_cut_anywhere_is_refused(text, capsys):
+    fit(text, "a", "--max_iters", "1")
+    with open("a/ckpt.pt", "rb") as f:
+        whole = f.read()
+    for n in [0, 1, 100, *range(1000, len(whole), len(whole) // 40), len(whole) - 1]:
+        with open("cut.pt", "wb") as f:
+            f.write(whole[:n])
+        assert "damaged" in refused(capsys, sample, "--out_dir", "cut.pt")
+
+
+def test_flipped_bits_are_refused(text, capsys):
+    """One low bit in every 64 bytes of the tensors; as a zip and as a pickle the file is what it was."""
+    fit(text, "a", "--max_iters", "1")
+    shutil.copy("a/ckpt.pt", "flipped.pt")
+    with zipfile.ZipFile("a/ckpt.pt") as z, open("flipped.pt", "r+b") as f:
+        for entry in [e for e in z.infolist() if re.search(r"/data/\d+$", e.filename)]:
+            f.seek(entry.header_offset + 26)    # the lengths of name and extra field, which the data follow
+            start = entry.header_offset + 30 + sum(int.from_bytes(f.read(2), "little") for _ in range(2))
+            for at in range(start, start + entry.file_size, 64):
+                f.seek(at)
+                byte = f.read(1)[0] ^ 1
+                f.seek(at)
+                f.write(bytes([byte]))
+    assert not equal(*(torch.load(path, weights_only=True)["model"] for path in ("a/ckpt.pt", "flipped.pt")))
+    assert "damaged" in refused(capsys, train, "--init_from", "flipped.pt")
+
+
+@pytest.fixture
+def crafted(text, capsys):  # -> changes a checkpoint, offers it to every program, yields what they say
+    fit(text, "a", "--objective", "electra", "--max_iters", "1")
+    ckpt = load_checkpoint("a")
+    def attempt(change, init=True):
+        new = copy.deepcopy(ckpt)
+        change(new)
+        save_checkpoint("a/ckpt.pt", new)
+        again = ["--resume", "--out_dir", "a", "--max_iters", "2"]
+        yield refused(capsys, train, *again)
+        yield refused(capsys, sample, "--out_dir", "a")
+        if init:
+            yield refused(capsys, train, *TINY, "--data", text, "--init_from", "a")
+    return attempt
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("n_layer", "two"), ("n_layer", 0), ("n_embd", True), ("n_embd", 16.0), ("n_embd", 18), ("n_head", [2]),
+    ("data", "text.txt"), ("data", [3]), ("doc_mask", 1), ("lr_decay", math.nan), ("optimizer", "sgd"),
+    ("objective", None), ("mask_rate", 2.0), ("dtype", "float8"), ("init_from", 0)])
+def test_a_crafted_config_is_refused(flag, value, crafted):
+    for line in crafted(lambda ckpt: ckpt["config"].update({flag: value})):
+        assert f"--{flag}" in line or "do not fit" in line
+
+
+@pytest.mark.parametrize("step", [-5, "many", 1.5])
+def test_a_crafted_step_is_refused(step, crafted):
+    for line in crafted(lambda ckpt: ckpt.update(step=step)):
+        assert "step" in line or "not a checkpoint" in line
+
+
+@pytest.mark.parametrize("part, value", [("model", math.nan), ("model", math.inf), ("heads", math.nan)])
+def test_weights_that_are_not_finite_are_refused(part, value, crafted):
+    def spoil(ckpt):
+        tensors = ckpt["model"] if part == "model" else ckpt["heads"]["replaced"]
+        next(reversed(tensors.values())).view(-1)[-1] = value
+    assert all("not finite" in line for line in crafted(spoil, init=part == "model"))
+
+
+def test_a_head_that_is_missing_may_be_fresh_only_where_training_begins(text, crafted):
+    assert all("do not fit" in line for line in crafted(lambda ckpt: ckpt.update(heads={}), init=False))
+    fit(text, "b", "--objective", "electra", "--max_iters", "1", "--init_from", "a")
+
+
+def test_every_load_is_of_weights_only():
+    for name in os.listdir(HOME):
+        if name.endswith(".py"):
+            with open(os.path.join(HOME, name), encoding="utf-8") as f:
+                for line in f:
+                    assert "torch.load(" not in line or "weights_only=True" in line, f"{name}: {line}"
+
+
+# ---- what cannot be
+
+BAD = {  # name: flags, what the line says
+    "unknown flag": ("--max_iter 3", "Try --max_iters"),
+    "unknown objective": ("--objective mml", "Try mlm"),
+    "empty objective": ("--objective ''", "Try one of clm"),
+    "two words": ("--objective clm:.5, mlm:.5", "stray word 'mlm:.5'. Try quotes"),
+    "not a number": ("--max_iters many", "max_iters"),
+    "missing value": ("--data", "--data"),
+    "rate too high": ("--objective mlm --mask_rate 1.5", "--mask_rate 1.5"),
+    "rate not a number": ("--objective mlm --mask_rate nan", "--mask_rate"),
+    "a negative rate": ("--learning_rate -1", "--learning_rate"),
+    "setting of another objective": ("--mask_rate .2", "--objective mlm"),
+    "no layers": ("--n_layer 0", "--n_layer 0"),
+    "odd width": ("--n_embd 15", "--n_embd 16"),
+    "no rows": ("--batch_size 0", "--batch_size"),
+    "unknown dtype": ("--dtype float8", "Try auto or float32 or bfloat16"),
+    "unknown optimizer": ("--optimizer sgd", "Try muon or adamw"),
+    "unknown negatives": ("--objective nsp --nsp_negatives hard", "Try random or swap"),
+    "a member without a row": ("--objective clm:.9,mlm:.1 --batch_size 4", "--batch_size 10"),
+    "a member twice": ("--objective clm:.5,clm:.5", "different names"),
+    "a vanishing weight": ("--objective clm:1e-320,mlm:1", "positive weights"),
+    "endless weights": ("--objective clm:1e308,mlm:1e308", "positive weights"),
+    "rows that cannot be": ("--objective prefix --prefix_min .9 --prefix_max .1", "--prefix_min"),
+    "one row to contrast": ("--objective clm:.75,contrastive:.25", "has 1. Try a larger --batch_size"),
+    "one row of nsp": ("--objective clm:.75,nsp:.25", "2 rows a step"),
+    "no row of a denoiser": ("--objective clm:.75,ul2:.25 --batch_size 8", "one of 2 rows"),
+    "denoisers too uneven": ("--objective ul2 --batch_size 256 --ul2_weights R:.98,S:.01,X:.01",
+                             "more even weights\n"),
+    "documents where order is lost": ("--objective bart --doc_mask", "--doc_mask"),
+    "missing file": ("--data nowhere.txt", "nowhere.txt"),
+    "empty file": ("--data empty.txt", "is empty"),
+    "tiny file": ("--data tiny.txt", "--block_size"),
+    "folder without text": ("--data bare", "no text file"),
+    "a pipe": ("--data pipe", "not a regular file"),
+    "block larger than the data": ("--block_size 100000", "Try a smaller --block_size"),
+    "weight of data": ("--data text.txt:-1", "positive number"),
+    "an endless weight": ("--data text.txt:inf", "positive number"),
+    "endless weights of data": ("--data text.txt:1e308 other.txt:1e308", "positive number"),
+    "no such device": ("--device cuda:99", "--device cpu"),
+    "no device at all": ("--device toaster", "--device cpu"),
+    "a device that holds nothing": ("--device meta", "--device cpu"),
+    "a graph without a GPU": ("--cuda_graph", "NVIDIA GPU"),
+    "a batch beyond all memory": ("--batch_size 16777216 --accum 16777216", "does not fit here"),
+    "a file as folder": ("--out_dir text.txt", "--out_dir"),
+    "an existing run": ("--out_dir run", "--resume"),
+    "the metrics of a run that is gone": ("--out_dir gone", "checkpoints are gone"),
+    "resume without runs": ("--resume", "no run under out/"),
+    "resume nothing": ("--resume --out_dir bare", "no checkpoint"),
+    "fewer steps than done": ("--resume --out_dir run --max_iters 0", "at step 1 already"),
+    "resume another width": ("--resume --out_dir run --n_embd 32", "--n_embd 32"),
+    "resume another objective": ("--resume --out_dir run --objective mlm", "--objective mlm"),
+    "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
+    "resume other weights": ("--resume --out_dir run --data text.txt other.txt:.1", "not those of the run"),
+    "resume other sizes": ("--resume --out_dir sizes", "do not fit"),
+    "resume another optimizer's state": ("--resume --out_dir state", "does not fit"),
+    "init from nothing": ("--init_from nowhere", "nowhere"),
+    "init from another width": ("--init_from run --n_layer 5", "--n_layer 5"),
+    "init from a newer version": ("--init_from newer.pt", "newer version"),
+} | {f"init from {file}": (f"--init_from {file}", "not a checkpoint") for file in (
+    "text.txt", "empty.txt", "parts.pt", "payload.pt", "bare.pkl", "other.zip", "random.pt")}
+
+
+@pytest.fixture(scope="module")
+def bad_place(tmp_path_factory):  # a folder with a run, and with everything that can be wrong
+    place, here = tmp_path_factory.mktemp("bad"), os.getcwd()
+    os.chdir(place)
+    with open(shlex.__file__, "rb") as f:
+        words = f.read()
+    noise = bytes(torch.randint(0, 256, (5000,), generator=generator("random")).tolist())
+    for name, content in (("text.txt", words), ("other.txt", words[::-1]), ("empty.txt", b""),
+                          ("tiny.txt", b"tiny text, too short"), ("random.pt", noise),
+                          ("bare.pkl", pickle.dumps(Payload()))):
+        with open(name, "wb") as f:
+            f.write(content)
+    fit("text.txt", "run", "--max_iters", "1")
+    ckpt = load_checkpoint("run")
+    for name in ("bare", "gone", "sizes", "state"):
+        os.mkdir(name)
+    shutil.copy("run/metrics.jsonl", "gone")
+    save_checkpoint("newer.pt", ckpt | {"version": run.VERSION + 1})
+    save_checkpoint("parts.pt", dict(version=1, config={}))
+    save_checkpoint("sizes/ckpt.pt", ckpt | {"model": {k: v[..., :1] for k, v in ckpt["model"].items()}})
+    save_checkpoint("state/ckpt.pt", ckpt | {"muon": ckpt["muon"][:1]})
+    with zipfile.ZipFile("payload.pt", "w") as z:
+        z.writestr("archive/data.pkl", pickle.dumps(Payload(), protocol=2))
+        z.writestr("archive/version", "3\n")
+    with zipfile.ZipFile("other.zip", "w") as z:
+        z.writestr("hello.txt", "hello")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("pipe")
+    os.chdir(here)
+    return place
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_changes_nothing(case, bad_place, monkeypatch, capsys, recwarn):
+    monkeypatch.chdir(bad_place)
+    flags, hint = BAD[case]
+    if case == "a pipe" and not hasattr(os, "mkfifo"):
+        pytest.skip("an operating system without named pipes")
+    small = [] if "--resume" in flags or "--init_from" in flags else [*TINY, "--data", "text.txt"]
+    assert hint in refused(capsys, train, *small, *shlex.split(flags))
+    assert not os.path.exists("executed") and not [str(w.message) for w in recwarn]
+
+
+@pytest.mark.parametrize("command, hint", [
+    ("train.py --max_iter 3", "Try --max_iters"), ("sample.py --promt x", "Try --prompt"),
+    ("sample.py", "no run under out/"), ("train.py --data nowhere", "no such file"),
+    ("compare.py --sweep nothing=1", "no such setting")])
+def test_bad_input_is_one_line_of_a_real_process(command, hint, text):
+    program, *flags = command.split()
+    done = subprocess.run([sys.executable, os.path.join(HOME, program), *flags], capture_output=True,
+                          text=True, env=ALONE)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and hint in done.stderr
+    assert not done.stdout and not os.path.exists("out")
