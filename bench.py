@@ -244,10 +244,8 @@ def bench_decode(flags, device, names):
             p.normal_(0, 0.05)
         pack_weights(model)
         prompt = torch.randint(1, 256, (T // 2,), generator=generator("bench")).tolist()
-    x, seeds, tally = torch.tensor([prompt], device=hp.device), itertools.count(), []       # each run another text
-
-    def ahead(h):
-        return entry["ahead"](heads, h)
+    x, seeds, tally = torch.tensor([prompt], device=hp.device), itertools.count(), []
+    drafter = entry["drafter"] and heads and entry["drafter"](model, heads, hp)
 
     def decode(step=None, seed=None, temperature=0.8):
         gens = [generator(seed or f"decode,{next(seeds)}")]
@@ -255,15 +253,14 @@ def bench_decode(flags, device, names):
 
     def speculate(step=None, seed=None, temperature=0.8, tally=tally):
         g = generator(seed or f"decode,{next(seeds)}")
-        return list(sample.speculate(model, ahead, prompt, flags.new, T, g, tally, step, temperature=temperature))
+        return list(sample.speculate(model, drafter, prompt, flags.new, T, g, tally, step, temperature=temperature))
     steps, sides = {"plain": (decode, None)}, {}
     if flags.compile:
         steps["compiled"] = decode, sample.fast_step(model, 1, T)
-    if heads and entry["ahead"]:
+    if drafter:
         steps["speculated"] = speculate, None
-        k = ahead(torch.zeros(model.sizes.n_embd, dtype=model.dtype, device=hp.device)).size(0)
         if flags.compile:
-            steps["both"] = speculate, sample.fast_step(model, 1, T, ahead, k + 1)
+            steps["both"] = speculate, sample.fast_step(model, 1, T, drafter.tail, drafter.k + 1)
     for name, (f, step) in steps.items():
         if step or name in ("plain", "speculated"):             # what does not compile has no side
             sides[name] = lambda f=f, step=step: len(f(step))

@@ -14,13 +14,17 @@ measure anew, delete results.jsonl: the runs stay. Flags that are not listed bel
 --n_layer 6.
 """
 # N windows, n bytes of a window, a bytes left of a middle of m, C width, K classes, L layers
+import signal
+import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)                # a run in progress catches it by itself
 import contextlib
 import json
 import keyword
 import math
 import os
 import statistics
-import sys
 import time
 import token as token_kinds
 import tokenize
@@ -128,7 +132,7 @@ def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
         for r in range(8):
             logits = sample.fill_logits(model, z.masked_fill(eighth == r, MASK), frame)[..., :256]
             score = torch.where(eighth == r, F.cross_entropy(logits.mT, z, reduction="none"), score)
-    elif entry["bpb"]:
+    elif entry["bpb"] in ("loss", "causal"):
         h = model(torch.cat((torch.full_like(z[:, :1], EOT), z[:, :-1]), 1), "causal")
         score = F.cross_entropy(model.logits(h).mT, z, reduction="none")
     else:
@@ -141,12 +145,12 @@ def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass
     """Of eight samples, drafted where the objective drafts."""
     T, new, written, passes = hp.block_size, min(hp.block_size, 256) - 40, 0, 0
     for i, prompt in enumerate(windows(text, 32, 8, "prompts")):
-        if entry["ahead"] and heads:
+        drafter = entry["drafter"] and entry["drafter"](model, heads, hp)
+        if drafter:
             tally, g = [], generator(f"compare,{i}")
-            out = sample.speculate(model, lambda h: entry["ahead"](heads, h), prompt.tolist(), new, T, g, tally,
-                                   temperature=0.8)
+            out = sample.speculate(model, drafter, prompt.tolist(), new, T, g, tally, temperature=0.8)
             written, passes = written + len([*out]), passes + len(tally)
-        elif entry["bounds"]:
+        elif entry["bounds"] and entry["orders"]:
             x = torch.cat((prompt, torch.full((new,), MASK)))[None]
             out = sample.unmask(model, x, sample.sample_generators(i, 1), entry["fills"](hp), order=entry["orders"][0])
             written, passes = written + new, passes + len([*out])

@@ -78,7 +78,7 @@ def choose_attention(mask, q, T_k, B, sizes, dtype, doc=None, cache=None):
     if not named:
         seen = dense_mask(mask, q, T_k, doc)
     elif doc is not None or mask == "causal" and not last:
-        prefix = torch.full((1 if doc is None else B,), 0 if mask == "causal" else T_k, device=q.device)
+        prefix = torch.full((1,), 0 if mask == "causal" else T_k, device=q.device)
         seen = dense_mask(prefix, q, T_k, doc)
     if T_q == 1 and not cuda:
         return functools.partial(attend_one, seen=seen)
@@ -146,13 +146,12 @@ class Linear(nn.Module):
         return F.linear(x, self.weight.flatten(0, 1).to(x.dtype))
 
 
-def pack_weights(model):
+def pack_weights(module):
     """For decoding in bfloat16 on a CPU: keeps every matrix a second time, as oneDNN lays it out for its own
     use. The product with a single row, all that a decoding step is made of, then takes half the time."""
-    weight = model.head.weight
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-        return
-    for layer in [m for m in model.modules() if isinstance(m, Linear)]:
+    for layer in [m for m in module.modules() if isinstance(m, Linear)]:
+        if layer.weight.dtype != torch.bfloat16 or layer.weight.device.type != "cpu":
+            continue
         try:
             layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().flatten(0, 1), 1)
         except (AttributeError, RuntimeError):                  # a build of torch without oneDNN
@@ -185,6 +184,18 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
+def run_blocks(blocks, x, sizes, mask, doc=None, cache=None):  # x (B, T, C) -> (B, T, C)
+    B, T, _ = x.shape
+    at = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                  # (T,)
+    attend = choose_attention(mask, at, T if cache is None else cache.reach(T), B, sizes, x.dtype, doc, cache)
+    cos, sin = rotations(at, sizes.n_embd // sizes.n_head, x.dtype)
+    for i, block in enumerate(blocks):
+        x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, at))
+    if cache is not None:
+        cache.move(T)
+    return x
+
+
 class Transformer(nn.Module):
     """dtype: of the activations. Weights are float32, and so are logits and losses."""
 
@@ -200,17 +211,8 @@ class Transformer(nn.Module):
     def forward(self, idx, mask, doc=None, cache=None):  # idx (B, T) -> hidden states (B, T, C), normed
         """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep
         attention inside a document. cache: a Cache or StaticCache; idx then continues what it holds."""
-        B, T = idx.shape
-        at = torch.arange(T, device=idx.device) if cache is None else cache.positions(T)            # (T,)
-        T_k = T if cache is None else cache.reach(T)
-        attend = choose_attention(mask, at, T_k, B, self.sizes, self.dtype, doc, cache)
-        cos, sin = rotations(at, self.sizes.n_embd // self.sizes.n_head, self.dtype)
         x = norm(self.embed(idx).to(self.dtype))
-        for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, at))
-        if cache is not None:
-            cache.move(T)
-        return norm(x)
+        return norm(run_blocks(self.blocks, x, self.sizes, mask, doc, cache))
 
     def logits(self, h):  # hidden (..., C) -> (..., V) float32
         z = self.head(h).float()
@@ -220,14 +222,14 @@ class Transformer(nn.Module):
 # ---- KV cache
 
 class Cache:
-    """Keys and values of the positions so far: room for T positions of B rows. move(-n) forgets the last
-    n."""
+    """Keys and values of the positions so far, of a model's layers or of n_layer others: room for T positions
+    of B rows. move(-n) forgets the last n."""
 
-    def __init__(self, model, B, T):
-        sizes, device = model.sizes, model.embed.weight.device
+    def __init__(self, model, B, T, n_layer=None):
+        sizes, device, L = model.sizes, model.embed.weight.device, n_layer or model.sizes.n_layer
         shape = B, sizes.n_head, T, sizes.n_embd // sizes.n_head                    # (B, H, T, D), each layer
-        self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)]
-        self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(sizes.n_layer)]
+        self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
+        self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
         self.length = 0
 
     def positions(self, T):  # -> (T,), of the next T ids

@@ -17,6 +17,7 @@ draw each position by itself, so that no row is ever without a target. The total
 coefficient * sum / count, with sums and counts over the whole global batch: a mean of micro-batch means would
 weigh targets unequally.
 """
+import dataclasses
 import difflib
 import math
 from argparse import Namespace
@@ -26,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, fail
-from model import Linear, Sizes, Transformer, norm
+from model import Block, Cache, Linear, Transformer, norm, run_blocks
 
 IGNORE = -100                                   # in a target: no loss at this position
 N_BYTES = 256
@@ -183,11 +184,11 @@ USUAL = dict(
     mode="continue",        # continue, fill, infill, repair, mark, follow, search or seam
     continues=lambda hp: None,              # a prompt: (mask "causal" or "prefix", ids before, ids after)
     fills=lambda hp: None,  # a text with MASKs: (ids before, ids after, shift); byte i is read shift before it
-    orders=(),              # in which MASKs may be filled: confident, left, ancestral; the first is usual
+    orders=(),              # in which MASKs may be filled, of sample.unmask's; the first is usual
     ask=lambda pieces, m, hp: None,         # a text with holes of about m bytes: (ids up to the first answer, P)
     ends=None,              # (k) -> the id that ends the answer for hole k
     holes=1,                # at most
-    ahead=None,             # (heads, h (..., C)) -> (..., n - 1, C): states of the bytes after the next
+    drafter=None,           # (model, heads, hp) -> what drafts for sample.speculate, or None; see mtp
     answer=None,            # what mode mark, follow, search or seam asks of model and heads; see sample.py
 )
 
@@ -494,23 +495,41 @@ add("fim", make=fim, help="text with its middle moved to the end", use="write be
 # ---- mtp: multi-token prediction
 
 def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), tgt_far (B, T, n - 1)
-    """Multi-token prediction: the next n = mtp_heads bytes at once, from one trunk (Gloeckle et al. 2024).
+    """Multi-token prediction: the next n = mtp_heads bytes at once (Gloeckle et al. 2024; DeepSeek-AI 2024).
 
         inp       t h e   c      who sees whom: causal
         tgt       h e   c a      head 1, the model's own
         tgt_far   e   c a t      head 2, and so on; each has loss at all T positions
 
-    The loss is the sum over heads. Head k reads norm(h + W_k h) through the shared byte head, so that
-    mtp_heads 1 is clm exactly. Departure: the paper takes a transformer layer per head; its linear heads
-    score nearly the same."""
+    mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head; the loss is the sum
+    over heads. Departure: the paper takes a transformer layer per head; its linear heads score nearly the same.
+    sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (of the model, for the first) with the
+    embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head; the loss is
+    the model's plus mtp_weight / (n - 1) times the modules' sum. With mtp_heads 1 both are clm exactly."""
     T = x.size(1) - hp.mtp_heads
-    ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                                     # (B, T, n): bytes t + 1 .. t + n
+    ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                 # (B, T, n): bytes t + 1 .. t + n
     return dict(clm(x[:, :T + 1], g, hp), tgt_far=ahead[:, :, 1:])
 
 
+class JoinBlock(Block):
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.join = Linear(2 * sizes.n_embd, sizes.n_embd)
+
+
+def deeper(model, block, h, ids, doc=None, cache=None):  # states (B, T, C), ids (B, T) -> states (B, T, C)
+    e = norm(model.embed(ids.clamp(min=0)).to(h.dtype))
+    x = block.join(torch.cat((h, e), dim=-1))                   # h is normed already
+    return norm(run_blocks([block], x, model.sizes, "causal", doc, cache))
+
+
 def mtp_heads(sizes, hp):
-    n = hp.mtp_heads
-    return {"mtp": Linear(sizes.n_embd, sizes.n_embd, stack=n - 1, zero=True)} if n > 1 else {}
+    n, C = hp.mtp_heads, sizes.n_embd
+    if n == 1:
+        return {}
+    if hp.mtp_kind == "parallel":
+        return {"mtp": Linear(C, C, stack=n - 1, zero=True)}
+    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(JoinBlock(sizes) for _ in range(n - 1))})}
 
 
 def mtp_ahead(heads, h):  # (..., C) -> (..., n - 1, C): what the byte head reads for bytes 2, 3, ... ahead
@@ -518,23 +537,83 @@ def mtp_ahead(heads, h):  # (..., C) -> (..., n - 1, C): what the byte head read
 
 
 def mtp_terms(batch, hp):
-    far = {f"head{k}": (batch["tgt"].numel(), 1.0) for k in range(2, hp.mtp_heads + 1)}
-    return {"nll": (batch["tgt"].numel(), 1.0)} | far
+    N, far = batch["tgt"].numel(), hp.mtp_heads - 1
+    weight = 1.0 if hp.mtp_kind == "parallel" else hp.mtp_weight / max(1, far)
+    return {"nll": (N, 1.0)} | {f"head{k + 2}": (N, weight) for k in range(far)}
 
 
 def mtp_loss(model, heads, batch, hp):
-    h = model(batch["inp"], batch["mask"], batch.get("doc"))                        # (B, T, C)
+    h, far = model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt_far"]                 # (B, T, C)
     sums = {"nll": nats(model.logits(h), batch["tgt"])}
-    if hp.mtp_heads > 1:
-        far = model.logits(mtp_ahead(heads, h))                                     # (B, T, n - 1, V)
-        for k in range(2, hp.mtp_heads + 1):
-            sums[f"head{k}"] = nats(far[:, :, k - 2], batch["tgt_far"][:, :, k - 2])
+    if hp.mtp_kind == "parallel":
+        logits = model.logits(mtp_ahead(heads, h)) if hp.mtp_heads > 1 else None                    # (B, T, n - 1, V)
+        return sums | {f"head{k + 2}": nats(logits[:, :, k], far[:, :, k]) for k in range(far.size(2))}
+    for k in range(far.size(2)):
+        ids = batch["tgt"] if k == 0 else far[:, :, k - 1]      # byte i + k + 1 at position i
+        h = deeper(model, heads["mtp"]["blocks"][k], h, ids, batch.get("doc"))
+        sums[f"head{k + 2}"] = nats(model.logits(h), far[:, :, k])
     return sums
 
 
+class ParallelDrafter:
+    """What sample.speculate drafts with: k drafts a pass. tail: what a pass keeps of the model's states (m, C), which
+    may be compiled with the model's step. draft: goes on from the tails of the positions that were kept, where ids
+    are the block's so far and draw (logits (j, V)) gives j drafts and what they were drawn from (j, 256)."""
+
+    def __init__(self, model, heads, hp):
+        self.model, self.heads, self.k, self.T = model, heads, hp.mtp_heads - 1, hp.block_size
+
+    def restart(self):  # another block
+        pass
+
+    def tail(self, h):  # (m, C) -> (m, k, V)
+        return self.model.logits(mtp_ahead(self.heads, h))
+
+    def draft(self, tails, ids, draw):
+        return draw(tails[-1])
+
+
+class SequentialDrafter(ParallelDrafter):
+    """Module 1 reads the last byte, module 2 what module 1 drafted, and so on, each over a cache of its own. What a
+    module made of drafts it makes anew when the bytes that came are known."""
+
+    def restart(self):
+        C, device = self.model.sizes.n_embd, self.model.embed.weight.device
+        self.caches = [Cache(self.model, 1, self.T, n_layer=1) for _ in range(self.k)]
+        # states[k]: of module k at every position so far; sure[k]: how many module k + 1 made of bytes that came
+        self.states = [torch.zeros(0, C, dtype=self.model.dtype, device=device) for _ in range(self.k + 1)]
+        self.sure = [0] * self.k
+
+    def tail(self, h):
+        return h
+
+    def draft(self, tails, ids, draw):
+        self.states[0] = torch.cat((self.states[0], tails))     # (n, C); the last of the n + 1 ids has none yet
+        n, ids, drafts, q = len(self.states[0]), list(ids), [], []
+        for k, (block, cache) in enumerate(zip(self.heads["mtp"]["blocks"], self.caches)):
+            a = self.sure[k]
+            cache.move(a - cache.length)
+            new = torch.tensor([ids[a + k + 1:n + k + 1]], device=tails.device)     # byte i + k + 1 at position i
+            h = deeper(self.model, block, self.states[k][None, a:n], new, cache=cache)[0]           # (n - a, C)
+            self.states[k + 1] = torch.cat((self.states[k + 1][:a], h))
+            some, p = draw(self.model.logits(h[-1:]))
+            self.sure[k] = max(0, n - k)
+            ids, drafts, q = ids + some, drafts + some, q + [p]
+        return drafts, torch.cat(q)
+
+
+def mtp_drafter(model, heads, hp):
+    if hp.mtp_heads == 1:
+        return None
+    return (ParallelDrafter if hp.mtp_kind == "parallel" else SequentialDrafter)(model, heads, hp)
+
+
 add("mtp", make=mtp, help="several next bytes at once", use="continue, drafting ahead", mask="causal",
-    window=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss, bpb="causal", packs=True,
-    continues=from_left, ahead=mtp_ahead, settings={"mtp_heads": (4, "bytes predicted at each position", 1, 64)})
+    window=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss, bpb="causal",
+    packs=True, continues=from_left, drafter=mtp_drafter,
+    settings={"mtp_heads": (4, "bytes predicted at each position", 1, 64),
+              "mtp_kind": ("parallel", "parallel heads or sequential modules", ("parallel", "sequential")),
+              "mtp_weight": (0.3, "weight of all sequential modules together", 0.0, 1e3)})
 
 
 # ---- electra: replaced token detection
@@ -561,7 +640,7 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), at (B, k), u (B, k)
 def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads as wide where that divides
     H = max(1, round(sizes.n_head * hp.gen_scale))
     C = 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H)))
-    return Sizes(sizes.n_layer, H, C, sizes.vocab_size)
+    return dataclasses.replace(sizes, n_head=H, n_embd=C)
 
 
 def electra_heads(sizes, hp):
@@ -920,6 +999,33 @@ def mdlm_loss(model, heads, batch, hp):
 add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order", mask="bidirectional",
     window=same_length, terms=mdlm_terms, loss=mdlm_loss, targets=count_targets, bpb="bound", bounds=mdlm_bounds,
     packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident"))
+
+
+# ---- sedd: score entropy discrete diffusion
+
+def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
+    """Score entropy discrete diffusion (SEDD, Lou et al. 2024), absorbing state, time-free (RADD, Ou et al. 2025).
+
+        inp   t [M] [M]   c [M] t    rows are mdlm's; the model gives log c_y = logit_y - log 256, the log ratio of
+        tgt   .  h   e  . .  a  .    every byte y to MASK
+
+    A masked byte x costs (sum_y c_y - log c_x - 1) * L / l, where it costs mdlm -log softmax_x * L / l. That is least
+    where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normaliser, which the softmax gives
+    mdlm, is learned. Departure: the model is told no time, which the absorbing state allows."""
+    logits = model.logits(model(batch["inp"], batch["mask"], batch.get("doc")))[..., :N_BYTES]
+    logc = logits - math.log(N_BYTES)                           # (B, L, 256)
+    masked, tgt = batch["tgt"] != IGNORE, batch["tgt"].clamp(min=0)
+    each = logc.exp().sum(-1) - logc.gather(-1, tgt[..., None])[..., 0] - 1         # (B, L)
+    return (each * masked).sum(1) * batch["weight"]
+
+
+def sedd_loss(model, heads, batch, hp):
+    return {"bound": sedd_bounds(model, batch, hp).sum()}
+
+
+add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in any order", mask="bidirectional",
+    window=same_length, terms=mdlm_terms, loss=sedd_loss, targets=count_targets, bpb="bound", bounds=sedd_bounds,
+    packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic"))
 
 
 # ---- rotation: find the seam

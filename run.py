@@ -11,11 +11,12 @@ import math
 import os
 import warnings
 import zipfile
+from dataclasses import fields
 
 import torch
 
 from data import fail, generator
-from model import Sizes, Transformer, pack_weights
+from model import Linear, Sizes, Transformer, pack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, find_objective
 
 VERSION = 1                                     # of the checkpoint's layout
@@ -159,9 +160,9 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         given["out_dir"] = os.path.dirname(resume) or "."
         refuse_changes(given, saved, set(saved) - FREE, "the run to resume was started with")
     elif given.get("init_from"):
-        sizes = ("n_layer", "n_head", "n_embd", "block_size")
-        saved = {k: v for k, v in load_checkpoint(given["init_from"])["config"].items() if k in sizes}
-        refuse_changes(given, saved, sizes[:3], f"the model in {given['init_from']} has")
+        config = load_checkpoint(given["init_from"])["config"]
+        saved = {flag: config[flag] for flag in SETTINGS["model"]}
+        refuse_changes(given, saved, set(saved) - {"block_size"}, f"the model in {given['init_from']} has")
 
     # defaults of the device, of the optimizer, of the objective, then those two; the device is the machine's, not
     # the run's
@@ -330,7 +331,7 @@ def checkpoint_path(path):  # a run's folder, or a file -> the file: ckpt.pt, or
 
 
 def newest_run():  # -> folder under out/ whose checkpoint was written last
-    found = glob.glob(os.path.join("out", "*", "ckpt.pt")) or glob.glob(os.path.join("out", "*", "best.pt"))
+    found = [path for name in ("ckpt.pt", "best.pt") for path in glob.glob(os.path.join("out", "*", name))]
     if not found:
         fail("no run under out/. Try python train.py first, or name a folder with --out_dir")
     return os.path.dirname(max(found, key=os.path.getmtime))
@@ -389,7 +390,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 def build(hp):  # -> model, heads (an nn.ModuleDict)
     """Weights are drawn on the CPU from the seed, the trunk before the heads: equal seeds give equal trunks
     on every device and under every objective."""
-    sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd)
+    sizes = Sizes(**{f.name: getattr(hp, f.name) for f in fields(Sizes) if hasattr(hp, f.name)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
         model = Transformer(sizes, getattr(torch, hp.dtype))
@@ -420,6 +421,8 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, c
     model, heads = build(hp)
     restore(model, heads, ckpt, path)
     # no training here: weights take the activations' type, and a pass reads half as much
-    model, heads = model.to(getattr(torch, hp.dtype)).requires_grad_(False), heads.requires_grad_(False)
-    pack_weights(model)
+    for module in (model.requires_grad_(False), heads.requires_grad_(False)):
+        for layer in [m for m in module.modules() if isinstance(m, (Linear, torch.nn.Embedding))]:
+            layer.to(getattr(torch, hp.dtype))
+        pack_weights(module)
     return model, heads, hp, ckpt

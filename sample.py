@@ -61,8 +61,8 @@ FLAGS = {
         "temperature": (0.8, "0 takes the most likely byte", 0.0, 1e6),
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
-        "order": ("", "in which [MASK]s are filled: confident, left or, of a diffusion model, ancestral"),
-        "steps": (0, "passes in which [MASK]s are filled; 0 for one a byte, ancestral: 64", 0, 1 << 20),
+        "order": ("", "in which [MASK]s are filled: confident, left; of diffusion models ancestral, analytic"),
+        "steps": (0, "passes in which [MASK]s are filled; 0 for one a byte, of diffusion models 64", 0, 1 << 20),
         "show": (False, "play the filling of [MASK]s"),
         "speculate": (True, "mtp: its far heads draft what its first head verifies"),
         "compile": (False, "torch.compile the decoding step: slow to start, faster for long texts"),
@@ -161,11 +161,11 @@ def empty_cache(model, N, T, step):  # a compiled step knows its cache by addres
 
 
 @torch.inference_mode()
-def fast_step(model, N, T, ahead=None, n=1):  # -> what has cache, n and run, or None where torch.compile cannot
+def fast_step(model, N, T, tail=None, n=1):  # -> what has cache, n and run, or None where torch.compile cannot
     """One decoding step over a static cache for a block of T, compiled; on CUDA captured in a graph besides.
 
-    run: ids (N, n) -> logits (N, V) of what follows; with ahead, for speculate, ids (1, n) -> logits (n, V)
-    of what follows each and (n, k, V) of the k bytes after that."""
+    run: ids (N, n) -> logits (N, V) of what follows; with a drafter's tail, for speculate, ids (1, n) -> logits
+    (n, V) of what follows each, and the tails of their states."""
     if n > T:
         return None
     cache, device = StaticCache(model, N, T), model.embed.weight.device
@@ -173,7 +173,7 @@ def fast_step(model, N, T, ahead=None, n=1):  # -> what has cache, n and run, or
 
     def step(ids):
         h = model(ids, "causal", cache=cache)
-        return model.logits(h[:, -1]) if ahead is None else (model.logits(h[0]), model.logits(ahead(h[0])))
+        return model.logits(h[:, -1]) if tail is None else (model.logits(h[0]), tail(h[0]))
     forward = torch.compile(step, fullgraph=True, dynamic=False)
     try:
         from torch._inductor import config  # here: it costs half a second to import
@@ -190,42 +190,45 @@ def fast_step(model, N, T, ahead=None, n=1):  # -> what has cache, n and run, or
 
 
 @torch.inference_mode()
-def speculate(model, ahead, prompt, max_new_tokens, T, g, tally=None, step=None, **how):  # ids -> yields ids
-    """Self-speculative decoding: far heads draft, head 1 verifies the draft in one pass (Stern et al. 2018).
-    ahead: states (..., C) -> (..., k, C), those of the k bytes after the next. At temperature 0 the text is
-    that of generate, at others its distribution is. tally: a list that receives, a pass, (drafted, kept).
-    step: what fast_step returned with the same ahead."""
-    ids, drafts, q = list(prompt), [], None     # drafts that follow ids[-1], and what they were drawn from (k, 256)
+def speculate(model, drafter, prompt, max_new_tokens, T, g, tally=None, step=None, **how):  # ids -> yields ids
+    """Self-speculative decoding: the drafter of the model's heads drafts, the model verifies the draft in one pass
+    (Stern et al. 2018). At temperature 0 the text is that of generate, at others its distribution is. tally: a
+    list that receives, a pass, (drafted, kept). step: what fast_step returned with the drafter's tail."""
+    def draw(logits):  # (j, V) -> j ids, what they were drawn from (j, 256)
+        q = distribution(logits, **how)
+        return invert(q, torch.rand(len(q), generator=g, dtype=torch.double).to(q.device)).tolist(), q
+
+    ids, drafts, q = list(prompt), [], None     # drafts: of what follows ids[-1]
     start, fed, cache, end = max(0, len(ids) - T), 0, None, len(prompt) + max_new_tokens
     while len(ids) < end:
-        # 1. room: when the block is full its last half is encoded anew; draft no further than block and budget
+        # 1. room: a full block's last half is encoded anew; draft no further than block and budget
         if len(ids) - start > T:
             start, fed = len(ids) - T // 2, 0
         if not fed:
             cache = empty_cache(model, 1, T, step)
+            drafter.restart()
         drafts = drafts[:min(T - (len(ids) - start), end - len(ids) - 1)]
-        # 2. one pass over the draft: what follows ids[-1] and each draft, and far states there
+        # 2. one pass over the draft: what follows ids[-1] and each draft
         new = torch.tensor([ids[start + fed:] + drafts], device=model.embed.weight.device)
         if step is not None and fed and new.size(1) == step.n:
-            logits, far = step.run(new)
+            logits, tails = step.run(new)
         else:
-            h = model(new, "causal", cache=cache)[0, new.size(1) - len(drafts) - 1:]                # (drafts + 1, C)
-            logits, far = model.logits(h), model.logits(ahead(h))
-        # 3. keep what head 1 would have said; forget the rest, whose keys will be written over
+            h = model(new, "causal", cache=cache)[0]
+            logits, tails = model.logits(h[-len(drafts) - 1:]), drafter.tail(h)
+        # 3. keep what the model would have said; forget the rest, whose keys will be written over
         out = verify(distribution(logits, **how), None if q is None else q[:len(drafts)], drafts, g)
-        refused = len(drafts) - (len(out) - 1)
+        refused = len(drafts) + 1 - len(out)
         cache.move(-refused)
         fed += new.size(1) - refused
         if tally is not None:
             tally.append((len(drafts), len(out) - 1))
-        # 4. draft anew, from the state at the last draft that was kept
-        q = distribution(far[len(out) - 1], **how)                                  # (k, 256)
-        drafts = invert(q, torch.rand(len(q), generator=g, dtype=torch.double).to(q.device)).tolist()
         for i in out:
             ids.append(i)
             yield i
             if i == EOT:
                 return
+        # 4. draft anew, from what was kept
+        drafts, q = drafter.draft(tails[:new.size(1) - refused], ids[start:], draw)
 
 
 def verify(p, q, drafts, g):  # p (n + 1, 256), q (n, 256), n ids -> the ids to write: the drafts kept, and one more
@@ -258,21 +261,23 @@ def fill_logits(model, ids, frame, doc_mask=False):  # (N, n) with MASKs -> (N, 
 def unmask(model, ids, gens, frame, steps=0, order="confident", **how):  # (N, n) with MASKs -> yields (N, n)
     """Fills the masked positions in so many passes (0: one for each), leaving everything else.
 
-    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left; ancestral: MDLM's
-    sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64
-    passes."""
+    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left. ancestral: MDLM's sampler,
+    which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes. analytic: SEDD's
+    tau-leaping, the same with its ratios c as they are: (t - s) / t * sum of c; the last pass unmasks all."""
     ids = ids.clone()
     most = max(1, int((ids == MASK).sum(1).max()))
-    steps = steps or (64 if order == "ancestral" else most)
+    steps = steps or (64 if order in ("ancestral", "analytic") else most)
     at = torch.arange(ids.size(1), device=ids.device)
     for i in range(steps):
         holes = ids == MASK
         if not holes.any():
             return
-        logits = fill_logits(model, ids, frame)                                     # (N, n, V)
+        logits = fill_logits(model, ids, frame)                 # (N, n, V)
         new = pick(logits, gens, **how)
-        if order == "ancestral":                # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
-            now = (uniforms(ids.shape[1:], gens) * (steps - i) < 1).to(ids.device)
+        if order in ("ancestral", "analytic"):  # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
+            u = uniforms(ids.shape[1:], gens).to(ids.device) * (steps - i)
+            ratios = (logits[..., :N_BYTES].double() - math.log(N_BYTES)).exp().sum(-1)             # near 1
+            now = u < (1 if order == "ancestral" or i == steps - 1 else ratios)
         else:
             sure = logits[..., :N_BYTES].float().softmax(-1).amax(-1)               # (N, n)
             urgency = sure if order == "confident" else -at.float().expand(ids.shape)
@@ -497,8 +502,9 @@ def continue_mode(model, heads, entry, hp, flags, held_out):
         if len(prompt) > room:
             print(f"--- the last {room} of {len(prompt)} bytes of the prompt, which leave room in the block")
         prompt = prompt[-room:]
-    if entry["ahead"] and heads and flags.speculate:
-        return speculate_mode(model, heads, entry, hp, flags, prompt)
+    drafter = flags.speculate and entry["drafter"] and entry["drafter"](model, heads, hp)
+    if drafter:
+        return speculate_mode(model, drafter, hp, flags, prompt)
     ids = tensor(before + prompt + after, hp).expand(flags.num_samples, -1)
     prefix, step = ids.size(1) if mask == "prefix" else 0, None
     if flags.compile:
@@ -519,16 +525,13 @@ def continue_mode(model, heads, entry, hp, flags, held_out):
         print(f"--- the block of {T} is full", file=sys.stderr)
 
 
-def speculate_mode(model, heads, entry, hp, flags, prompt):
+def speculate_mode(model, drafter, hp, flags, prompt):
     """Writes, then says on standard error how many drafts were kept."""
-    def ahead(h):
-        return entry["ahead"](heads, h)
-    T, tally, n = hp.block_size, [], 0
-    k = ahead(torch.zeros(model.sizes.n_embd, dtype=model.dtype, device=hp.device)).size(0)
-    step = fast_step(model, 1, T, ahead, k + 1) if flags.compile else None
+    T, k, tally, n = hp.block_size, drafter.k, [], 0
+    step = fast_step(model, 1, T, drafter.tail, k + 1) if flags.compile else None
     for [g] in each_sample(flags):
         stream = Stream(prompt)
-        for byte in speculate(model, ahead, prompt, flags.max_new_tokens, T, g, tally, step, **drawing(flags)):
+        for byte in speculate(model, drafter, prompt, flags.max_new_tokens, T, g, tally, step, **drawing(flags)):
             stream.write(byte)
             n += 1
         stream.end()
@@ -798,7 +801,7 @@ def choose_mode(entry, hp, flags):  # -> mode, the flags it reads
     if name in ("fill", "infill") and prompt is not None and not holes and entry["continues"](hp):
         name = "continue"
     mode, read = MODES[name]
-    if name == "continue" and entry["ahead"]:
+    if name == "continue" and entry["drafter"]:
         read = read | {"speculate"}
     if name == "fill" and entry["bpb"] == "bound" and prompt is not None and not holes:
         read = read | {"max_new_tokens"}

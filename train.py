@@ -47,8 +47,8 @@ def draw_windows(entry, corpus, split, B, key):  # -> source (B,), offset (B, tr
 
 def make_batch(entry, corpus, split, where, g, hp):  # the windows at where, corrupted with numbers from g -> batch
     x = gather(corpus, split, *where, entry["n"])
-    if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU: this copy is waited for
-        x = x.pin_memory()
+    if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU
+        x = x.pin_memory()                      # its copy is not waited for
     batch = entry["make"](x.to(hp.device, non_blocking=True), g, hp)
     for k in [k for k in batch if k.endswith("inp")] if hp.doc_mask else []:
         batch[k.removesuffix("inp") + "doc"] = document_ids(batch[k])               # a masked EOT ends nothing

@@ -269,7 +269,7 @@ def test_document_masks_keep_documents_apart(name):
 
 COEFFICIENTS = {
     "ul2": {"nll": 1, "nll_R": 0, "nll_S": 0, "nll_X": 0},
-    "mtp": {"nll": 1, "head2": 1, "head3": 1, "head4": 1},
+    "mtp": {"nll": 1, "head2": 1, "head3": 1, "head4": 1}, "sedd": {"bound": 1},
     "electra": {"generator": 1, "discriminator": 50, "auc": 0, "replaced": 0},
     "nsp": {"nll": 1, "nsp": 1, "accuracy": 0},
     "contrastive": {"info": 1, "top1": 0},
@@ -724,6 +724,91 @@ def test_mtp_loss_is_the_sum_of_separate_heads():
         check_mtp_sum(1 / 4)
 
 
+def sequential(T=T):
+    _, net, heads, batch, hp = case("mtp", B=1, T=T, mtp_kind="sequential")
+    return make("mtp", B=1, T=T)[0], batch, hp, net, heads
+
+
+def check_reach(shift=0):
+    """Module k's loss at i depends on the embeddings of bytes 0 .. i + k, and of nothing after."""
+    x, batch, hp, net, heads = sequential(T=7)
+    table = net.embed.weight.detach()[:12].clone().requires_grad_()
+    net.embed.forward = lambda ids: table[ids]                  # byte j of the window is id j
+    ids = torch.arange(12)[None]
+    for k, i in itertools.product((1, 2, 3), range(7)):
+        far = ids[:, 1:11].unfold(1, 4, 1)[:, :7, 1:] + shift
+        far[0, :, k - 1] = torch.where(torch.arange(7) == i, 11, IGNORE)
+        row = dict(inp=ids[:, :7], tgt=ids[:, 1:8] + shift, tgt_far=far, mask="causal")
+        grad, = torch.autograd.grad(O.mtp_loss(net, heads, row, hp)[f"head{k + 1}"], table)
+        reached = grad.abs().amax(1) > 0
+        assert reached[:i + k + 1].all(), (k, i)
+        assert not reached[i + k + 1:].any(), (k, i)
+
+
+def test_module_k_sees_byte_i_plus_k_and_nothing_after():
+    check_reach()
+    with pytest.raises(AssertionError):
+        check_reach(shift=1)
+
+
+def test_the_loss_of_sequential_modules_is_that_of_the_papers_equations():
+    """h^k_i = block(M_k [norm(h^(k-1)_i); norm(embed(t_(i+k)))]), p(t_(i+k+1)) = head(norm(h^k_i))."""
+    x, batch, hp, net, heads = sequential()
+    h, sums = net(batch["inp"], "causal"), O.mtp_loss(net, heads, batch, hp)
+    for k, block in enumerate(heads["mtp"]["blocks"], 1):
+        joined = torch.cat((O.norm(h), O.norm(net.embed(x[:, k:T + k]))), dim=-1) @ block.join.weight[0].T
+        h = O.norm(O.run_blocks([block], joined, net.sizes, "causal"))
+        want = F.cross_entropy(net.logits(h).mT, x[:, k + 1:T + k + 1], reduction="sum")
+        torch.testing.assert_close(sums[f"head{k + 1}"], want, rtol=1e-4, atol=1e-3)
+    terms = O.mtp_terms(batch, hp)
+    assert [c for _, c in terms.values()] == pytest.approx([1, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("kind", ["parallel", "sequential"])
+def test_one_head_of_either_kind_is_clm(kind):
+    x, batch, hp = make("mtp", mtp_heads=1, mtp_kind=kind)
+    net = randomized()
+    assert O.mtp_heads(net.sizes, hp) == {} and O.mtp_drafter(net, {}, hp) is None
+    assert set(O.mtp_terms(batch, hp)) == {"nll"}
+    clm = O.token_loss(net, {}, O.clm(x, None, hp), hp)
+    assert torch.equal(O.mtp_loss(net, {}, batch, hp)["nll"], clm["nll"])
+
+
+def uncached_drafts(net, heads, ids, n):  # module after module over the whole text
+    h, ids, drafts = net(torch.tensor([ids[:-1]]), "causal"), list(ids), []
+    N = len(ids) - 1
+    for k in range(n - 1):
+        h = O.deeper(net, heads["mtp"]["blocks"][k], h, torch.tensor([ids[k + 1:N + k + 1]]))
+        drafts.append(int(net.logits(h)[0, -1, :256].argmax()))
+        ids.append(drafts[-1])
+    return drafts
+
+
+def test_cached_drafts_equal_uncached_ones_whatever_was_kept_of_those_before():
+    _, _, hp, net, heads = sequential()
+    net.requires_grad_(False)
+    text, drafter = clean_windows(hp, 1)[0].tolist(), O.mtp_drafter(net, heads, hp)
+    drafter.restart()
+    at = 0
+    for grown in (5, 1, 4, 2, 1, 9):
+        h = net(torch.tensor([text[:at + grown]]), "causal")[0, at:]
+        at += grown
+        drafts, q = drafter.draft(h, text[:at + 1], lambda z: ([int(z[0, :256].argmax())], z[:, :256]))
+        assert drafts == uncached_drafts(net, heads, text[:at + 1], 4) and q.shape == (3, 256)
+        text[at + 1:at + 1 + len(drafts[:grown % 3])] = drafts[:grown % 3]          # some drafts come true
+
+
+def test_teacher_forcing_equals_drafting_when_every_draft_is_right():
+    _, _, hp, net, heads = sequential()
+    ids = clean_windows(hp, 1)[0].tolist()[:12]
+    drafts = uncached_drafts(net.requires_grad_(False), heads, ids, 4)
+    x, i = torch.tensor([ids + drafts]), len(ids) - 2           # position i reads byte i + 1, the last known one
+    h = net(x[:, :i + 1], "causal")
+    for k in range(3):
+        h = O.deeper(net, heads["mtp"]["blocks"][k], h, x[:, k + 1:i + k + 2])
+        assert int(net.logits(h)[0, i, :256].argmax()) == drafts[k]
+
+
 # ---- electra
 
 class Says:
@@ -1064,6 +1149,77 @@ def test_mdlm_equals_the_integral_over_t():
     hp = settings("mdlm", L)
     batch = O.mdlm(x.expand(30000, -1), generator("m"), hp)
     assert float(O.mdlm_loss(net, {}, batch, hp)["bound"]) / 30000 == pytest.approx(exact, rel=0.01)
+
+
+# ---- sedd
+
+def each_mask(L):  # every choice of masked bytes but none
+    return [torch.tensor([m]) for m in itertools.product([False, True], repeat=L) if any(m)]
+
+
+def sedd_at(net, x, hidden):  # -> (1,): sedd's cost of the hidden bytes, unweighted
+    inp, tgt = x.masked_fill(hidden, MASK), x.where(hidden, IGNORE)
+    batch = dict(inp=inp, tgt=tgt, weight=torch.ones(1), mask="bidirectional")
+    return float(O.sedd_bounds(net, batch, None))
+
+
+def test_sedd_equals_its_authors_integral_over_t():
+    """dsigma * (sum_y s_y - q log s_x + q (log q - 1)) at masked bytes, q = 1 / expm1(sigma), s = q c, where sigma is
+    -log(1 - t) and each byte is masked with probability t; against the mean over l of L / l times what l masked
+    bytes cost."""
+    L, net, x = 3, randomized().requires_grad_(False), torch.tensor([[65, 66, 67]])
+    authors, ours, steps = 0.0, 0.0, 4000
+    t = (torch.arange(steps, dtype=torch.double) + 0.5) / steps
+    q, dsigma = 1 / torch.expm1(-torch.log1p(-t)), 1 / (1 - t)
+    for hidden in each_mask(L):
+        m = int(hidden.sum())
+        logits = net.logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[0, :, :256]
+        c = logits.double().exp() / 256
+        for i in hidden[0].nonzero().flatten().tolist():
+            s = q[:, None] * c[i]
+            cost = s.sum(1) - q * s[:, int(x[0, i])].log() + q * (q.log() - 1)
+            authors += float((t ** m * (1 - t) ** (L - m) * dsigma * cost).mean())
+        ours += sedd_at(net, x, hidden) / math.comb(L, m) / L * (L / m)
+    assert ours == pytest.approx(authors, rel=1e-3)
+
+
+def check_ratios(bounds):
+    """Uniform ratios whose sum is e^a cost log 256 - a + e^a - 1 at every masked byte."""
+    _, batch, hp = make("sedd", B=16)
+    net = randomized()
+    for a in (-1.0, 0.0, 0.5):
+        net.logits = lambda h, a=a: torch.full((*h.shape[:-1], 512), a)
+        want = (math.log(256) - a + math.exp(a) - 1) * batch["inp"].numel()
+        assert float(bounds(net, batch, hp).sum()) == pytest.approx(want, rel=1e-4)
+
+
+def test_sedds_normaliser_is_learned():
+    check_ratios(O.sedd_bounds)
+    with pytest.raises(AssertionError):         # without sum_y c_y - 1 nothing holds the ratios down
+        check_ratios(lambda net, batch, hp: O.sedd_bounds(net, batch, hp) - batch["inp"].size(1))
+    with pytest.raises(AssertionError):         # with a softmax it is mdlm
+        check_ratios(O.mdlm_bounds)
+
+
+def test_sedd_bounds_what_can_be_enumerated():
+    """-log of the mean over orders of the chain of normalised ratios <= mdlm's bound <= sedd's."""
+    L, net, x = 3, randomized().requires_grad_(False), torch.tensor([[65, 66, 67]])
+    p = 0.0
+    for order in itertools.permutations(range(L)):
+        hidden, chain = torch.ones(1, L, dtype=torch.bool), 1.0
+        for i in order:
+            logits = net.logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[0, i, :256]
+            chain *= float(logits.softmax(-1)[x[0, i]])
+            hidden[0, i] = False
+        p += chain / math.factorial(L)
+    sedd, mdlm = 0.0, 0.0
+    for hidden in each_mask(L):
+        m = int(hidden.sum())
+        logp = net.logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[..., :256].log_softmax(-1)
+        share = 1 / math.comb(L, m) / m
+        mdlm -= share * float(logp.gather(2, x[..., None])[..., 0][hidden].sum())
+        sedd += share * sedd_at(net, x, hidden)
+    assert -math.log(p) <= mdlm < sedd
 
 
 # ---- rotation, hybrid

@@ -14,7 +14,7 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, PRE, SENTINEL, SEP, SUF, document_ids, generator
 from model import Sizes, Transformer
-from objectives import OBJECTIVES, USUAL, embed, mtp_ahead, seq2seq
+from objectives import OBJECTIVES, USUAL, ParallelDrafter, embed, mtp_drafter, seq2seq
 from run import build, get_config, load_checkpoint
 
 T = 12
@@ -144,11 +144,22 @@ def test_a_row_that_ended_stays_ended():
 
 # ---- speculation
 
-def drafting(n, seed=0, device="cpu"):  # a model, and far states that now and then agree with it
-    net = randomized(seed=seed).requires_grad_(False).to(device)
-    heads = OBJECTIVES["mtp"]["heads"](net.sizes, settings("mtp", T, mtp_heads=n))
+KINDS = pytest.mark.parametrize("kind", ["parallel", "sequential"])
+
+
+def drafting(n, seed=0, device="cpu", kind="parallel"):  # a model, and what drafts now and then as it would write
+    net, hp = randomized(seed=seed).requires_grad_(False).to(device), settings("mtp", T, mtp_heads=n, mtp_kind=kind)
+    heads = OBJECTIVES["mtp"]["heads"](net.sizes, hp)
     heads = {name: randomize(head, seed).requires_grad_(False).to(device) for name, head in heads.items()}
-    return net, lambda h: mtp_ahead(heads, h)
+    return net, mtp_drafter(net, heads, hp)
+
+
+class Fixed(ParallelDrafter):  # drafts from the same far logits, whatever was written
+    def __init__(self, far):
+        self.far, self.k = far, len(far)
+
+    def tail(self, h):  # far (k, V) -> (m, k, V)
+        return self.far.expand(len(h), -1, -1)
 
 
 P = torch.tensor([[.7, .1, .1, .1], [0, .1, .2, .7], [.25, .25, .25, .25], [0, .5, .5, 0]]).double()
@@ -187,23 +198,42 @@ def test_speculation_draws_from_the_plain_distribution(n, how):
     joint = after(torch.cat((x.expand(4, -1), torch.arange(65, 69)[:, None]), 1)) * after(x).T
     seen, tally, budget = torch.zeros(4, 4), [], 3 if n == 5 else 9
     for s in range(700):
-        ahead, g = lambda h: far.expand(len(h), -1, -1), generator(f"{s}")
-        written = sample.speculate(net, ahead, x[0].tolist(), budget, T, g, tally, **how)
+        g = generator(f"{s}")
+        written = sample.speculate(net, Fixed(net.logits(far)), x[0].tolist(), budget, T, g, tally, **how)
         seen[next(written) - 65, next(written) - 65] += 1
     assert chi2(seen, joint) < 50               # 15 degrees of freedom at most
     assert {drafted for drafted, _ in tally} == {0, 1}
     assert 0 < sum(kept for _, kept in tally) < 700, "some are kept, some are not"
 
 
+def test_drafts_of_sequential_modules_leave_the_distribution_as_it_is():
+    """Triples of 4 bytes after one prompt: the second and third are drafted by modules 1 and 2."""
+    (net, drafter), x = drafting(3, kind="sequential"), ids(5)
+    logits, only = net.logits, torch.full((512,), -1e9).index_fill(0, torch.arange(65, 69), 0)
+    net.logits = lambda h: logits(h) / 8 + only
+    after = lambda row: sample.distribution(net.logits(net(row, "causal")[:, -1]))[:, 65:69]
+    bytes_, rows, joint = torch.arange(65, 69)[:, None], x, torch.ones(1, 1, dtype=torch.double)
+    for _ in range(3):
+        joint = (joint * after(rows)).view(-1, 1)
+        rows = torch.cat((rows.repeat_interleave(4, 0), bytes_.repeat(len(rows), 1)), dim=1)
+    seen, tally = torch.zeros(4, 4, 4), []
+    for s in range(900):
+        a, b, c = sample.speculate(net, drafter, x[0].tolist(), 3, T, generator(f"{s}"), tally)
+        seen[a - 65, b - 65, c - 65] += 1
+    assert chi2(seen.flatten(), joint.flatten()) < 120          # 63 degrees of freedom: 2 in 100,000
+    assert 0 < sum(kept for _, kept in tally) < sum(drafted for drafted, _ in tally)
+
+
 @pytest.mark.parametrize("n", [2, 4, 7])
-def test_speculation_at_temperature_0_is_plain_decoding(n):
+@KINDS
+def test_speculation_at_temperature_0_is_plain_decoding(n, kind):
     """For prompts of all lengths, past the end of the block."""
     passes = written = 0
     for seed in range(36):
-        net, ahead = drafting(n, seed % 5)
+        net, drafter = drafting(n, seed % 5, kind=kind)
         x, tally = ids(1 + seed % (2 * T), seed=seed), []
         plain = text_of(net, x, 25, T, gens(), **GREEDY)[0].tolist()
-        text = sample.speculate(net, ahead, x[0].tolist(), 25, T, generator("s"), tally, **GREEDY)
+        text = sample.speculate(net, drafter, x[0].tolist(), 25, T, generator("s"), tally, **GREEDY)
         assert list(text) == plain
         assert all(0 <= kept <= drafted <= n - 1 for drafted, kept in tally)
         passes, written = passes + len(tally), written + len(plain)
@@ -213,30 +243,31 @@ def test_speculation_at_temperature_0_is_plain_decoding(n):
 def test_speculation_keeps_a_perfect_draft():
     """A model that counts, and far heads that count on: n bytes a pass after the first."""
     counts, tally = Stub(lambda h: sure(h % 255 + 1)), []
-    ahead = lambda h: (h[:, None] + torch.arange(3)) % 255 + 1
-    text = sample.speculate(counts, ahead, [66], 41, 99, generator("s"), tally, **GREEDY)
+    drafter = Fixed(torch.zeros(3, 512))
+    drafter.tail = lambda h: sure((h[:, None] + torch.arange(3)) % 255 + 1 + 1)
+    text = sample.speculate(counts, drafter, [66], 41, 99, generator("s"), tally, **GREEDY)
     assert list(text) == list(range(67, 67 + 41))
     assert len(tally) == 11
 
 
 def test_speculation_without_rejection_would_be_noticed(monkeypatch):
-    (net, ahead), x = drafting(4), ids(5)
+    (net, drafter), x = drafting(4), ids(5)
     plain = text_of(net, x, 25, T, gens(), **GREEDY)[0].tolist()
     monkeypatch.setattr(sample, "verify", lambda p, q, drafts, g: [*drafts, int(p[-1].argmax())])
-    assert list(sample.speculate(net, ahead, x[0].tolist(), 25, T, generator("s"), **GREEDY)) != plain
+    assert list(sample.speculate(net, drafter, x[0].tolist(), 25, T, generator("s"), **GREEDY)) != plain
 
 
-def check_fast_steps(n, temperature=0.0, device="cpu"):  # the same texts with a step and without one
+def check_fast_steps(n, temperature=0.0, device="cpu", kind="parallel"):  # the same texts with a step and without one
     """Past the end of the block, for prompts of several lengths, with n heads."""
-    net, ahead = drafting(n, device=device)
-    single, several = sample.fast_step(net, 2, T), sample.fast_step(net, 1, T, ahead, n)
+    net, drafter = drafting(n, device=device, kind=kind)
+    single, several = sample.fast_step(net, 2, T), sample.fast_step(net, 1, T, drafter.tail, n)
     assert single is not None
     assert (several is None) == (n > T)
     for seed in range(6):
         x = ids(1 + 4 * seed, seed=seed).to(device)
         plain, fast = (text_of(net, x.expand(2, -1), 30, T, gens(2), step=s) for s in (None, single))
         assert torch.equal(plain, fast)
-        speculate = lambda step: list(sample.speculate(net, ahead, x[0].tolist(), 40, T, generator(f"{seed}"),
+        speculate = lambda step: list(sample.speculate(net, drafter, x[0].tolist(), 40, T, generator(f"{seed}"),
                                                        step=step, temperature=temperature))
         plain = speculate(None)
         assert plain == speculate(several)
@@ -245,10 +276,11 @@ def check_fast_steps(n, temperature=0.0, device="cpu"):  # the same texts with a
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("n", [2, 4, 7, T + 1], ids=lambda n: f"{n} heads")
-def test_a_step_over_a_static_cache_changes_nothing(n, temperature, monkeypatch, capsys):
+@KINDS
+def test_a_step_over_a_static_cache_changes_nothing(kind, n, temperature, monkeypatch, capsys):
     """The step that is compiled, here as it stands; with more heads than two passes or one have room for."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    check_fast_steps(n, temperature)
+    check_fast_steps(n, temperature, kind=kind)
     assert capsys.readouterr().err == ""
 
 
@@ -282,6 +314,23 @@ def test_the_ancestral_sampler_reproduces_its_oracle(steps):
     assert chi2(counts[65:69], FOUR) < 25
     first = float((states[1] != x).float().mean()) * n / (n - 1)
     assert abs(first - 1 / most) < 5 * (1 / most / N / n) ** 0.5, "(t - s) / t unmasks an equal share a pass"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("steps", [1, 5, 0])
+def test_the_analytic_sampler_reproduces_its_oracle(steps, scale):
+    """Bytes come as their ratios say, whose sum need not be 1: a pass unmasks (t - s) / t times that sum, and the last
+    one all."""
+    N, n, most = 100, 20, steps or 64
+    ratios = Stub(lambda ids: four(FOUR).expand(*ids.shape, -1) + math.log(256 * scale))
+    x = torch.full((N, n), MASK)
+    states = [x, *sample.unmask(ratios, x, gens(N), IN_PLACE, steps, "analytic")]
+    assert len(states) <= most + 1
+    counts = torch.bincount(states[-1].flatten(), minlength=MASK + 1)
+    assert counts[65:69].sum() == N * n
+    assert chi2(counts[65:69], FOUR) < 25
+    first = 1.0 if most == 1 else scale / most
+    assert abs(float((states[1] != x).float().mean()) - first) < 5 * (first / N / n) ** 0.5
 
 
 PAIR = torch.full((4, 4), 0.2 / 12).fill_diagonal_(0.2)         # two bytes, equal with probability .8
@@ -578,9 +627,9 @@ def test_each_objective_has_its_own_order_and_shift(prompt, runs, capsys, monkey
     seen, plain = [], sample.unmask
     spy = lambda *a, **how: seen.append((a[3], how["order"])) or plain(*a, **how)
     monkeypatch.setattr(sample, "unmask", spy)
-    for name in ("mlm", "mdlm", "hybrid"):
+    for name in ("mlm", "mdlm", "sedd", "hybrid"):
         say(capsys, name, *prompt)
-    assert seen == [(IN_PLACE, "confident"), (IN_PLACE, "ancestral"), (SHIFTED, "confident")]
+    assert seen == [(IN_PLACE, "confident")] + [(IN_PLACE, "ancestral")] * 2 + [(SHIFTED, "confident")]
 
 
 def test_a_mixture_does_what_its_members_do(runs, capsys):
