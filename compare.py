@@ -17,7 +17,7 @@ measure anew, delete results.jsonl: the runs stay. Flags that are not listed bel
 import signal
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)                # a run in progress catches it by itself
 import contextlib
 import json

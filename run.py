@@ -20,8 +20,8 @@ from model import Linear, Sizes, Transformer, pack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, find_objective
 
 VERSION = 1                                     # of the checkpoint's layout
-PARTS = {"config", "step", "seconds", "best", "sources", "metrics_bytes", "model", "heads", "adamw", "muon",
-         "held_out"}
+PARTS = dict(config=dict, step=int, seconds=float, best=float, sources=list, metrics_bytes=int, model=dict,
+             heads=dict, adamw=dict, muon=list, held_out=torch.Tensor)
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun's processes
 DEVICE = {"device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
           "dtype": ("auto", "of activations", ("auto", "float32", "bfloat16"))}
@@ -117,7 +117,8 @@ def check(values, specs, where=""):
     for flag, (default, _, *bounds) in specs.items():
         value, first = values[flag], [*default.values()][0] if isinstance(default, dict) else default
         kind = (int, float) if isinstance(first, float) else type(first)
-        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool):
+        words = all(isinstance(word, str) for word in value) if isinstance(value, list) else True
+        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool) or not words:
             fail(f"{where}--{flag} {value!r}: wants {type(first).__name__}. Try the default")
         if len(bounds) == 2 and not bounds[0] <= value <= bounds[1]:
             fail(f"{where}--{flag} {value}: must lie between {bounds[0]} and {bounds[1]}. Try the default")
@@ -134,7 +135,9 @@ def specs():  # -> {flag: spec}, the objectives' own included
 
 def defaults(kind="cpu", optimizer="muon"):  # -> {flag: default}
     def pick(default):
-        return next(default[k] for k in (kind, optimizer) if k in default) if isinstance(default, dict) else default
+        if not isinstance(default, dict):
+            return default
+        return default.get(kind, default.get(optimizer, [*default.values()][0]))
     return {flag: pick(spec[0]) for flag, spec in specs().items()}
 
 
@@ -372,9 +375,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             # weights_only: a checkpoint is data, a pickle is a program
             ckpt = torch.load(path, map_location="cpu", weights_only=True)
         version = int(ckpt["version"])
-        assert version > VERSION or PARTS <= set(ckpt)
+        assert version > VERSION or all(isinstance(ckpt[part], kind) for part, kind in PARTS.items())
         config = defaults() | ckpt["config"] | {"resume": False}                    # a fork may have brought new flags
-        step = int(ckpt["step"])
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         best = os.path.join(os.path.dirname(path), "best.pt")
         beside = best if os.path.exists(best) and best != path else "another run"
@@ -382,8 +384,9 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     if version > VERSION:
         fail(f"{path}: has layout {version}, this program reads up to {VERSION}. Try a newer version of the program")
     check(config | {"device": "auto"}, specs(), f"{path}: ")
-    if step < 0:
-        fail(f"{path}: is at step {step}. Try another run")
+    if ckpt["step"] < 0 or config["n_embd"] % (2 * config["n_head"]):
+        fail(f"{path}: step {ckpt['step']}, n_embd {config['n_embd']}, n_head {config['n_head']} cannot be. "
+             "Try another run")
     return ckpt | {"config": config}
 
 

@@ -20,7 +20,7 @@ bytes) and <extra_id_0> (a hole of any length).
 import signal
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)                # Ctrl-C just ends
 import codecs
 import itertools

@@ -9,7 +9,7 @@
 import signal
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)                # until there is something to save, Ctrl-C just ends
 import bz2
 import contextlib
@@ -596,6 +596,7 @@ def catch_signals(stop):  # -> {signal: the handler that was there before}
     if threading.current_thread() is not threading.main_thread():
         return {}
     caught = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    caught = [number for number in caught if signal.getsignal(number) is not signal.SIG_IGN]        # of nohup
     return {number: signal.signal(number, handler) for number in caught}
 
 

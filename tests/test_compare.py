@@ -236,7 +236,7 @@ def test_the_formats_are_those_of_training():
     left = ([*LEFT, Y], "causal", [LEFT[-1], Y])
     masked = ([*LEFT, Y, MASK, *RIGHT], "bidirectional", [MASK, MASK])
     spans = [*LEFT, SENTINEL, *RIGHT, SENTINEL + 1, SEP, SENTINEL, Y]
-    want = {"clm": left, "mtp": left, "prefix": (left[0], 2, left[2]), "mlm": masked, "mdlm": masked,
+    want = {"clm": left, "mtp": left, "prefix": (left[0], 2, left[2]), "mlm": masked, "mdlm": masked, "sedd": masked,
             "nsp": ([CLS, *masked[0], SEP], *masked[1:]),
             "hybrid": ([EOT, *masked[0]], "bidirectional", [LEFT[-1], Y]),
             "span": (spans, 7, [SENTINEL, Y]), "ul2": ([MODE_R, *spans], 8, [SENTINEL, Y]),

@@ -259,9 +259,9 @@ def crafted(text, capsys):  # -> changes a checkpoint, offers it to every progra
 
 
 @pytest.mark.parametrize("flag, value", [
-    ("n_layer", "two"), ("n_layer", 0), ("n_embd", True), ("n_embd", 16.0), ("n_embd", 18), ("n_head", [2]),
+    ("n_layer", "two"), ("n_layer", 0), ("n_embd", True), ("n_embd", 16.0), ("n_embd", 18), ("accum", True),
     ("data", "text.txt"), ("data", [3]), ("doc_mask", 1), ("lr_decay", math.nan), ("optimizer", "sgd"),
-    ("objective", None), ("mask_rate", 2.0), ("dtype", "float8"), ("init_from", 0)])
+    ("n_head", [2]), ("objective", None), ("mask_rate", 2.0), ("dtype", "float8"), ("init_from", 0)])
 def test_a_crafted_config_is_refused(flag, value, crafted):
     for line in crafted(lambda ckpt: ckpt["config"].update({flag: value})):
         assert f"--{flag}" in line or "do not fit" in line
