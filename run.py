@@ -384,9 +384,10 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     if version > VERSION:
         fail(f"{path}: has layout {version}, this program reads up to {VERSION}. Try a newer version of the program")
     check(config | {"device": "auto"}, specs(), f"{path}: ")
-    if ckpt["step"] < 0 or config["n_embd"] % (2 * config["n_head"]):
-        fail(f"{path}: step {ckpt['step']}, n_embd {config['n_embd']}, n_head {config['n_head']} cannot be. "
-             "Try another run")
+    if config["n_embd"] % (2 * config["n_head"]):
+        fail(f"{path}: --n_embd {config['n_embd']}: must be a multiple of 2 * n_head. Try another run")
+    if ckpt["step"] < 0:
+        fail(f"{path}: is at step {ckpt['step']}. Try another run")
     return ckpt | {"config": config}
 
 
