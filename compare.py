@@ -134,7 +134,7 @@ def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
             score = torch.where(eighth == r, F.cross_entropy(logits.mT, z, reduction="none"), score)
     elif entry["bpb"] in ("loss", "causal"):
         h = model(torch.cat((torch.full_like(z[:, :1], EOT), z[:, :-1]), 1), "causal")
-        score = F.cross_entropy(model.logits(h).mT, z, reduction="none")
+        score = F.cross_entropy(model.logits(h)[..., :256].mT, z, reduction="none")
     else:
         return {}
     return {"replaced": float(auc(score.flatten(), bad.long().flatten()))}
@@ -262,7 +262,7 @@ def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states the by
 
 def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the run was trained
     """What an objective cannot be asked is left out."""
-    model, heads, hp, _ = load_run(folder, "cpu")
+    model, heads, hp, _ = load_run(folder, "cpu", "float32")
     entry, text, out = find_objective(hp), shared["text"], {}
     if hp.block_size >= 128:
         out |= infilling(model, entry, hp, text) | corruption(model, heads, entry, hp, text)

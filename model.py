@@ -69,6 +69,8 @@ def choose_attention(mask, q, T_k, B, sizes, dtype, doc=None, cache=None):
     assert mask in ("causal", "bidirectional") if named else mask.shape == (B,), mask
     if cuda and mask == "causal" and doc is None and cache is None:
         return functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    if cuda and named and doc is not None:      # a name and documents: one kernel for both
+        mask, named = torch.full((B,), 0 if mask == "causal" else T_k, device=q.device), False
     flex = cuda and torch.is_grad_enabled() and cache is None and sizes.n_embd // H >= 16
     if flex and not named and importlib.util.find_spec("triton"):
         return functools.partial(flex_attention(), block_mask=block_mask(mask, T_q, doc))
@@ -97,7 +99,7 @@ def attend_plain(q, k, v, bias):
     """softmax(q k^T / sqrt(D) + bias) v. One kernel takes the product, the scale and the bias, which is 0
     where a query may attend and -inf elsewhere."""
     att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5)
-    return (att.softmax(-1) @ v.flatten(0, 1)).view_as(q)                           # att (B H, T_q, T_k)
+    return (att.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])            # att (B H, T_q, T_k)
 
 
 def attend_one(q, k, v, seen):  # T_q = 1: sums are faster than products of one row

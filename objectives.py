@@ -177,7 +177,7 @@ USUAL = dict(
     # bits per byte, left to right: "loss" (its own loss says them), "causal" (plain causal rows do), "bound" (its
     # bounds(model, batch, hp) -> (B,) bound them, in nats a row), or None
     bpb=None,
-    bounds=None,
+    bounds=None,            # sample.py asks for texts shorter than a row too
     hides=True,             # of prefix rows: no byte of the target stands in the source; the tests look
     # how it is used: sample.py's mode, and how a text is laid out as in training; None where its settings never
     # trained it so
@@ -185,7 +185,8 @@ USUAL = dict(
     continues=lambda hp: None,              # a prompt: (mask "causal" or "prefix", ids before, ids after)
     fills=lambda hp: None,  # a text with MASKs: (ids before, ids after, shift); byte i is read shift before it
     orders=(),              # in which MASKs may be filled, of sample.unmask's; the first is usual
-    ask=lambda pieces, m, hp: None,         # a text with holes of about m bytes: (ids up to the first answer, P)
+    ask=lambda pieces, m, hp: None,         # a text with holes: (ids up to the first answer, P). m: bytes expected
+                            # in a hole, in compare.py its length, in sample.py 4
     ends=None,              # (k) -> the id that ends the answer for hole k
     holes=1,                # at most
     drafter=None,           # (model, heads, hp) -> what drafts for sample.speculate, or None; see mtp
@@ -486,8 +487,8 @@ def fim_ask(pieces, m, hp):
 
 
 add("fim", make=fim, help="text with its middle moved to the end", use="write between two texts", mask="causal",
-    window=fim_window, bpb="causal", whole=True, mode="infill", continues=from_left, ask=fim_ask,
-    ends=lambda k: EOT,
+    window=fim_window, bpb="causal", whole=True, mode="infill", ask=fim_ask, ends=lambda k: EOT,
+    continues=lambda hp: from_left(hp) if hp.fim_rate < 1 else None,
     settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
               "fim_spm_rate": (0.5, "share of those with the suffix first", 0.0, 1.0)})
 
@@ -1075,7 +1076,7 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
         inp   t [M] e   c    tgt   h . . . .      masked row: bidirectional; position i - 1 predicts the masked byte i
         inp   t  h  e   c    tgt   h e   c a      causal row
 
-    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by its share of the rows.
+    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by hybrid_ratio.
     The first byte, which no position predicts, is never masked. Departure: single bytes are masked, not short
     spans."""
     B, T = x.size(0), x.size(1) - 1
@@ -1095,7 +1096,7 @@ def hybrid_window(T, hp):
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
         if not 0 < hybrid_rows(rows, hp) < rows and 0 < hp.hybrid_ratio < 1:
             fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
-                 "Try a ratio nearer to .5")
+                 "Try a ratio nearer to .5, or a larger --batch_size")
     if round(hp.mask_rate * T) > T - 1:
         fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
     return next_byte(T, hp)

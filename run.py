@@ -22,7 +22,8 @@ from objectives import EVAL_ROWS, OBJECTIVES, find_objective
 VERSION = 1                                     # of the checkpoint's layout
 PARTS = dict(config=dict, step=int, seconds=float, best=float, sources=list, metrics_bytes=int, model=dict,
              heads=dict, adamw=dict, muon=list, held_out=torch.Tensor)
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun's processes
+WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes
+RANK = int(os.environ.get("RANK", 0)) if WORLD > 1 else 0
 DEVICE = {"device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
           "dtype": ("auto", "of activations", ("auto", "float32", "bfloat16"))}
 
@@ -156,7 +157,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     nothing.
 
     Fails on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
-    given, saved = {flag: value for flag, value in parse(argv).items() if value != "auto"}, {}
+    given, saved = {k: v for k, v in parse(argv).items() if k not in DEVICE or v != "auto"}, {}
     resume = given.pop("resume", False) and checkpoint_path(given.get("out_dir") or newest_run())
     if resume:
         saved = load_checkpoint(resume)["config"]
@@ -173,7 +174,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     kind = "cuda" if device.type == "cuda" else "cpu"
     chosen = saved | given
     usual = defaults(kind, chosen.get("optimizer", "muon"))
-    own = OBJECTIVES.get(chosen.get("objective", usual["objective"]), {}).get("defaults", {})
+    alone = str(chosen.get("objective", usual["objective"])).partition(":")[0]       # a mixture is none of these
+    own = OBJECTIVES.get(alone, {}).get("defaults", {}) if "," not in str(chosen.get("objective")) else {}
     values = usual | own | chosen | {"device": str(device), "resume": False}
     check(values, specs())
     hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume or ""})
@@ -295,7 +297,7 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
     return hp.out_dir
 
 
-def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep` bytes
+def open_metrics(out_dir):  # -> binary file
     """Locked, so that a folder holds one run at a time. Fails where it cannot be written."""
     path = os.path.join(out_dir, "metrics.jsonl")
     try:
@@ -310,10 +312,13 @@ def open_metrics(out_dir, keep):  # -> binary file, cut back to its first `keep`
         pass
     except OSError:
         fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
-    # lines after those of the checkpoint are of steps that are taken again
-    f.truncate(min(keep, os.path.getsize(path)))
-    f.seek(0, os.SEEK_END)
     return f
+
+
+def cut_metrics(f, keep):  # lines after those of the checkpoint are of steps that are taken again
+    if f.name != os.devnull:
+        f.truncate(min(keep, os.path.getsize(f.name)))
+    f.seek(0, os.SEEK_END)
 
 
 def write_line(f, record):  # one JSON object, flushed

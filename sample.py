@@ -61,7 +61,7 @@ FLAGS = {
         "temperature": (0.8, "0 takes the most likely byte", 0.0, 1e6),
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
-        "order": ("", "in which [MASK]s are filled: confident, left; of diffusion models ancestral, analytic"),
+        "order": ("", "in which [MASK]s are filled: confident, left, ancestral or analytic, as the objective allows"),
         "steps": (0, "passes in which [MASK]s are filled; 0 for one a byte, of diffusion models 64", 0, 1 << 20),
         "show": (False, "play the filling of [MASK]s"),
         "speculate": (True, "mtp: its far heads draft what its first head verifies"),
@@ -261,9 +261,10 @@ def fill_logits(model, ids, frame, doc_mask=False):  # (N, n) with MASKs -> (N, 
 def unmask(model, ids, gens, frame, steps=0, order="confident", **how):  # (N, n) with MASKs -> yields (N, n)
     """Fills the masked positions in so many passes (0: one for each), leaving everything else.
 
-    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left. ancestral: MDLM's sampler,
-    which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes. analytic: SEDD's
-    tau-leaping, the same with its ratios c as they are: (t - s) / t * sum of c; the last pass unmasks all."""
+    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left. ancestral: MDLM's
+    sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes.
+    analytic: SEDD's (its Tweedie denoiser), the same with the ratios c as the model gives them, untempered:
+    (t - s) / t * sum of c; the last pass unmasks all."""
     ids = ids.clone()
     most = max(1, int((ids == MASK).sum(1).max()))
     steps = steps or (64 if order in ("ancestral", "analytic") else most)
@@ -355,14 +356,14 @@ def score_bound(model, entry, data, hp, seed):  # data (n,) uint8 -> bits at mos
     """The entry's bound in cold windows of a block, each with numbers of masked bytes from BOUND_DRAWS
     strata. The error is that of neighbouring strata's differences: each stratum gives one draw."""
     g, bits, variance = generator(f"{seed},bound"), 0.0, 0.0
-    for x in data.split(hp.block_size):
+    for x in data.split(entry["n"]):
         batch = entry["make"](x.long().expand(BOUND_DRAWS, -1), g, hp)
         order = (batch["tgt"] != IGNORE).sum(1).argsort()       # by stratum
         batch = {k: v if isinstance(v, str) else v.to(model.embed.weight.device) for k, v in batch.items()}
         batch |= {"doc": document_ids(batch["inp"])} if hp.doc_mask else {}
         each = entry["bounds"](model, batch, hp).cpu().double()[order] / math.log(2)                # (draws,)
         bits += float(each.mean())
-        variance += float(each.diff().square().mean()) / 2 / BOUND_DRAWS
+        variance += float((each[::2] - each[1::2]).square().sum()) / BOUND_DRAWS ** 2
     return bits, variance ** 0.5
 
 
@@ -491,11 +492,12 @@ def drawing(flags):
 
 def continue_mode(model, heads, entry, hp, flags, held_out):
     """Goes on with a prompt, laid out as the entry's continues says."""
-    (mask, before, after), T, prompt = entry["continues"](hp), hp.block_size, flags.prompt
+    layout = entry["continues"](hp) or fail(f"--out_dir: this {entry['name']} was not trained to go on with a text")
+    (mask, before, after), T, prompt = layout, hp.block_size, flags.prompt
     if prompt is None:
         prompt = held_out[:T // 2].tolist()
         print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
-        print(f"{decode(held_out[:T].tolist())}\n--- the model's continuation:")
+        print(f"{shown(held_out[:T].tolist())}\n--- the model's continuation:")
     prompt = prompt or [EOT]                    # an empty prompt is the start of a document
     if mask == "prefix":                        # one block holds the prompt and what is written, half of it at most
         room = max(1, T - len(before) - len(after) - min(flags.max_new_tokens, T // 2))
@@ -556,7 +558,7 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
         asked = torch.rand(x.shape, generator=generator("demonstration")).to(hp.device) < share
         asked[:, -1] |= ~asked.any()            # at least one
         holes = x.masked_fill(asked, MASK)
-        print(f"clean:\n{decode(x[0])}\n--- {int(asked.sum())} bytes masked:\n{with_holes(holes[0])}")
+        print(f"clean:\n{shown(x[0])}\n--- {int(asked.sum())} bytes masked:\n{with_holes(holes[0])}")
         for gens in each_sample(flags):
             out = fill_long(model, holes, T, gens, frame, **how)
             right = f"{int((out == x)[asked].sum())} of {int(asked.sum())}"
@@ -587,7 +589,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     else:
         text = held_out[:T // 2].tolist()
         pieces = [text[:len(text) // 2], text[len(text) // 2 + 4:]]
-        print(f"clean:\n{decode(text)}\n--- with a hole:\n{decode(pieces[0])}[..]{decode(pieces[1])}\n--- filled:")
+        print(f"clean:\n{shown(text)}\n--- with a hole:\n{shown(pieces[0])}[..]{shown(pieces[1])}\n--- filled:")
     holes = len(pieces) - 1
     if not 1 <= holes <= entry["holes"]:
         fail(f"--prompt: has {holes} holes, {entry['name']} fills 1 to {entry['holes']}. Try one <extra_id_0>")
@@ -615,7 +617,7 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
             fail("the checkpoint's held-out text is shorter than a row. Try --prompt")
         batch = entry["make"](x.cpu(), generator("demonstration"), hp)
         noisy = batch["inp"][0, :int(batch["mask"][0]) - 1].tolist()
-        print(f"clean:\n{decode(x[0])}\n--- noisy:\n{with_holes(noisy)}\n--- repaired:")
+        print(f"clean:\n{shown(x[0])}\n--- noisy:\n{with_holes(noisy)}\n--- repaired:")
     else:
         noisy = masked(noisy)
     for gens in each_sample(flags):
@@ -638,7 +640,7 @@ def mark_mode(model, heads, entry, hp, flags, held_out):
         bad = torch.rand(clean.shape, generator=g).to(hp.device) < 0.05
         x = torch.where(bad, random_bytes(clean.shape, g).to(hp.device), clean)
         bad = x != clean
-        print(f"clean:\n{decode(clean)}\n--- {int(bad.sum())} bytes replaced at random:\n{shown(x)}")
+        print(f"clean:\n{shown(clean)}\n--- {int(bad.sum())} bytes replaced at random:\n{shown(x)}")
         print("--- marked where the model thinks so:")
     else:
         x = tensor(needed(flags.prompt, "prompt"), hp)[0]
@@ -646,7 +648,7 @@ def mark_mode(model, heads, entry, hp, flags, held_out):
     found = p > 0.5
     print(marked(runs(x.tolist(), found.tolist()), ("«", "»")))
     for i in p.argsort(descending=True)[:10].tolist():
-        print(f"  byte {i:4d}  {decode([int(x[i])])!r:6s} replaced with probability {float(p[i]):.2f}")
+        print(f"  byte {i:4d}  {shown([int(x[i])])!r:6s} replaced with probability {float(p[i]):.2f}")
     if clean is not None:
         hits = int((found & bad).sum())
         print(f"--- {hits} of {int(bad.sum())} replaced bytes found, {hits} of {int(found.sum())} marks right")
@@ -663,10 +665,10 @@ def follow_mode(model, heads, entry, hp, flags, held_out):
         return
     n = min(len(held_out) // 2, hp.block_size // 2)
     first, true, other = (held_out[a:a + n].tolist() for a in (0, n, len(held_out) - n))
-    print(f"first text:\n{decode(first)}")
+    print(f"first text:\n{shown(first)}")
     for title, second in (("its continuation", true), ("a later passage", other)):
         p = float(entry["answer"](model, heads, first, second, hp).sigmoid())
-        print(f"--- {title}, which follows with probability {p:.3f}:\n{decode(second)}")
+        print(f"--- {title}, which follows with probability {p:.3f}:\n{shown(second)}")
 
 
 @torch.inference_mode()
@@ -753,7 +755,8 @@ def score_mode(model, heads, entry, hp, flags, held_out):
         data = from_bytes(read_stdin("score")) if flags.score == "-" else map_file(flags.score, "--score")
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
-    exact, stride = entry["bpb"] in ("loss", "causal"), flags.stride or max(1, T // 2)
+    exact = entry["bpb"] in ("loss", "causal") and entry["continues"](hp) is not None
+    stride = flags.stride or max(1, T // 2)
     if flags.stride and not exact:
         fail(f"--stride: {name} scores windows of the block as a whole. Try without it")
     if stride > T:
@@ -833,7 +836,7 @@ def main(argv=None):
         mode, read = choose_mode(members[name], hp, flags)
         for flag in sorted(flags.given - read - COMMON):        # its silence would look like an effect
             users = [n for n, e in OBJECTIVES.items() if flag in MODES[e["mode"]][1] and n != name]
-            hint = "without it" if not users else f"with {' '.join(users)}"
+            hint = "with --score" if flag == "stride" else f"with {' '.join(users)}" if users else "without it"
             fail(f"--{flag}: not used by {name} here. Try {hint}")
         mode(model, heads, members[name], hp, flags, ckpt["held_out"])
     finally:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
 from model import Linear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, share_of_targets
-from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, get_config, load_checkpoint, open_metrics
+from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, cut_metrics, get_config, load_checkpoint, open_metrics
 from run import restore, save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
@@ -103,7 +103,8 @@ def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all
     AdamW's updates (Liu et al. 2025), so that one learning rate serves both."""
     def wide(t):  # the shorter side first: the iteration multiplies r x r matrices
         return t if t.size(1) <= t.size(2) else t.mT                                # (n, r, c)
-    grad = torch.cat([wide(p.grad) for p in params])                                # (N, r, c)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]     # None: no term reached it
+    grad = torch.cat([wide(g) for g in grads])                  # (N, r, c)
     # pass 1: momentum; where(bad) keeps the old value without asking the device
     momentum.copy_(torch.where(bad, momentum, momentum.lerp(grad, 1 - MOMENTUM)))
     # pass 2: Nesterov's look ahead, made orthogonal; nothing where bad
@@ -231,7 +232,7 @@ def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches,
         return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}", hp) for i in range(hp.eval_iters)]
     plain = CAUSAL | {"n": hp.block_size + 1}
     return [(source, source["weight"] * weight, m, fixed(m, source),
-             fixed(plain, source) if m["bpb"] == "causal" else None)
+             fixed(plain, source) if m["bpb"] == "causal" and m["continues"](hp) else None)
             for source in corpus for weight, m in entry["members"]]
 
 
@@ -250,7 +251,7 @@ def evaluate(model, heads, validation, hp):  # -> one record for each source and
         positions = EVAL_ROWS * hp.block_size
         share = sum(share_of_targets(m, b, hp, positions) for b in batches) / len(batches)
         records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
-                        "bpb": nats / math.log(2) if m["bpb"] else None, "targets": share,
+                        "bpb": nats / math.log(2) if causal or m["bpb"] in ("loss", "bound") else None, "targets": share,
                         "tokens_per_target": 1 / share, "terms": figures})
     return records
 
@@ -332,7 +333,8 @@ def main(argv=None):  # -> exit code
             join_processes(hp)
             return train(hp, stop, handlers)
         except RuntimeError as e:               # the CPU's lack of memory has no class of its own
-            if not isinstance(e, torch.OutOfMemoryError) and "memory" not in str(e):
+            lacks = "out of memory", "allocate memory", "not enough memory"
+            if not isinstance(e, torch.OutOfMemoryError) and not any(words in str(e) for words in lacks):
                 raise
             fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or a batch of {hp.batch_size} rows of "
                  f"{hp.block_size}, does not fit here ({str(e).splitlines()[0][:80]}). "
@@ -347,6 +349,7 @@ def train(hp, stop, handlers):  # -> exit code
 
     0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2."""
     precision, entry = use_device(torch.device(hp.device)), find_objective(hp)
+    metrics = open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) if hp.resume else None  # locks the run
     if not hp.resume:
         hp.out_dir = choose_out_dir(hp)
     any_says(False)                             # the first process makes the folder when all have looked for one
@@ -362,7 +365,8 @@ def train(hp, stop, handlers):  # -> exit code
     elif hp.init_from:
         restore(s.model, s.heads, load_checkpoint(hp.init_from), hp.init_from, fresh=True)
     validation = validation_list(entry, corpus, hp)
-    metrics = open_metrics(hp.out_dir, at["metrics_bytes"]) if RANK == 0 else open(os.devnull, "wb")
+    metrics = metrics or open_metrics(hp.out_dir)
+    cut_metrics(metrics, at["metrics_bytes"])
     announce(s, sources, precision, metrics)
     if at["step"] == 0:
         show_example(draw_batch(entry, corpus, "train", hp.batch_size * hp.accum, f"{hp.seed},0", hp), entry)
@@ -401,8 +405,8 @@ def train(hp, stop, handlers):  # -> exit code
     metrics.close()
     if int(s.first_bad) >= 0:
         print(f"error: loss or gradient not finite at step {int(s.first_bad)}; nothing after it was kept, "
-              f"{hp.out_dir} holds the last good state. Try --init_from {hp.out_dir} with a lower --learning_rate "
-              "or --dtype float32", file=sys.stderr)
+              f"{hp.out_dir} holds the last good state. Try the same command with --init_from {hp.out_dir}, a lower "
+              "--learning_rate or --dtype float32", file=sys.stderr)
         return 1
     if halt and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
@@ -564,6 +568,8 @@ def finish(s):  # -> exit code; compressors, the picture, a sample
         sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
     except SystemExit:                          # it said why
         pass
+    except Exception as e:
+        print(f"no sample: {type(e).__name__}: {e}")
     print(f"\nmore of it: python sample.py --out_dir {hp.out_dir}")
     return 0
 
@@ -581,7 +587,7 @@ class Output:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except BrokenPipeError:
+        except OSError:                         # a closed pipe, a terminal that is gone, a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             self.stop.append(signal.SIGPIPE)
 

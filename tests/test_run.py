@@ -132,7 +132,7 @@ def test_the_newest_run_may_hold_best_alone(text):
 @on_posix
 def test_a_folder_holds_one_run_at_a_time(text, capsys):
     fit(text, "a", "--max_iters", "1")
-    with run.open_metrics("a", 1 << 20):
+    with run.open_metrics("a"):
         assert "another process" in refused(capsys, train, "--resume", "--out_dir", "a", "--max_iters", "2")
     resume("a", "--max_iters", "2")
 
