@@ -3,7 +3,7 @@
     clm mtp hybrid     python sample.py --prompt "def main(" --num_samples 3
     prefix             python sample.py --prompt "import os, sys"
     mlm hybrid         python sample.py --prompt "import [MASK:2], sys" --order left
-    mdlm               python sample.py --prompt "class [MASK:40]:" --steps 20 --show
+    mdlm sedd          python sample.py --prompt "class [MASK:40]:" --steps 20 --show
     span ul2           python sample.py --prompt "for i in <extra_id_0>: print(<extra_id_1>)"
     fim span ul2       python sample.py --prefix "def add(a, b):" --suffix "return c"
     bart               python sample.py --prompt "a noizy tex"
@@ -129,7 +129,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), step=No
     (N, n), device = prompt.shape, prompt.device
     assert n > 0 and (n <= T or not prefix), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=device)
-    start, fed, cache = max(0, n - T), 0, None                  # fed: ids from start on that the cache holds
+    start, fed, cache, byte = max(0, n - T), 0, None, None                  # fed: ids from start on that the cache holds
     patience = LOOK if device.type == "cuda" else 1
     for i in range(max_new_tokens):
         if ids.size(1) - start > T:             # the next T / 2 bytes are cheap again
@@ -141,7 +141,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), step=No
             cache = empty_cache(model, N, T, step)
             mask = torch.full((N,), prefix, device=device) if prefix else mask
         if step is not None and fed:
-            logits = step.run(new)
+            logits = step.run(byte[:, None])    # not a view of ids, whose strides grow
         else:
             logits = model.logits(model(new, mask, cache=cache)[:, -1])
         fed += new.size(1)
@@ -316,7 +316,9 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
         spans.append(span)
         left = min(max_new_tokens - sum(map(len, spans)), T + 1 - x.size(1))
         extra = [end] if end >= N_BYTES else []
-        for i in generate(model, x, max(0, left), T, gens, prefix=P, extra=extra, **how):
+        if left <= 0:
+            return spans + [[] for _ in range(holes - k - 1)], False
+        for i in generate(model, x, left, T, gens, prefix=P, extra=extra, **how):
             if int(i) in (end, EOT):
                 break
             span.append(int(i))
@@ -392,9 +394,13 @@ def read_text(flag, value):  # what a flag was given -> ids, or None
         return list(read_stdin(flag))
     if not value.startswith("FILE:"):
         return encode(value)
-    if not os.path.isfile(value.removeprefix("FILE:")):
+    path = value.removeprefix("FILE:")
+    if not os.path.isfile(path):
         fail(f"--{flag} {value}: no such file. Try FILE:path with a path to text")
-    return list(read_file(value.removeprefix("FILE:")))
+    try:
+        return list(read_file(path))
+    except OSError as e:
+        fail(f"--{flag} {value}: cannot be read ({e.strerror}). Try another file")
 
 
 def needed(ids, flag):  # -> the same ids, of which there must be some
@@ -415,7 +421,7 @@ def read_stdin(flag):  # -> bytes
 def split_holes(ids, pattern):  # -> [ids or length of a hole]: pieces of text and holes, in turn
     text, pieces, end = bytes(ids), [], 0
     for match in re.finditer(pattern, text):
-        length = int(match[1] or 1) if match.re.groups else 1
+        length = int((match[1] or b"1")[:8]) if match.re.groups else 1
         if not 0 < length < 10 ** 6:
             fail(f"--prompt: {match[0].decode()}: a hole holds 1 to 999999 bytes. Try [MASK:4]")
         pieces += [list(text[end:match.start()]), length]
@@ -593,11 +599,12 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     holes = len(pieces) - 1
     if not 1 <= holes <= entry["holes"]:
         fail(f"--prompt: has {holes} holes, {entry['name']} fills 1 to {entry['holes']}. Try one <extra_id_0>")
-    if holes == 1:                              # of a long text what is nearest to the hole stays
+    near = pieces
+    if holes == 1:                              # of a long text the model sees what is nearest to the hole
         room = max(2, T - 8 - min(flags.max_new_tokens, T // 3))
         keep = max(room // 2, room - len(pieces[1]))
-        pieces = [pieces[0][-keep:], pieces[1][:room - min(len(pieces[0]), keep)]]
-    ids, P = entry["ask"](pieces, 4, hp) or fail(f"--out_dir: this {entry['name']} was trained without holes")
+        near = [pieces[0][-keep:], pieces[1][:room - min(len(pieces[0]), keep)]]
+    ids, P = entry["ask"](near, 4, hp) or fail(f"--out_dir: this {entry['name']} was trained without holes")
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
@@ -774,7 +781,7 @@ def score_mode(model, heads, entry, hp, flags, held_out):
         say(score(model, data, T, stride, hp.doc_mask), f"windows of {T}, stride {stride}")
     if entry["bounds"]:
         bits, error = score_bound(model, entry, data, hp, flags.seed)
-        say(bits, f"{name}'s bound from above, standard error {error / len(data):.4f}, cold windows of {T}")
+        say(bits, f"{name}'s bound from above, standard error {error / len(data):.4f}, cold windows of {entry['n']}")
     elif frame:
         bits = score_pseudo(model, data, T, frame, hp.doc_mask)
         say(bits, f"pseudo: every byte given all others of its window of {T - len(frame[0]) - len(frame[1])}")
