@@ -324,14 +324,17 @@ def any_says(yes):  # -> does any process say so?
 
 def main(argv=None):  # -> exit code
     """Puts signal handlers and the precision of products back, for notebooks and tests."""
-    hp, stop, handlers = get_config(sys.argv[1:] if argv is None else argv), [], {}
+    hp, stop = get_config(sys.argv[1:] if argv is None else argv), []
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
     precision = torch.get_float32_matmul_precision()
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if RANK else Output(stop)):
+    with contextlib.ExitStack() as stack:       # a notebook gets its process back as it was
+        stack.callback(torch.set_float32_matmul_precision, precision)
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere if RANK else Output(stop)))
         try:
             join_processes(hp)
-            return train(hp, stop, handlers)
+            return train(hp, stop, stack)
         except RuntimeError as e:               # the CPU's lack of memory has no class of its own
             lacks = "out of memory", "allocate memory", "not enough memory"
             if not isinstance(e, torch.OutOfMemoryError) and not any(words in str(e) for words in lacks):
@@ -339,17 +342,17 @@ def main(argv=None):  # -> exit code
             fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or a batch of {hp.batch_size} rows of "
                  f"{hp.block_size}, does not fit here ({str(e).splitlines()[0][:80]}). "
                  f"Try --batch_size {max(1, hp.batch_size // 2)} --accum {2 * hp.accum}, or a smaller model")
-        finally:                                # a notebook gets its process back as it was
-            release(handlers)
-            torch.set_float32_matmul_precision(precision)
 
 
-def train(hp, stop, handlers):  # -> exit code
+def train(hp, stop, stack):  # -> exit code
     """Folder, corpus, model; then steps, each a pure function of (seed, step); then a sample.
 
     0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2."""
     precision, entry = use_device(torch.device(hp.device)), find_objective(hp)
-    metrics = open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) if hp.resume else None  # locks the run
+    metrics = open(os.devnull, "r+b") if RANK else None
+    if not RANK and os.path.exists(os.path.join(hp.out_dir, "metrics.jsonl")) and hp.resume:
+        metrics = open_metrics(hp.out_dir)      # locked before the checkpoint is read
+        stack.callback(close, metrics)
     if not hp.resume:
         hp.out_dir = choose_out_dir(hp)
     any_says(False)                             # the first process makes the folder when all have looked for one
@@ -365,7 +368,9 @@ def train(hp, stop, handlers):  # -> exit code
     elif hp.init_from:
         restore(s.model, s.heads, load_checkpoint(hp.init_from), hp.init_from, fresh=True)
     validation = validation_list(entry, corpus, hp)
-    metrics = metrics or open_metrics(hp.out_dir)
+    if metrics is None:
+        metrics = open_metrics(hp.out_dir)
+        stack.callback(close, metrics)
     cut_metrics(metrics, at["metrics_bytes"])
     announce(s, sources, precision, metrics)
     if at["step"] == 0:
@@ -376,7 +381,8 @@ def train(hp, stop, handlers):  # -> exit code
         s.loss = compile_loss(s)
     take = Captured(lambda: training_step(s), [s.g]) if hp.cuda_graph else lambda: training_step(s)
     log, start = Log(s, metrics, at), at["step"]
-    handlers.update(catch_signals(stop))
+    handlers = catch_signals(stop)
+    stack.callback(release, handlers)
 
     # the loop runs once more than there are steps: the last pass only evaluates and saves
     for step in range(start, hp.max_iters + 1):
@@ -604,6 +610,11 @@ def catch_signals(stop):  # -> {signal: the handler that was there before}
     caught = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     caught = [number for number in caught if signal.getsignal(number) is not signal.SIG_IGN]        # of nohup
     return {number: signal.signal(number, handler) for number in caught}
+
+
+def close(f):  # what a full disk refused was said
+    with contextlib.suppress(OSError):
+        f.close()
 
 
 def release(handlers):
