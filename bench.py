@@ -209,7 +209,8 @@ def bench_train(flags, device, names):
 
     positions = flags.batch_size * flags.block_size
     print(f"GEMM probe, {dtype}: {rate / 1e9:.0f} GFLOP/s")
-    print(f"{'training':20s} {'positions/s':>12s} {'to ' + first:>14s} {'of GEMM':>8s}" + "  to nanoGPT" * bool(flags.nanogpt))
+    peer = "  to nanoGPT" if flags.nanogpt else ""
+    print(f"{'training':20s} {'positions/s':>12s} {'to ' + first:>14s} {'of GEMM':>8s}{peer}")
     for name, s in seconds.items():
         share = f"{flops[name] / s / rate:8.1%}" if name in flops else ""
         ratio = f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""

@@ -149,7 +149,8 @@ def parse(argv):  # -> {flag: value} of train.py's flags that argv gives
         listed |= set(entry["settings"])
     lines = [f"  {name:12s}{e['mask']:14s} {e['help']}; {e['use']}" for name, e in OBJECTIVES.items()]
     epilog = "\n".join(["objectives: who sees whom, what is learned; what sample.py does with it", *lines])
-    return vars(make_parser("train.py", "Train any objective of objectives.py on any bytes.", groups, epilog).parse_args(argv))
+    about = "Train any objective of objectives.py on any bytes."
+    return vars(make_parser("train.py", about, groups, epilog).parse_args(argv))
 
 
 def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to go on from, or ""

@@ -129,7 +129,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), step=No
     (N, n), device = prompt.shape, prompt.device
     assert n > 0 and (n <= T or not prefix), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=device)
-    start, fed, cache, byte = max(0, n - T), 0, None, None                  # fed: ids from start on that the cache holds
+    start, fed, cache, byte = max(0, n - T), 0, None, None      # fed: ids from start on that the cache holds
     patience = LOOK if device.type == "cuda" else 1
     for i in range(max_new_tokens):
         if ids.size(1) - start > T:             # the next T / 2 bytes are cheap again

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
 from model import Linear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, share_of_targets
-from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, cut_metrics, get_config, load_checkpoint, open_metrics
-from run import restore, save_checkpoint, use_device, write_line
+from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, cut_metrics, get_config
+from run import load_checkpoint, open_metrics, restore, save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
 
@@ -251,7 +251,8 @@ def evaluate(model, heads, validation, hp):  # -> one record for each source and
         positions = EVAL_ROWS * hp.block_size
         share = sum(share_of_targets(m, b, hp, positions) for b in batches) / len(batches)
         records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
-                        "bpb": nats / math.log(2) if causal or m["bpb"] in ("loss", "bound") else None, "targets": share,
+                        "bpb": nats / math.log(2) if causal or m["bpb"] in ("loss", "bound") else None,
+                        "targets": share,
                         "tokens_per_target": 1 / share, "terms": figures})
     return records
 

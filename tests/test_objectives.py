@@ -335,12 +335,14 @@ def test_one_batch_can_be_learned_by_heart(name):
     net = Transformer(Sizes(2, 4, 64))
     heads = torch.nn.ModuleDict(entry["heads"](net.sizes, hp))
     opt = torch.optim.AdamW([*net.parameters(), *heads.parameters()], lr=6e-3, weight_decay=0.0)
-    for _ in range(200):
+    for _ in range(300):
         loss = total(entry, net, heads, batch, hp)
+        if float(loss.detach()) < 0.1:
+            return
         opt.zero_grad()
         loss.backward()
         opt.step()
-    assert float(loss.detach()) < 0.1
+    raise AssertionError(f"still at {float(loss.detach()):.3f}")
 
 
 # ---- entries

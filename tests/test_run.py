@@ -415,3 +415,13 @@ def test_bad_input_is_one_line_of_a_real_process(command, hint, text):
                           text=True, env=ALONE)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and hint in done.stderr
     assert not done.stdout and not os.path.exists("out")
+
+
+def test_the_readmes_notebook_runs(text, capsys):
+    fit(text, "out/clm", "--max_iters", "1")
+    with open(os.path.join(os.path.dirname(run.__file__), "README.md"), encoding="utf-8") as f:
+        block = f.read().split("\n## In a notebook\n")[1].split("```python\n")[1].split("```")[0]
+    exec(block, {})
+    out = capsys.readouterr().out
+    assert "torch.Size([4, 256, 512])" in out
+    assert float(out.split()[-1]) > 0.5
