@@ -175,8 +175,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     kind = "cuda" if device.type == "cuda" else "cpu"
     chosen = saved | given
     usual = defaults(kind, chosen.get("optimizer", "muon"))
-    alone = str(chosen.get("objective", usual["objective"])).partition(":")[0]       # a mixture is none of these
-    own = OBJECTIVES.get(alone, {}).get("defaults", {}) if "," not in str(chosen.get("objective")) else {}
+    name = chosen.get("objective", usual["objective"]).removesuffix(":1")
+    own = OBJECTIVES.get(name, {}).get("defaults", {})          # a mixture has none
     values = usual | own | chosen | {"device": str(device), "resume": False}
     check(values, specs())
     hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume or ""})
