@@ -99,7 +99,8 @@ def infill_logits(model, entry, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes
         return None
     row, P = torch.cat((torch.tensor([ids for ids, _ in asked]), middle), 1), asked[0][1]
     assert row.size(1) <= hp.block_size, (row.shape, hp.block_size)
-    h = model(row[:, :-1], torch.full((len(x),), P) if P else "causal")
+    prefix = torch.full((len(x),), P)
+    h = model(row[:, :-1], prefix if P else "causal", at=entry["positions"](row[:, :-1], prefix))
     return model.logits(h[:, -m:])
 
 

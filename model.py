@@ -4,8 +4,9 @@ B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabul
 
 Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021),
 QK-norm (Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start
-at zero, logits capped by 15 tanh(z / 15) (Gemma 2, 2024). The model returns hidden states; what is done with
-them is the objective's.
+at zero, logits capped by 15 tanh(z / 15) (Gemma 2, 2024), and before the first block a causal convolution:
+each byte's embedding with those of the three bytes before it (kin of the Canon layers of Allen-Zhu 2025). The
+model returns hidden states; what is done with them is the objective's.
 """
 import functools
 import importlib.util
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 ROPE_BASE = 10000.0
 LOGIT_CAP = 15.0
+NEAR = 4                                        # ids that an embedding is made of
 
 
 @dataclass
@@ -121,15 +123,28 @@ def norm(x):  # (..., C) -> (..., C) of mean 0 and variance 1
     return F.layer_norm(x, (x.size(-1),))       # on the CPU one kernel, where F.rms_norm takes eight
 
 
-def rotations(at, D, dtype):  # positions (T,) -> cos, sin (T, D)
+def rotations(at, D, dtype):  # positions (..., T) -> cos, sin (..., T, D)
     freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=at.device, dtype=torch.float32) / D)
-    angle = torch.outer(at.float(), freq)                                           # (T, D / 2)
+    angle = at[..., None].float() * freq                                            # (..., T, D / 2)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), dim=1).to(dtype), torch.cat((-sin, sin), dim=1).to(dtype)
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x, cos, sin):  # (..., T, D) -> the same, each pair (i, i + D/2) turned by its position's angle
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
+
+
+def convolve(x, before, w, doc=None):  # x (B, T, C), before (B, W - 1, C), w (W, C) -> (B, T, C)
+    """y_t = sum over j < W of w_j x_(t-j), channel by channel; with documents given, inside t's own. It looks back
+    alone, which every mask allows."""
+    T, back, y = x.size(1), len(w) - 1, x * w[0]
+    both = torch.cat((before, x), dim=1)                                            # (B, W - 1 + T, C)
+    for j in range(1, len(w)):
+        past = both[:, back - j:back - j + T]                                       # x_(t-j)
+        if doc is not None:
+            past = past * (F.pad(doc, (j, 0), value=-1)[:, :T] == doc)[..., None]
+        y = torch.addcmul(y, past, w[j])
+    return y
 
 
 class Linear(nn.Module):
@@ -186,13 +201,13 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
-def run_blocks(blocks, x, sizes, mask, doc=None, cache=None):  # x (B, T, C) -> (B, T, C)
+def run_blocks(blocks, x, sizes, mask, doc=None, cache=None, at=None):  # x (B, T, C) -> (B, T, C)
     B, T, _ = x.shape
-    at = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                  # (T,)
-    attend = choose_attention(mask, at, T if cache is None else cache.reach(T), B, sizes, x.dtype, doc, cache)
-    cos, sin = rotations(at, sizes.n_embd // sizes.n_head, x.dtype)
+    q = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                   # (T,)
+    attend = choose_attention(mask, q, T if cache is None else cache.reach(T), B, sizes, x.dtype, doc, cache)
+    cos, sin = rotations(q if at is None else at[:, None], sizes.n_embd // sizes.n_head, x.dtype)
     for i, block in enumerate(blocks):
-        x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, at))
+        x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, q))
     if cache is not None:
         cache.move(T)
     return x
@@ -207,14 +222,19 @@ class Transformer(nn.Module):
         self.sizes, self.dtype = sizes, dtype
         self.embed = nn.Embedding(sizes.vocab_size, sizes.n_embd)
         nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows: a smaller start, larger steps
+        self.near = nn.Parameter(torch.randn(NEAR, sizes.n_embd) * 0.3)             # of the id itself, the one before, ..
+        nn.init.ones_(self.near[0])
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
         self.head = Linear(sizes.n_embd, sizes.vocab_size, zero=True)
 
-    def forward(self, idx, mask, doc=None, cache=None):  # idx (B, T) -> hidden states (B, T, C), normed
-        """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep
-        attention inside a document. cache: a Cache or StaticCache; idx then continues what it holds."""
-        x = norm(self.embed(idx).to(self.dtype))
-        return norm(run_blocks(self.blocks, x, self.sizes, mask, doc, cache))
+    def forward(self, idx, mask, doc=None, cache=None, at=None):  # idx (B, T) -> hidden states (B, T, C), normed
+        """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep a document
+        to itself. cache: a Cache or StaticCache; idx then continues what it holds. at: positions for RoPE (B, T),
+        where they are not 0, 1, 2, ..."""
+        x = self.embed(idx)
+        before = x.new_zeros(len(x), NEAR - 1, x.size(2)) if cache is None else cache.before(x)
+        x = norm(convolve(x, before, self.near.to(x.dtype), doc).to(self.dtype))
+        return norm(run_blocks(self.blocks, x, self.sizes, mask, doc, cache, at))
 
     def logits(self, h):  # hidden (..., C) -> (..., V) float32
         z = self.head(h).float()
@@ -224,14 +244,15 @@ class Transformer(nn.Module):
 # ---- KV cache
 
 class Cache:
-    """Keys and values of the positions so far, of a model's layers or of n_layer others: room for T positions
-    of B rows. move(-n) forgets the last n."""
+    """Keys and values of the positions so far, of a model's layers or of n_layer others, and the embeddings that
+    a convolution looks back at: room for T positions of B rows. move(-n) forgets the last n."""
 
     def __init__(self, model, B, T, n_layer=None):
         sizes, device, L = model.sizes, model.embed.weight.device, n_layer or model.sizes.n_layer
         shape = B, sizes.n_head, T, sizes.n_embd // sizes.n_head                    # (B, H, T, D), each layer
         self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
         self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
+        self.x = model.embed.weight.new_zeros(B, NEAR - 1 + T, sizes.n_embd)        # after NEAR - 1 of zeros
         self.length = 0
 
     def positions(self, T):  # -> (T,), of the next T ids
@@ -246,6 +267,11 @@ class Cache:
         self.k[i][:, :, self.length:end] = k
         self.v[i][:, :, self.length:end] = v
         return self.k[i][:, :, :end], self.v[i][:, :, :end]
+
+    def before(self, x):  # the next embeddings (B, T, C) -> the NEAR - 1 before them
+        a = self.length + NEAR - 1
+        self.x[:, a:a + x.size(1)] = x
+        return self.x[:, a - NEAR + 1:a]
 
     def move(self, n):
         self.length += n
@@ -264,6 +290,10 @@ class StaticCache(Cache):
 
     def extend(self, i, at, k, v):
         return self.k[i].index_copy_(2, at, k), self.v[i].index_copy_(2, at, v)
+
+    def before(self, x):
+        self.x.index_copy_(1, self.positions(x.size(1)) + NEAR - 1, x)
+        return self.x.index_select(1, self.positions(NEAR - 1))
 
     def move(self, n):
         self.length.add_(n)

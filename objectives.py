@@ -130,7 +130,7 @@ def token_terms(batch, hp):
 
 def token_loss(model, heads, batch, hp):
     """Cross-entropy of the byte head at every position with a target, in nats."""
-    h = model(batch["inp"], batch["mask"], batch.get("doc"))                        # (B, T, C)
+    h = model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"))    # (B, T, C)
     return {"nll": nats(model.logits(h), batch["tgt"])}
 
 
@@ -179,6 +179,7 @@ USUAL = dict(
     bpb=None,
     bounds=None,            # sample.py asks for texts shorter than a row too
     hides=True,             # of prefix rows: no byte of the target stands in the source; the tests look
+    positions=lambda ids, P: None,          # of rows (B, T) with prefixes (B,), for RoPE, where not 0, 1, 2, ...
     # how it is used: sample.py's mode, and how a text is laid out as in training; None where its settings never
     # trained it so
     mode="continue",        # continue, fill, infill, repair, mark, follow, search or seam
@@ -288,7 +289,7 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     placements in which no two spans touch equally likely. Departures: T5's own code always starts with a kept
     token and ends with a noise one, which makes the last position noise in every row; here both edges are
     free. Sentinels count up, and, as in the code but not in the paper's figure, no final sentinel follows the
-    last span."""
+    last span. A span's positions go on from its place in the source, as in GLM (Du et al. 2022)."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     return span_rows(x, N, S, hp.block_size, g)
 
@@ -300,7 +301,23 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     source, keep = torch.where(first, sentinel, x), first | ~noise
     # target: the noise bytes, and before each span's first one its sentinel; every byte has a slot before it
     target = torch.stack((sentinel, x), dim=2).flatten(1)                           # (B, 2 n)
-    return seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
+    batch = seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
+    return batch | {"at": span_positions(batch["inp"], batch["mask"])}
+
+
+def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
+    """Those of the row, but that a sentinel of the target stands where it stands in the source, and what follows it
+    counts on from there:
+
+        ids   t h [0] c a t   s [1] SEP [0] e   [1] a t
+        at    0 1  2  3 4 5 6 7  8   9   2  3 4  8  9 10
+    """
+    i, N = torch.arange(ids.size(1), device=ids.device).expand_as(ids), N_SENTINELS
+    sentinel, source = (ids >= SENTINEL) & (ids < SENTINEL + N), i < P[:, None]
+    which = torch.where(sentinel, ids - SENTINEL, N)                                # N: of no sentinel
+    place = i.new_zeros(len(ids), N + 1).scatter(1, which.where(source, N), i)      # (B, N + 1): in the source
+    last = torch.where(sentinel & ~source, i, 0).cummax(1).values                   # the target's last one so far
+    return torch.where(last > 0, place.gather(1, which.gather(1, last)) + i - last, i)
 
 
 def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N bytes in all, none touching another
@@ -349,8 +366,8 @@ def span_ask(pieces, m, hp, mode=()):
 SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999),
          "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
 add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
-    window=span_window, settings=SPANS, whole=True, mode="infill", ask=span_ask, holes=N_SENTINELS - 1,
-    ends=lambda k: SENTINEL + k + 1)
+    window=span_window, settings=SPANS, whole=True, positions=span_positions, mode="infill", ask=span_ask,
+    holes=N_SENTINELS - 1, ends=lambda k: SENTINEL + k + 1)
 
 
 # ---- ul2: a mixture of denoisers
@@ -374,7 +391,8 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
         if rows and mode == MODE_S:
             cut = torch.randint(n // 4, 3 * n // 4 + 1, (rows, 1), generator=g, device=g.device)
             left = torch.arange(n, device=g.device) < cut                           # (rows, n)
-            batches.append(seq2seq(raw, left, raw, ~left, T, mode))
+            rest = seq2seq(raw, left, raw, ~left, T, mode)
+            batches.append(rest | {"at": span_positions(rest["inp"], rest["mask"])})
         elif rows:
             batches.append(span_rows(raw, N, S, T, g, mode))
     return {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
@@ -419,7 +437,7 @@ def ul2_terms(batch, hp):
 
 
 def ul2_loss(model, heads, batch, hp):
-    logits = model.logits(model(batch["inp"], batch["mask"]))
+    logits = model.logits(model(batch["inp"], batch["mask"], at=batch["at"]))
     sums = {"nll": nats(logits, batch["tgt"])}
     if evaluating():
         sums |= {name: nats(logits, tgt) for name, tgt in ul2_targets(batch).items()}
@@ -434,7 +452,7 @@ def ul2_ask(pieces, m, hp):
 
 
 add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
-    window=ul2_window, terms=ul2_terms, loss=ul2_loss, whole=True, mode="infill", ask=ul2_ask,
+    window=ul2_window, terms=ul2_terms, loss=ul2_loss, whole=True, positions=span_positions, mode="infill", ask=ul2_ask,
     continues=lambda hp: ("prefix", [MODE_S], [SEP]) if "S" in hp.ul2_weights else None,
     ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1,
     settings=SPANS | {"ul2_weights": ("R:.5,S:.25,X:.25", "shares of the rows of the denoisers R, S and X")})

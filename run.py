@@ -19,7 +19,7 @@ from data import fail, generator
 from model import Linear, Sizes, Transformer, pack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, find_objective
 
-VERSION = 1                                     # of the checkpoint's layout
+VERSION = 2                                     # of the checkpoint's layout
 PARTS = dict(config=dict, step=int, seconds=float, best=float, sources=list, metrics_bytes=int, model=dict,
              heads=dict, adamw=dict, muon=list, held_out=torch.Tensor)
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes
@@ -372,7 +372,7 @@ def disk_refused(path, why):
 
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
     """Never runs code from the file, and checks every byte against the file's own checksums (milliseconds a
-    MB). Fails where it is missing, damaged, foreign or of a newer version."""
+    MB). Fails where it is missing, damaged, foreign or of another version."""
     path = checkpoint_path(path)
     try:
         with warnings.catch_warnings(), zipfile.ZipFile(path) as z:
@@ -381,14 +381,14 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             # weights_only: a checkpoint is data, a pickle is a program
             ckpt = torch.load(path, map_location="cpu", weights_only=True)
         version = int(ckpt["version"])
-        assert version > VERSION or all(isinstance(ckpt[part], kind) for part, kind in PARTS.items())
+        assert version != VERSION or all(isinstance(ckpt[part], kind) for part, kind in PARTS.items())
         config = defaults() | ckpt["config"] | {"resume": False}                    # a fork may have brought new flags
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         best = os.path.join(os.path.dirname(path), "best.pt")
         beside = best if os.path.exists(best) and best != path else "another run"
         fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try {beside}")
-    if version > VERSION:
-        fail(f"{path}: has layout {version}, this program reads up to {VERSION}. Try a newer version of the program")
+    if version != VERSION:
+        fail(f"{path}: has layout {version}, this program reads {VERSION}. Try the version that wrote it, or train anew")
     check(config | {"device": "auto"}, specs(), f"{path}: ")
     if config["n_embd"] % (2 * config["n_head"]):
         fail(f"{path}: --n_embd {config['n_embd']}: must be a multiple of 2 * n_head. Try another run")

@@ -119,10 +119,10 @@ def sample_generators(seed, n):
 # ---- continuing
 
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), step=None, **how):
+def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positions=None, step=None, **how):
     """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on
-    with EOT. extra: ids that may be written beside bytes. step: what fast_step returned, to take the steps
-    after the prompt.
+    with EOT. extra: ids that may be written beside bytes. positions: the entry's, of prefix rows. step: what
+    fast_step returned, to take the steps after the prompt.
 
     prefix 0: causal; when the block is full, its last half is encoded anew. prefix P: the first P positions
     of the prompt are read in both directions; ends with the block, for which the prompt must leave room."""
@@ -143,7 +143,9 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), step=No
         if step is not None and fed:
             logits = step.run(byte[:, None])    # not a view of ids, whose strides grow
         else:
-            logits = model.logits(model(new, mask, cache=cache)[:, -1])
+            at = positions(ids, torch.full((N,), prefix, device=device)) if positions else None
+            h = model(new, mask, cache=cache, at=None if at is None else at[:, fed:])
+            logits = model.logits(h[:, -1])
         fed += new.size(1)
         byte = pick(logits, gens, extra, **how).masked_fill(ended, EOT)
         ended |= byte == EOT
@@ -318,7 +320,7 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
         extra = [end] if end >= N_BYTES else []
         if left <= 0:
             return spans + [[] for _ in range(holes - k - 1)], False
-        for i in generate(model, x, left, T, gens, prefix=P, extra=extra, **how):
+        for i in generate(model, x, left, T, gens, P, extra, entry["positions"], **how):
             if int(i) in (end, EOT):
                 break
             span.append(int(i))

@@ -224,7 +224,7 @@ def asked(name, **changes):  # -> row of the last pass, its mask or P, what stan
     seen = []
 
     class Net:
-        def __call__(self, row, mask, doc=None):
+        def __call__(self, row, mask, doc=None, at=None):
             seen.append((row[0].tolist(), mask if isinstance(mask, str) else int(mask[0])))
             return F.one_hot(row, 512).float()
 
@@ -291,7 +291,7 @@ def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
     text = torch.arange(97, 123).repeat(40).byte()
 
     class Knows:  # the letter after the one on the left; what it sees it repeats
-        def __call__(self, row, mask, doc=None):
+        def __call__(self, row, mask, doc=None, at=None):
             after = (row - 96) % 26 + 97
             return after if mask == "causal" else torch.where(row == MASK, after.roll(1, 1), row)
 

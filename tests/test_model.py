@@ -263,14 +263,16 @@ def test_both_caches_have_one_interface(kind):
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("what, mask", [("mask", "causal"), ("mask", "prefix"), ("mask", None),
-                                        ("rotation", "causal"), ("rotation", None), ("move", None)])
+@pytest.mark.parametrize("what, mask", [("mask", "causal"), ("mask", "prefix"), ("mask", None), ("near", "causal"),
+                                        ("near", None), ("rotation", "causal"), ("rotation", None), ("move", None)])
 def test_the_cache_tests_reject_common_mistakes(what, mask, kind, monkeypatch):
     rotations, move = M.rotations, kind.move
     if what == "mask":                          # several queries at once see everything
         mistake(monkeypatch, lambda mask, q: "bidirectional" if len(q) > 1 else mask)
     elif what == "rotation":                    # every pass starts at angle 0
         monkeypatch.setattr(M, "rotations", lambda at, *rest: rotations(at - at[0], *rest))
+    elif what == "near":                        # every pass's convolution starts anew
+        monkeypatch.setattr(kind, "before", lambda cache, x: x.new_zeros(B, M.NEAR - 1, x.size(2)))
     else:                                       # one too many is taken back
         monkeypatch.setattr(kind, "move", lambda cache, n: move(cache, n - (n < 0)))
     with pytest.raises(AssertionError):
@@ -323,7 +325,37 @@ def test_fresh_weights_predict_every_id_alike_and_the_block_has_no_length_limit(
     assert logits.shape == (1, 300, 512) and logits.dtype == torch.float32
     assert logits.abs().max() == 0
     x = ids(shape=(2, 9))
-    assert torch.equal(net(x, "causal"), M.norm(M.norm(net.embed(x)))), "every block starts as the identity"
+    start = M.norm(M.convolve(net.embed(x), torch.zeros(2, M.NEAR - 1, 16), net.near))
+    assert torch.equal(net(x, "causal"), M.norm(start)), "every block starts as the identity"
+
+
+@pytest.mark.parametrize("doc", [None, DOC])
+def test_the_convolution_adds_the_embeddings_before_each_weighed_by_channel(doc):
+    e, w = (torch.randn(*shape, generator=generator(f"{shape}")) for shape in [(B, T, 6), (M.NEAR, 6)])
+    want = torch.zeros_like(e)
+    for b in range(B):
+        for t in range(T):
+            for j in range(min(M.NEAR, t + 1)):
+                if doc is None or doc[b, t - j] == doc[b, t]:
+                    want[b, t] += w[j] * e[b, t - j]
+    near(M.convolve(e, torch.zeros(B, M.NEAR - 1, 6), w, doc), want)
+    if doc is None:                             # in pieces, as over a cache
+        first, rest = M.convolve(e[:, :5], torch.zeros(B, M.NEAR - 1, 6), w), M.convolve(e[:, 5:], e[:, 2:5], w)
+        near(torch.cat((first, rest), 1), want)
+
+
+def test_positions_given_turn_queries_and_keys_but_move_no_mask():
+    net, x, at = randomized(), ids(), torch.arange(T).expand(B, T)
+    near(net(x, "causal", at=at), net(x, "causal"))
+    near(net(x, "causal", at=at + 50), net(x, "causal"))        # distance alone counts
+    far = at + 9 * (at > 3)
+    moved = net(x, "causal", at=far)
+    near(moved[:, :4], net(x, "causal")[:, :4])
+    assert (moved[:, 4:] - net(x, "causal")[:, 4:]).abs().amax(-1).min() > 1e-3
+    for kind in CACHES:                         # over a cache, where the mask still counts ids
+        cache = kind(net, B, T)
+        parts = [net(x[:, a:b], "causal", cache=cache, at=far[:, a:b]) for a, b in [(0, 3), (3, 6), (6, T)]]
+        near(torch.cat(parts, 1), moved)
 
 
 def test_bfloat16_activations_stay_near_float32():

@@ -563,6 +563,19 @@ def test_span_rows_can_be_put_together_again(T, rate, mean):
         assert not any(i >= SENTINEL and j >= SENTINEL for i, j in zip(source, source[1:])), "two spans touch"
 
 
+@pytest.mark.parametrize("name", ["span", "ul2"])
+def test_spans_stand_where_their_hole_is(name):
+    _, batch, _ = make(name, B=40, T=100)
+    for z, P, at in zip(batch["inp"].tolist(), batch["mask"].tolist(), batch["at"].tolist()):
+        assert at[:P] == [*range(P)]
+        place, here = {z[i]: i for i in range(P) if z[i] >= SENTINEL}, P - 1
+        for i in range(P, len(z)):
+            here = place[z[i]] if z[i] >= SENTINEL else here + 1
+            assert at[i] == here
+    assert torch.equal(batch["at"], O.OBJECTIVES[name]["positions"](batch["inp"], batch["mask"]))
+    assert (batch["at"] != torch.arange(100)).any(1).sum() >= 30, "all rows but those of S"
+
+
 def overlapping_noise(B, n, N, S, g):  # a common mistake: random starts that may overlap, cut at the end
     noise, at = torch.zeros(B, n, dtype=torch.bool), torch.arange(n)
     for _ in range(S):

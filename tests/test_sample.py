@@ -48,7 +48,7 @@ class Stub:
     def __init__(self, logits):
         self.logits = logits
 
-    def __call__(self, ids, mask, doc=None, cache=None):
+    def __call__(self, ids, mask, doc=None, cache=None, at=None):
         if cache is not None:
             cache.move(ids.size(1))
         return ids
@@ -96,7 +96,7 @@ def test_top_k_and_top_p_cut_the_tail(how, allowed):
 
 # ---- continuing
 
-def uncached(net, x, n, prefix=0, **how):  # what generate writes, by a whole pass for each byte
+def uncached(net, x, n, prefix=0, positions=None, **how):  # what generate writes, by a whole pass for each byte
     out, start, draws = x, max(0, x.size(1) - T), gens(len(x))
     ended = torch.zeros(len(x), dtype=torch.bool)
     for _ in range(n):
@@ -105,7 +105,8 @@ def uncached(net, x, n, prefix=0, **how):  # what generate writes, by a whole pa
                 break
             start = out.size(1) - T // 2
         mask = torch.full((len(x),), prefix) if prefix else "causal"
-        byte = sample.pick(net.logits(net(out[:, start:], mask)[:, -1]), draws, **how).masked_fill(ended, EOT)
+        at = positions(out, mask) if positions else None
+        byte = sample.pick(net.logits(net(out[:, start:], mask, at=at)[:, -1]), draws, **how).masked_fill(ended, EOT)
         ended |= byte == EOT
         out = torch.cat((out, byte[:, None]), 1)
     return out[:, x.size(1):]
@@ -129,11 +130,20 @@ def test_the_cache_changes_nothing_for_a_prefix_which_ends_with_the_block(n, pre
     assert prefix == 1 or not torch.equal(out, uncached(net, x, T - n + 1)), "read both ways"
 
 
+def test_the_cache_changes_nothing_where_spans_stand_at_their_holes():
+    """Over a cache each pass gives the positions of its ids alone."""
+    net, positions = randomized().requires_grad_(False), OBJECTIVES["span"]["positions"]
+    x = torch.tensor([[65, SENTINEL, 66, 67, 68, SENTINEL + 1, SEP, SENTINEL]])
+    want = uncached(net, x, T, 7, positions, extra=[SENTINEL + 1])
+    assert torch.equal(text_of(net, x, T, T, gens(), 7, [SENTINEL + 1], positions), want)
+    assert not torch.equal(text_of(net, x, T, T, gens(), 7, [SENTINEL + 1]), want)
+
+
 def test_row_i_of_a_batch_is_the_single_run_of_its_seed():
     net, x = randomized(), ids(5)
-    batch = text_of(net, x.expand(3, -1), 20, T, gens(3, seed=7))
+    batch = text_of(net, x.expand(3, -1), 20, T, gens(3, seed=8))
     for i in range(3):
-        assert torch.equal(text_of(net, x, 20, T, [gens(3, seed=7)[i]])[0], batch[i])
+        assert torch.equal(text_of(net, x, 20, T, [gens(3, seed=8)[i]])[0], batch[i])
     assert len({tuple(row.tolist()) for row in batch}) == 3
 
 
