@@ -4,9 +4,9 @@ B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabul
 
 Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021),
 QK-norm (Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start
-at zero, logits capped by 15 tanh(z / 15) (Gemma 2, 2024), and before the first block a causal convolution:
-each byte's embedding with those of the three bytes before it (kin of the Canon layers of Allen-Zhu 2025). The
-model returns hidden states; what is done with them is the objective's.
+at zero, and before the first block a causal convolution: each byte's embedding with those of the three bytes
+before it (kin of the Canon layers of Allen-Zhu 2025). The model returns hidden states; what is done with them
+is the objective's.
 """
 import functools
 import importlib.util
@@ -17,7 +17,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 ROPE_BASE = 10000.0
-LOGIT_CAP = 15.0
 NEAR = 4                                        # ids that an embedding is made of
 
 
@@ -222,7 +221,7 @@ class Transformer(nn.Module):
         self.sizes, self.dtype = sizes, dtype
         self.embed = nn.Embedding(sizes.vocab_size, sizes.n_embd)
         nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows: a smaller start, larger steps
-        self.near = nn.Parameter(torch.randn(NEAR, sizes.n_embd) * 0.3)             # of the id itself, the one before, ..
+        self.near = nn.Parameter(torch.randn(NEAR, sizes.n_embd) * 0.3)             # of x_t, x_(t-1), ...
         nn.init.ones_(self.near[0])
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
         self.head = Linear(sizes.n_embd, sizes.vocab_size, zero=True)
@@ -237,8 +236,7 @@ class Transformer(nn.Module):
         return norm(run_blocks(self.blocks, x, self.sizes, mask, doc, cache, at))
 
     def logits(self, h):  # hidden (..., C) -> (..., V) float32
-        z = self.head(h).float()
-        return LOGIT_CAP * torch.tanh(z / LOGIT_CAP)
+        return self.head(h).float()
 
 
 # ---- KV cache

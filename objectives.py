@@ -116,6 +116,22 @@ def nats(logits, tgt):  # logits (..., V), tgt (...) -> sum of the cross-entropy
     return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+def told(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), rows (N,)
+    """Of the positions with a target, where alone logits are needed; on a GPU, which would have to be waited for, and
+    for a compiler of all positions."""
+    row = torch.arange(len(tgt), device=tgt.device).repeat_interleave(tgt.size(1))
+    h, tgt = h.flatten(0, 1), tgt.flatten()
+    if h.device.type != "cpu" or torch.compiler.is_compiling():
+        return h, tgt, row
+    at = (tgt != IGNORE).nonzero()[:, 0]
+    return h.index_select(0, at), tgt[at], row[at]
+
+
+def byte_nats(model, h, tgt):  # states (B, T, C), tgt (B, T) -> sum of the byte head's cross-entropy
+    h, tgt, _ = told(h, tgt)
+    return nats(model.logits(h), tgt)
+
+
 def yes_no(logits, labels):  # logits, labels (...) of 0 and 1 -> sum of the binary cross-entropy
     return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
 
@@ -131,7 +147,7 @@ def token_terms(batch, hp):
 def token_loss(model, heads, batch, hp):
     """Cross-entropy of the byte head at every position with a target, in nats."""
     h = model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"))    # (B, T, C)
-    return {"nll": nats(model.logits(h), batch["tgt"])}
+    return {"nll": byte_nats(model, h, batch["tgt"])}
 
 
 def evaluating():  # figures that cost something are for evaluation alone
@@ -437,10 +453,10 @@ def ul2_terms(batch, hp):
 
 
 def ul2_loss(model, heads, batch, hp):
-    logits = model.logits(model(batch["inp"], batch["mask"], at=batch["at"]))
-    sums = {"nll": nats(logits, batch["tgt"])}
+    h = model(batch["inp"], batch["mask"], at=batch["at"])
+    sums = {"nll": byte_nats(model, h, batch["tgt"])}
     if evaluating():
-        sums |= {name: nats(logits, tgt) for name, tgt in ul2_targets(batch).items()}
+        sums |= {name: byte_nats(model, h, tgt) for name, tgt in ul2_targets(batch).items()}
     return sums
 
 
@@ -908,7 +924,7 @@ def nsp_terms(batch, hp):
 def nsp_loss(model, heads, batch, hp):
     h = model(batch["inp"], batch["mask"])                                          # (B, T, C)
     follows = heads["follows"](h[:, 0].float())[:, 0]                               # (B,)
-    sums = {"nll": nats(model.logits(h), batch["tgt"]), "nsp": yes_no(follows, batch["labels"])}
+    sums = {"nll": byte_nats(model, h, batch["tgt"]), "nsp": yes_no(follows, batch["labels"])}
     if evaluating():
         sums["accuracy"] = ((follows > 0) == (batch["labels"] == 1)).sum()
     return sums
@@ -1001,10 +1017,9 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
 
 
 def mdlm_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
-    h = model(batch["inp"], batch["mask"], batch.get("doc"))
-    logits, tgt = model.logits(h)[..., :N_BYTES], batch["tgt"]
-    each = F.cross_entropy(logits.flatten(0, 1), tgt.flatten(), ignore_index=IGNORE, reduction="none")
-    return each.view_as(tgt).sum(1) * batch["weight"]
+    h, tgt, row = told(model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
+    each = F.cross_entropy(model.logits(h)[..., :N_BYTES], tgt, ignore_index=IGNORE, reduction="none")    # (N,)
+    return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]
 
 
 def mdlm_terms(batch, hp):
@@ -1031,11 +1046,10 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
     A masked byte x costs (sum_y c_y - log c_x - 1) * L / l, where it costs mdlm -log softmax_x * L / l. That is least
     where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normaliser, which the softmax gives
     mdlm, is learned. Departure: the model is told no time, which the absorbing state allows."""
-    logits = model.logits(model(batch["inp"], batch["mask"], batch.get("doc")))[..., :N_BYTES]
-    logc = logits - math.log(N_BYTES)                           # (B, L, 256)
-    masked, tgt = batch["tgt"] != IGNORE, batch["tgt"].clamp(min=0)
-    each = logc.exp().sum(-1) - logc.gather(-1, tgt[..., None])[..., 0] - 1         # (B, L)
-    return (each * masked).sum(1) * batch["weight"]
+    h, tgt, row = told(model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
+    logc = model.logits(h)[..., :N_BYTES] - math.log(N_BYTES)                       # (N, 256)
+    each = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1                # (N,)
+    return torch.zeros_like(batch["weight"]).index_add(0, row, each * (tgt != IGNORE)) * batch["weight"]
 
 
 def sedd_loss(model, heads, batch, hp):
@@ -1131,9 +1145,9 @@ def hybrid_terms(batch, hp):
 
 
 def hybrid_loss(model, heads, batch, hp):
-    logits = model.logits(model(batch["inp"], batch["mask"], batch.get("doc")))
+    h = model(batch["inp"], batch["mask"], batch.get("doc"))
     masked, causal = hybrid_targets(batch)
-    return {"masked": nats(logits, masked), "causal": nats(logits, causal)}
+    return {"masked": byte_nats(model, h, masked), "causal": byte_nats(model, h, causal)}
 
 
 add("hybrid", make=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", mask="both",

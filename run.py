@@ -45,9 +45,9 @@ SETTINGS = {
         "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 2, 1 << 24),
     },
     "training": {
-        "batch_size": ({"cpu": 8, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
+        "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
         "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
-        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps", 0, 1 << 40),
+        "max_iters": ({"cpu": 1000, "cuda": 5000}, "steps", 0, 1 << 40),
         "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
         "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
@@ -388,7 +388,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         beside = best if os.path.exists(best) and best != path else "another run"
         fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try {beside}")
     if version != VERSION:
-        fail(f"{path}: has layout {version}, this program reads {VERSION}. Try the version that wrote it, or train anew")
+        fail(f"{path}: has layout {version}, this program reads {VERSION}. Try the version that wrote it")
     check(config | {"device": "auto"}, specs(), f"{path}: ")
     if config["n_embd"] % (2 * config["n_head"]):
         fail(f"{path}: --n_embd {config['n_embd']}: must be a multiple of 2 * n_head. Try another run")

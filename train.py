@@ -35,7 +35,7 @@ from tqdm import tqdm
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
-MOMENTUM, NS_STEPS = 0.9, 5                     # Muon; .9 learns faster than .95 over a few hundred steps
+MOMENTUM, NS_STEPS = 0.9, 4                     # Muon; in a few hundred steps as good as 5, and .9 better than .95
 
 
 # ---- batches
@@ -104,16 +104,17 @@ def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all
     def wide(t):  # the shorter side first: the iteration multiplies r x r matrices
         return t if t.size(1) <= t.size(2) else t.mT                                # (n, r, c)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]     # None: no term reached it
-    grad = torch.cat([wide(g) for g in grads])                  # (N, r, c)
-    # pass 1: momentum; where(bad) keeps the old value without asking the device
-    momentum.copy_(torch.where(bad, momentum, momentum.lerp(grad, 1 - MOMENTUM)))
-    # pass 2: Nesterov's look ahead, made orthogonal; nothing where bad
-    update = orthogonal(grad.lerp(momentum, MOMENTUM), getattr(torch, hp.dtype)).float()
-    update = torch.where(bad, 0.0, update * (lr * 0.2 * momentum.size(2) ** 0.5))
-    keep = torch.where(bad, 1.0, 1.0 - lr * hp.weight_decay)
-    # pass 3: decay, then move
+    # where bad, a gradient like the momentum and a rate of 0 move nothing, without asking the device
+    grad = torch.where(bad, momentum, torch.cat([wide(g) for g in grads]))          # (N, r, c)
+    lr = lr * ~bad
+    # Nesterov: the gradient joins the momentum, then looks ahead
+    momentum.lerp_(grad, 1 - MOMENTUM)
+    update = orthogonal(grad.lerp(momentum, MOMENTUM), getattr(torch, hp.dtype))
+    update = update.to(momentum.dtype).mul_(lr * 0.2 * momentum.size(2) ** 0.5)
     for p, u in zip(params, update.split([len(p) for p in params])):
-        p.mul_(keep).sub_(u if p.size(1) <= p.size(2) else u.mT)
+        if hp.weight_decay:
+            p.mul_(1 - lr * hp.weight_decay)
+        p.sub_(u if p.size(1) <= p.size(2) else u.mT)
 
 
 def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthonormal rows

@@ -125,7 +125,7 @@ def test_muon_equals_torch_for_every_shape_at_once():
     ours = [layer.weight for layer in randomize(module).blocks]
     theirs = [torch.nn.Parameter(m.detach().clone()) for p in ours for m in p]
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=train.MOMENTUM,
-                                 adjust_lr_fn="match_rms_adamw")
+                                 adjust_lr_fn="match_rms_adamw", ns_steps=train.NS_STEPS)
     opt = train.make_optimizer(torch.nn.Embedding(4, 4), torch.nn.ModuleDict({"x": module}), hp)
     assert sorted(len(m) for _, m in opt["muon"].values()) == [3, 3]
     for step in range(3):
@@ -337,7 +337,7 @@ def test_validation_text_is_held_out(text):
 def test_best_is_the_least_loss_by_the_weights_of_members_and_sources(text):
     write("new.txt", b"other text, of its own kind\n" * 200)
     fit(text, "a", "--objective", "clm:3,mlm:1", "--data", text + ":0.9", "new.txt:0.1", "--max_iters", "30",
-        "--eval_interval", "5", "--learning_rate", "3", "--lr_decay", "0")
+        "--eval_interval", "5", "--learning_rate", "10", "--lr_decay", "0")
     total = dict.fromkeys(range(0, 31, 5), 0.0)
     for r in metrics("a", "val"):
         weight = {"clm": 0.75, "mlm": 0.25}[r["objective"]] * (0.9 if r["data"] == text else 0.1)
