@@ -37,8 +37,8 @@ import bench
 import sample
 import train
 from model import norm
-from objectives import OBJECTIVES, auc, find_objective
-from run import check, get_config, load_checkpoint, load_run, make_parser, specs
+from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, auc, find_objective
+from run import build, check, get_config, load_checkpoint, load_run, make_parser, specs
 import torch
 import torch.nn.functional as F
 
@@ -160,6 +160,88 @@ def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass
     return {"pass_bytes": 1.0} if entry["continues"](hp) else {}
 
 
+# ---- its own job: (model, heads, entry, hp, text) -> what the model reaches, what a trivial rule does
+
+def endings(model, heads, entry, hp, text):  # share of holes that it ends by itself; no rule does
+    """A middle of 16 bytes is written, most likely byte after most likely byte, in at most 80."""
+    ended, n = 0, min(160, hp.block_size - 96)
+    for row in windows(text, n, ROWS, "endings").tolist():
+        ids, P = entry["ask"]([row[:n // 2 - 8], row[n // 2 + 8:]], 16, hp)
+        gens = sample.sample_generators(1, 1)
+        ended += sample.infill(model, entry, ids, P, 1, 80, hp.block_size, gens, temperature=0)[1]
+    return ended / ROWS, 0.0
+
+
+def repairs(model, heads, entry, hp, text):  # edit distance to the clean text, that of the noisy text being 1
+    x = windows(text, entry["n"], ROWS // 2, "repairs")
+    batch, left, before = entry["make"](x, generator("compare,repairs"), hp), 0, 0
+    for clean, row, P, tgt in zip(x.tolist(), *(batch[k].tolist() for k in ("inp", "mask", "tgt"))):
+        clean = clean[:sum(i != IGNORE for i in tgt) - 1]       # EOT ends it
+        source, gens = torch.tensor([row[:P]]), sample.sample_generators(1, 1)
+        steps = sample.generate(model, source, hp.block_size + 1 - P, hp.block_size, gens, P, temperature=0)
+        left += edit_distance([i for i in map(int, steps) if i != EOT], clean)
+        before += edit_distance(row[:P - 1], clean)
+    return left / before, 1.0
+
+
+def edit_distance(a, b):  # of Levenshtein: bytes inserted, deleted and replaced
+    row = [*range(len(b) + 1)]
+    for i, x in enumerate(a, 1):
+        before, row = row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y)))
+    return row[-1]
+
+
+def typos(model, heads, entry, hp, text):  # share of texts whose one wrong letter is the first mark
+    """A lower-case letter between two others is replaced by another. The rule: the rarest pair of bytes."""
+    n, g = min(hp.block_size, 128), generator("compare,typos")
+    x, pairs = windows(text, n, 4 * ROWS, "typos"), torch.bincount(text[:-1].long() * 256 + text[1:].long())
+    letter = (x >= ord("a")) & (x <= ord("z"))
+    inside = letter & F.pad(letter[:, :-1], (1, 0)) & F.pad(letter[:, 1:], (0, 1))
+    x, inside = (t[inside.any(1)] for t in (x, inside))
+    at = torch.rand(x.shape, generator=g).where(inside, -1).argmax(1, keepdim=True)
+    other = (x.gather(1, at) - ord("a") + torch.randint(1, 26, at.shape, generator=g)) % 26 + ord("a")
+    x = x.scatter(1, at, other)
+    marks = entry["answer"](model, heads, x).argmax(1, keepdim=True)
+    rarest = F.pad(pairs, (0, 1 << 16))[x[:, :-1] * 256 + x[:, 1:]].argmin(1, keepdim=True) + 1
+    return float((marks == at).float().mean()), float((rarest == at).float().mean())
+
+
+def recalls(model, heads, entry, hp, text):  # share of 256 half passages nearest to their other half
+    """The rule: cosines of histograms of bytes."""
+    halves = windows(text, hp.block_size // 2 * 2, 256, "recalls").unflatten(1, (2, -1))            # (256, 2, n)
+    def recall(e):  # (256, 2, C) -> share
+        e = F.normalize(e, dim=-1)
+        return float(((e[:, 0] @ e[:, 1].T).argmax(1) == torch.arange(256)).float().mean())
+    embedded = torch.stack([entry["answer"](model, heads, halves[:, i]) for i in range(2)], dim=1)
+    return recall(embedded), recall(F.one_hot(halves, 256).float().sum(2))
+
+
+def answers(model, heads, entry, hp, text):  # share of 512 rows answered right; the rule: chance
+    source = [dict(weight=1.0, text=text)]
+    batches = [train.draw_batch(entry, source, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    return train.means(entry, model, heads, batches, hp)[0]["accuracy"], float(labels.bincount().max() / len(labels))
+
+
+# by sample.py's mode; what continues or fills bytes is measured by the yardsticks of all
+JOBS = {"infill": ("holes of 16 bytes that it ends by itself", endings),
+        "repair": ("edit distance left, the noisy text's being 1", repairs),
+        "mark": ("typos that are its first mark", typos), "search": ("recall of 256 other halves", recalls),
+        "follow": ("rows answered right", answers), "seam": ("rows answered right", answers)}
+
+
+@torch.no_grad()
+def own_job(model, heads, entry, hp, text):  # -> {job, job_done, job_untrained, job_trivial}
+    if entry["mode"] not in JOBS or entry["mode"] == "infill" and not entry["ask"](([1], [1]), 1, hp):
+        return {}
+    heading, measured = JOBS[entry["mode"]]
+    done, trivial = measured(model, heads, entry, hp, text)
+    untrained, _ = measured(*build(hp), entry, hp, text)
+    return {"job": heading, "job_done": done, "job_untrained": untrained, "job_trivial": trivial}
+
+
 # ---- byte classes: a linear probe on frozen states
 
 @torch.no_grad()
@@ -268,6 +350,7 @@ def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the ru
     if hp.block_size >= 128:
         out |= infilling(model, entry, hp, text) | corruption(model, heads, entry, hp, text)
         out |= writing(model, heads, entry, hp, text)
+    out |= own_job(model, heads, entry, hp, text)
     if shared["probe"] and 256 % min(hp.block_size, 256) == 0:
         out |= understanding(lambda x: states(model, entry, hp, x), shared["probe"])
     return out
@@ -428,6 +511,16 @@ def table(rows, metrics, cell):  # -> Markdown: a line for each row, a column fo
     return "\n".join(lines) + "\n" if columns else ""
 
 
+def job_table(rows):  # -> Markdown
+    lines = ["| its job | | model | untrained | trivial rule |", "|---" * 5 + "|"]
+    for name, seeds in rows.items():
+        done = [m for m in seeds.values() if "job" in m]
+        figures = [mean_and_error([m[k] for m in done], 3, statistics.stdev)
+                   for k in ("job_done", "job_untrained", "job_trivial") if done]
+        lines += [f"| {name} | {done[0]['job']} | {' | '.join(figures)} |"] if done else []
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
 T975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # Student's t for 2, 3, ... seeds
 
 
@@ -452,7 +545,7 @@ def tables(rows, extra):  # rows {name: {seed: metrics}}, extra {name: metrics} 
     named |= {name: {None: m} for name, m in extra.items()}
     note = "† has the left side alone in infill.\n" if any(says(name, "left_only") for name in rows) else ""
     spreads = "Mean over seeds ± their standard deviation.\n"
-    parts = [table(named, LEARNED, spread), note, spreads, table(rows, COST, spread)]
+    parts = [table(named, LEARNED, spread), note, spreads, job_table(rows), table(rows, COST, spread)]
 
     # every row against the first, of the metrics that have a better side
     first, *others = rows

@@ -47,7 +47,7 @@ SETTINGS = {
     "training": {
         "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
         "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
-        "max_iters": ({"cpu": 1000, "cuda": 5000}, "steps", 0, 1 << 40),
+        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps", 0, 1 << 40),
         "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
         "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),

@@ -58,7 +58,7 @@ FLAGS = {
     "how": {
         "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
         "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
-        "temperature": (0.8, "0 takes the most likely byte", 0.0, 1e6),
+        "temperature": (0.8, "0: the most likely byte, as in a filling or repair without these flags", 0.0, 1e6),
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
         "order": ("", "in which [MASK]s are filled: confident, left, ancestral or analytic, as the objective allows"),
@@ -491,8 +491,9 @@ def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
 
-def drawing(flags):
-    return dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p)
+def drawing(flags, sure=False):  # how bytes are drawn; sure: the most likely ones, unless a flag asks for others
+    temperature = 0.0 if sure and not DRAWING & flags.given else flags.temperature
+    return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
 
 
 # ---- modes: (model, heads, entry, hp, flags, held-out bytes) -> prints
@@ -559,8 +560,11 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
     order = flags.order or entry["orders"][0]
     if order not in entry["orders"]:
         fail(f"--order {order}: unknown to {entry['name']}. Try {' or '.join(entry['orders'])}")
-    how = dict(steps=flags.steps, order=order, seen=show_frame if flags.show else None, **drawing(flags))
-    if flags.prompt is None:
+    ids = None if flags.prompt is None else masked(flags.prompt)
+    writes = ids is not None and MASK not in ids                # all of it is new, and would repeat itself at 0
+    how = dict(steps=flags.steps, order=order, seen=show_frame if flags.show else None)
+    how |= drawing(flags, sure=not writes)
+    if ids is None:
         x = tensor(held_out[:T - len(frame[0]) - len(frame[1])], hp)
         share = getattr(hp, "mask_rate", 0.5)
         asked = torch.rand(x.shape, generator=generator("demonstration")).to(hp.device) < share
@@ -572,10 +576,9 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
             right = f"{int((out == x)[asked].sum())} of {int(asked.sum())}"
             print(f"--- filled, {right} masked bytes as in the original:\n{shown(out[0])}")
         return
-    ids = masked(flags.prompt)
-    if MASK not in ids and entry["bpb"] != "bound":
+    if writes and entry["bpb"] != "bound":
         fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
-    if MASK not in ids:
+    if writes:
         if len(ids) > T // 2:
             print(f"--- the last {T // 2} of {len(ids)} bytes of the prompt, which leave room in the block")
         ids = ids[-(T // 2):]
@@ -610,7 +613,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
-        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags))
+        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, sure=True))
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]
@@ -634,7 +637,7 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
         for a in range(0, len(noisy), n):
             ids = tensor(noisy[a:a + n] + [SEP], hp)
             left = min(most - len(out), T + 1 - ids.size(1))
-            steps = generate(model, ids, left, T, gens, prefix=ids.size(1), **drawing(flags))
+            steps = generate(model, ids, left, T, gens, prefix=ids.size(1), **drawing(flags, sure=True))
             out += [int(b) for b in steps if int(b) != EOT]
         print(shown(out) + (f"\n--- stopped after {most} bytes" if len(out) >= most else ""))
 

@@ -30,6 +30,57 @@ def only_run(word=""):  # -> checkpoint of the one run with that word in its fol
     return compare.load_checkpoint(folder) | {"folder": folder}
 
 
+# ---- its own job
+
+def job(what, name, answer, text):  # -> what a model with those answers reaches, what the rule does
+    hp = settings(name, 64)
+    entry = OBJECTIVES[name] | {"n": OBJECTIVES[name]["window"](64, hp), "answer": answer}
+    return what(randomized(), {}, entry, hp, text)
+
+
+def sentences():
+    return compare.from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+
+
+def test_marks_are_right_where_the_letter_was_replaced():
+    windows = sentences().long().unfold(0, 64, 1)[:45]          # all that there are
+
+    def replaced(model, heads, x):
+        off = windows != x[:, None]                             # (N, 45, 64)
+        return off[torch.arange(len(x)), off.sum(2).argmin(1)].float()
+    right, rule = job(compare.typos, "electra", replaced, sentences())
+    assert right == 1 and rule > 0.5
+    assert job(compare.typos, "electra", lambda *args: -replaced(*args), sentences())[0] < 0.05
+
+
+def test_recall_is_1_for_who_knows_the_passage_and_chance_for_who_does_not(monkeypatch):
+    monkeypatch.setattr(compare, "windows", lambda text, n, count, key: torch.arange(256)[:, None].expand(-1, n))
+    known = job(compare.recalls, "contrastive", lambda m, h, x: F.one_hot(x[:, 0], 256).float(), None)
+    assert known == (1, 1), "here the bytes alone tell"
+    blind = job(compare.recalls, "contrastive", lambda m, h, x: torch.ones(len(x), 2), None)
+    assert blind[0] == pytest.approx(1 / 256)
+
+
+@pytest.mark.parametrize("a, b, want", [("", "abc", 3), ("abc", "abc", 0), ("kitten", "sitting", 3), ("ab", "ba", 2)])
+def test_the_edit_distance_is_levenshteins(a, b, want):
+    assert compare.edit_distance(a.encode(), b.encode()) == compare.edit_distance(b.encode(), a.encode()) == want
+
+
+def test_a_repair_that_copies_leaves_1(monkeypatch):
+    monkeypatch.setattr(compare.sample, "generate", lambda model, row, *rest, **how: iter(row[0, :-1]))
+    assert job(compare.repairs, "bart", None, sentences()) == (pytest.approx(1), 1)
+
+
+def test_every_mode_with_a_job_has_its_row(text, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "ROWS", 4)
+    metrics = run("--objectives", "span,electra,bart,nsp,contrastive,rotation", "--block_size", "160")
+    out = capsys.readouterr().out
+    assert [m["job"] for m in metrics] == [compare.JOBS[mode][0] for mode in
+                                           ("infill", "mark", "repair", "follow", "search", "seam")]
+    for name, m in zip(("span", "electra"), metrics):
+        assert f"| {name} | {m['job']} | {m['job_done']:.3f} | {m['job_untrained']:.3f} | " in out
+
+
 # ---- cells
 
 def test_cells_are_trained_once_and_reported(text, capsys, monkeypatch):

@@ -660,6 +660,19 @@ def test_each_objective_has_its_own_order_and_shift(prompt, runs, capsys, monkey
     assert seen == [(IN_PLACE, "confident")] + [(IN_PLACE, "ancestral")] * 2 + [(SHIFTED, "confident")]
 
 
+@pytest.mark.parametrize("name, flags, usual", [
+    ("mlm", ["a[MASK]"], 0), ("mlm", ["a[MASK]", "--num_samples", "2"], 0.8), ("mdlm", ["a[MASK]"], 0),
+    ("mdlm", ["a"], 0.8), ("span", [HOLE], 0), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
+    ("bart", ["a", "--temperature", "0.3"], 0.3), ("clm", ["a"], 0.8)])
+def test_what_has_one_best_answer_is_not_drawn(name, flags, usual, runs, capsys, monkeypatch):
+    seen, plain = set(), sample.distribution
+    monkeypatch.setattr(sample, "distribution", lambda z, t, *a, **how: seen.add(t) or plain(z, t, *a, **how))
+    monkeypatch.setattr(sample, "pick", lambda z, g, extra=(), **how: (
+        seen.add(how["temperature"]), torch.full(z.shape[:-1], 65))[1])
+    say(capsys, name, "--prompt", *flags)
+    assert seen == {usual}
+
+
 def test_a_mixture_does_what_its_members_do(runs, capsys):
     mixture = "clm_.5+mlm_.5"
     assert say(capsys, mixture, "--prompt", "import ").startswith("import ")
