@@ -30,12 +30,15 @@ def count(name, C, T=20, *more):
 @pytest.mark.parametrize("name", ["clm", "mlm"])
 @pytest.mark.parametrize("C", [2, 4, 8, 16])
 def test_flops_are_counted_as_by_hand(name, C):
-    """What the mask hides is computed all the same: a causal row costs what a bidirectional one does."""
-    for T in (8, 20):
-        want = products(4, C, T) + 6 * 4 * T * C * 512
-        assert count(name, C, T) == want
-    assert count(name, C, 20, "--n_layer", "3") == products(4, C, 20, layers=3) + 6 * 4 * 20 * C * 512
-    assert count("clm:.5,mlm:.5", C) == want, "of a mixture each member's rows"
+    """What the mask hides is computed all the same: a causal row's blocks cost what a bidirectional one's do. Logits
+    are computed where there is a target."""
+    told = {"clm": 20, "mlm": 3}
+    for layers in (1, 3):
+        want = products(4, C, 20, layers) + 6 * 4 * told[name] * C * 512
+        assert count(name, C, 20, "--n_layer", str(layers)) == want
+    assert count(name, C, 8) == products(4, C, 8) + 6 * 4 * {"clm": 8, "mlm": 1}[name] * C * 512
+    both = products(4, C, 20) + 6 * 2 * (20 + 3) * C * 512
+    assert count("clm:.5,mlm:.5", C) == both, "of a mixture each member's rows"
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
