@@ -208,6 +208,7 @@ USUAL = dict(
     holes=1,                # at most
     drafter=None,           # (model, heads, hp) -> what drafts for sample.speculate, or None; see mtp
     answer=None,            # what mode mark, follow, search or seam asks of model and heads; see sample.py
+    reaches=None,           # (steps, what a model of default size does after them): sample.py says it of earlier ones
 )
 
 
@@ -329,11 +330,12 @@ def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
         at    0 1  2  3 4 5 6 7  8   9   2  3 4  8  9 10
     """
     i, N = torch.arange(ids.size(1), device=ids.device).expand_as(ids), N_SENTINELS
-    sentinel, source = (ids >= SENTINEL) & (ids < SENTINEL + N), i < P[:, None]
-    which = torch.where(sentinel, ids - SENTINEL, N)                                # N: of no sentinel
-    place = i.new_zeros(len(ids), N + 1).scatter(1, which.where(source, N), i)      # (B, N + 1): in the source
-    last = torch.where(sentinel & ~source, i, 0).cummax(1).values                   # the target's last one so far
-    return torch.where(last > 0, place.gather(1, which.gather(1, last)) + i - last, i)
+    source, sentinel = i < P[:, None], ids >= SENTINEL
+    def places(those):  # -> (B, N + 1): of each sentinel; in the last column of what is none
+        return i.new_zeros(len(ids), N + 1).scatter(1, torch.where(sentinel & those, ids - SENTINEL, N), i)
+    begun = (sentinel & ~source).cumsum(1)      # they ascend: the last one of the target so far, 0 for none
+    back = (places(source) - places(~source)).gather(1, (begun - 1).clamp(min=0))
+    return torch.where(begun > 0, i + back, i)
 
 
 def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N bytes in all, none touching another

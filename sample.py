@@ -832,6 +832,13 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
     return Namespace(**flags | texts, given=set(given))
 
 
+def say_how_far(entry, step, path):  # on standard error, of a model that is not yet what it could be
+    steps, what = entry["reaches"] or (0, "")
+    if step < steps:
+        print(f"--- {step:,} steps; after {steps:,} {entry['name']} {what}. Go on with: python train.py --resume "
+              f"--out_dir {path} --max_iters {steps}", file=sys.stderr)
+
+
 def main(argv=None):
     """Fails where something was asked that cannot be."""
     flags = parse(sys.argv[1:] if argv is None else argv)
@@ -851,6 +858,7 @@ def main(argv=None):
             hint = "with --score" if flag == "stride" else f"with {' '.join(users)}" if users else "without it"
             fail(f"--{flag}: not used by {name} here. Try {hint}")
         mode(model, heads, members[name], hp, flags, ckpt["held_out"])
+        say_how_far(members[name], ckpt["step"], path)
     finally:
         torch.set_float32_matmul_precision(precision)
 
