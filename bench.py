@@ -1,6 +1,6 @@
 """Measure speed, as ratios of sides that take turns in one run.
 
-    python bench.py                                     training, batches and decoding at the default size
+    python bench.py                                     training and decoding at the default size
     python bench.py --parts train --compile --cuda_graph --objectives clm       eager, compiled, captured, both
     python bench.py --parts decode --n_layer 6 --n_head 6 --n_embd 384 --nanogpt ../nanoGPT
     python bench.py --parts decode --run out/mtp        a trained run, for self-speculation
@@ -35,8 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 FLAGS = {
     "what": {
-        "parts": ("train,batch,decode", "what to measure, separated by commas; loss too, which trains"),
-        "objectives": (",".join(OBJECTIVES), "for train and batch"),
+        "parts": ("train,decode", "what to measure, separated by commas; loss too, which trains"),
+        "objectives": (",".join(OBJECTIVES), "for train"),
         "repeats": (5, "runs of each side", 1, 10000),
         "steps": (4, "training steps of a run", 1, 10000),
         "new": (150, "bytes of a decoding run", 1, 100000),
@@ -53,7 +53,7 @@ FLAGS = {
         "n_head": (4, "attention heads", 1, 1000),
         "n_embd": (128, "width", 2, 1 << 20),
         "block_size": (256, "positions of a row", 2, 1 << 24),
-        "batch_size": (8, "rows of a batch", 1, 1 << 24),
+        "batch_size": (16, "rows of a batch", 1, 1 << 24),
         "optimizer": ("muon", "on our side", ("muon", "adamw")),
     } | DEVICE,
 }
@@ -110,26 +110,21 @@ def settings(flags, name, *more):  # -> train.py's settings
     return get_config(["--objective", name, *words, *more])
 
 
-def training_step(hp):  # -> a function that takes one step, and one that only makes its batch
-    """None, None where torch cannot compile."""
+def training_step(hp):  # -> a function that takes one step, or None where torch cannot compile
     s = train.prepare(find_objective(hp), random_corpus(hp), hp)
     count, plain = itertools.count(), s.loss
     if hp.compile:
         s.loss = train.compile_loss(s)
         if s.loss is plain:
-            return None, None
+            return None
     take = Captured(lambda: train.training_step(s), [s.g]) if hp.cuda_graph else lambda: train.training_step(s)
-
-    def batch():
-        train.set_step(s, next(count))
-        return train.make_batch(s.entry, s.corpus, "train", s.where, s.g, hp)
 
     def step():
         train.set_step(s, next(count))
         take()
     for _ in range(4 if hp.cuda_graph else 0):  # settle and capture before any clock runs
         step()
-    return step, batch
+    return step
 
 
 # ---- nanoGPT
@@ -198,7 +193,7 @@ def bench_train(flags, device, names):
     hps = {name + way: settings(flags, name, *more) for name in names for way, more in ways.items()}
     if flags.optimizer == "adamw":              # the default's figure beside
         hps[f"{names[0]}, muon"] = settings(flags, names[0], "--optimizer", "muon")
-    steps = {name: step for name, hp in hps.items() if (step := training_step(hp)[0])}
+    steps = {name: step for name, hp in hps.items() if (step := training_step(hp))}
     flops = {name: count_flops(hps[name]) for name in steps}
     if flags.nanogpt:
         steps["nanoGPT"] = at_highest(nanogpt_step(flags, device)[0])
@@ -215,18 +210,6 @@ def bench_train(flags, device, names):
         share = f"{flops[name] / s / rate:8.1%}" if name in flops else ""
         ratio = f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""
         print(f"{name:20s} {positions / s:12.0f} {seconds[first] / s:14.2f} {share:>8s}{ratio}")
-
-
-def bench_batch(flags, device, names):
-    """Milliseconds to corrupt windows, to draw and gather them too, and their share of a step."""
-    print(f"{'batch, ms':12s} {'corruption':>11s} {'with windows':>13s} {'of a step':>10s}")
-    for name in names:
-        hp = settings(flags, name)
-        entry, (step, batch), g = find_objective(hp), training_step(hp), generator("bench", hp.device)
-        x = torch.randint(1, 256, (flags.batch_size, entry["n"]), generator=g, device=hp.device)
-        sides = {"make": lambda e=entry, x=x, g=g, hp=hp: e["make"](x, g, hp), "batch": batch, "step": step}
-        s = take_turns({k: lambda f=f: len([f() for _ in range(20)]) for k, f in sides.items()}, flags.repeats, device)
-        print(f"{name:12s} {s['make'] * 1e3:11.3f} {s['batch'] * 1e3:13.3f} {s['batch'] / s['step']:10.2%}")
 
 
 def bench_decode(flags, device, names):
@@ -346,7 +329,7 @@ def bench_loss(flags, device, names):
           f"{'no worse' if medians[0] <= loss else 'worse'}")
 
 
-PARTS = dict(train=bench_train, batch=bench_batch, decode=bench_decode, loss=bench_loss)
+PARTS = dict(train=bench_train, decode=bench_decode, loss=bench_loss)
 
 
 def main(argv=None):
