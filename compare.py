@@ -168,7 +168,8 @@ def endings(model, heads, entry, hp, text):  # share of holes that it ends by it
     for row in windows(text, n, ROWS, "endings").tolist():
         ids, P = entry["ask"]([row[:n // 2 - 8], row[n // 2 + 8:]], 16, hp)
         gens = sample.sample_generators(1, 1)
-        ended += sample.infill(model, entry, ids, P, 1, 80, hp.block_size, gens, temperature=0)[1]
+        [written], whole = sample.infill(model, entry, ids, P, 1, 80, hp.block_size, gens, temperature=0)
+        ended += whole and len(written) > 0     # an untrained model ends at once
     return ended / ROWS, 0.0
 
 

@@ -673,6 +673,14 @@ def test_what_has_one_best_answer_is_not_drawn(name, flags, usual, runs, capsys,
     assert seen == {usual}
 
 
+def test_a_short_run_is_told_what_a_longer_one_does(runs, capsys, monkeypatch):
+    for steps in (2, 3, 4):
+        monkeypatch.setitem(OBJECTIVES["clm"], "reaches", (steps, "rhymes"))
+        sample.main(["--out_dir", "out/clm", "--prompt", "x", "--max_new_tokens", "1"])
+        told = capsys.readouterr().err
+        assert ("after 4 clm rhymes" in told and "--resume --out_dir out/clm --max_iters 4" in told) == (steps == 4)
+
+
 def test_a_mixture_does_what_its_members_do(runs, capsys):
     mixture = "clm_.5+mlm_.5"
     assert say(capsys, mixture, "--prompt", "import ").startswith("import ")
