@@ -91,7 +91,8 @@ def gemm(device, dtype):  # -> a function that multiplies square matrices and re
 
 
 def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and backward pass, as they are computed
-    """Whatever the blocks are; what a mask hides is computed all the same, and counts."""
+    """Whatever the blocks are; what a mask hides is computed all the same, and counts. In eager mode: on a CPU logits
+    of targets alone, which compiled and on a GPU are those of all positions."""
     entry, (model, heads) = find_objective(hp), build(hp)
     batch = train.draw_batch(entry, random_corpus(hp), "train", hp.batch_size, "flops", hp)
     with FlopCounterMode(display=False) as counter:

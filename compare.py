@@ -38,7 +38,7 @@ import sample
 import train
 from model import norm
 from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, auc, find_objective
-from run import build, check, get_config, load_checkpoint, load_run, make_parser, specs
+from run import VERSION, build, check, get_config, load_checkpoint, load_run, make_parser, specs
 import torch
 import torch.nn.functional as F
 
@@ -162,15 +162,18 @@ def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass
 
 # ---- its own job: (model, heads, entry, hp, text) -> what the model reaches, what a trivial rule does
 
-def endings(model, heads, entry, hp, text):  # share of holes that it ends by itself; no rule does
-    """A middle of 16 bytes is written, most likely byte after most likely byte, in at most 80."""
-    ended, n = 0, min(160, hp.block_size - 96)
-    for row in windows(text, n, ROWS, "endings").tolist():
-        ids, P = entry["ask"]([row[:n // 2 - 8], row[n // 2 + 8:]], 16, hp)
+def holes(model, heads, entry, hp, text):  # edit distance to 16 bytes taken out, that of nothing being 1
+    """What it writes, most likely byte after most likely byte, and ends by itself, in at most 80."""
+    if hp.block_size < 128 or not entry["ask"](([1], [1]), 1, hp):
+        return None
+    off, n = 0, min(160, hp.block_size - 96)
+    for row in windows(text, n, ROWS, "holes").tolist():
+        a, b = n // 2 - 8, n // 2 + 8
+        ids, P = entry["ask"]([row[:a], row[b:]], 16, hp)
         gens = sample.sample_generators(1, 1)
-        [written], whole = sample.infill(model, entry, ids, P, 1, 80, hp.block_size, gens, temperature=0)
-        ended += whole and len(written) > 0     # an untrained model ends at once
-    return ended / ROWS, 0.0
+        [written], _ = sample.infill(model, entry, ids, P, 1, 80, hp.block_size, gens, temperature=0)
+        off += edit_distance(written, row[a:b])
+    return off / (16 * ROWS), 1.0
 
 
 def repairs(model, heads, entry, hp, text):  # edit distance to the clean text, that of the noisy text being 1
@@ -195,12 +198,15 @@ def edit_distance(a, b):  # of Levenshtein: bytes inserted, deleted and replaced
 
 
 def typos(model, heads, entry, hp, text):  # share of texts whose one wrong letter is the first mark
-    """A lower-case letter between two others is replaced by another. The rule: the rarest pair of bytes."""
+    """A lower-case letter between two others is replaced by another. The rule: the pair of bytes that is the rarest in
+    the held-out text."""
     n, g = min(hp.block_size, 128), generator("compare,typos")
     x, pairs = windows(text, n, 4 * ROWS, "typos"), torch.bincount(text[:-1].long() * 256 + text[1:].long())
     letter = (x >= ord("a")) & (x <= ord("z"))
     inside = letter & F.pad(letter[:, :-1], (1, 0)) & F.pad(letter[:, 1:], (0, 1))
     x, inside = (t[inside.any(1)] for t in (x, inside))
+    if not len(x):
+        return None
     at = torch.rand(x.shape, generator=g).where(inside, -1).argmax(1, keepdim=True)
     other = (x.gather(1, at) - ord("a") + torch.randint(1, 26, at.shape, generator=g)) % 26 + ord("a")
     x = x.scatter(1, at, other)
@@ -216,18 +222,19 @@ def recalls(model, heads, entry, hp, text):  # share of 256 half passages neares
         e = F.normalize(e, dim=-1)
         return float(((e[:, 0] @ e[:, 1].T).argmax(1) == torch.arange(256)).float().mean())
     embedded = torch.stack([entry["answer"](model, heads, halves[:, i]) for i in range(2)], dim=1)
-    return recall(embedded), recall(F.one_hot(halves, 256).float().sum(2))
+    histograms = torch.zeros(256, 2, 256).scatter_add(2, halves, torch.ones(halves.shape))
+    return recall(embedded), recall(histograms)
 
 
 def answers(model, heads, entry, hp, text):  # share of 512 rows answered right; the rule: chance
     source = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(entry, source, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
-    labels = torch.cat([batch["labels"] for batch in batches])
-    return train.means(entry, model, heads, batches, hp)[0]["accuracy"], float(labels.bincount().max() / len(labels))
+    classes = 2 if entry["mode"] == "follow" else hp.block_size
+    return train.means(entry, model, heads, batches, hp)[0]["accuracy"], 1 / classes
 
 
 # by sample.py's mode; what continues or fills bytes is measured by the yardsticks of all
-JOBS = {"infill": ("holes of 16 bytes that it ends by itself", endings),
+JOBS = {"infill": ("edit distance of a hole of 16 bytes, left empty 1", holes),
         "repair": ("edit distance left, the noisy text's being 1", repairs),
         "mark": ("typos that are its first mark", typos), "search": ("recall of 256 other halves", recalls),
         "follow": ("rows answered right", answers), "seam": ("rows answered right", answers)}
@@ -235,12 +242,11 @@ JOBS = {"infill": ("holes of 16 bytes that it ends by itself", endings),
 
 @torch.no_grad()
 def own_job(model, heads, entry, hp, text):  # -> {job, job_done, job_untrained, job_trivial}
-    if entry["mode"] not in JOBS or entry["mode"] == "infill" and not entry["ask"](([1], [1]), 1, hp):
+    heading, measured = JOBS.get(entry["mode"], ("", lambda *args: None))
+    done, untrained = (measured(*net, entry, hp, text) for net in ((model, heads), build(hp)))
+    if not done:
         return {}
-    heading, measured = JOBS[entry["mode"]]
-    done, trivial = measured(model, heads, entry, hp, text)
-    untrained, _ = measured(*build(hp), entry, hp, text)
-    return {"job": heading, "job_done": done, "job_untrained": untrained, "job_trivial": trivial}
+    return {"job": heading, "job_done": done[0], "job_untrained": untrained[0], "job_trivial": done[1]}
 
 
 # ---- byte classes: a linear probe on frozen states
@@ -450,7 +456,8 @@ def cells(flags, rest):  # -> [{objective, setting, value, seed, max_iters, data
         assert setting != "replay" or all(0 <= float(v) < 1 for v in values)
     except (ValueError, AssertionError):
         fail(f"--seeds {flags.seeds} --sweep {flags.sweep}: want whole numbers, and shares of replay in 0 .. 1")
-    base = dict(max_iters=100 if flags.quick else flags.max_iters, data=flags.data, new_data=flags.new_data)
+    base = dict(version=VERSION, max_iters=100 if flags.quick else flags.max_iters, data=flags.data,
+                new_data=flags.new_data)
     todo = [dict(objective=name, setting=setting, value=value, seed=seed, flags=rest, **base)
             for seed in dict.fromkeys(seeds) for name in dict.fromkeys(names) for value in dict.fromkeys(values)]
     for cell in todo:                           # what cannot run is said before anything runs
@@ -596,7 +603,7 @@ def picture(rows, path):  # -> path, or why there is none
 
 def report(flags, todo, extra):  # -> exit code; tables and pictures
     """Of all finished cells that differ from those asked for in seed, objective or value alone."""
-    same, drawn = ("setting", "max_iters", "data", "new_data", "flags", "crc"), 0
+    same, drawn = ("version", "setting", "max_iters", "data", "new_data", "flags", "crc"), 0
     results, setting = read_results(os.path.join(flags.out_dir, "results.jsonl")), todo[0]["setting"]
     results = [r for r in results if all(r["cell"].get(k) == todo[0][k] for k in same)]
     for name in dict.fromkeys(cell["objective"] for cell in todo) if setting else [""]:

@@ -188,7 +188,7 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, attend, extend=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        # attention is the only layer that moves information between positions
+        # attention is the only layer of a block that moves information between positions
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
         qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()                               # (3, B, H, T, D)
         (q, k), v = rotate(norm(qkv[:2]), cos, sin), qkv[2]                         # QK-norm, then RoPE

@@ -127,9 +127,9 @@ def told(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,)
     return h.index_select(0, at), tgt[at], row[at]
 
 
-def byte_nats(model, h, tgt):  # states (B, T, C), tgt (B, T) -> sum of the byte head's cross-entropy
-    h, tgt, _ = told(h, tgt)
-    return nats(model.logits(h), tgt)
+def byte_nats(model, h, tgt):  # states (B, T, C), tgt (B, T) -> (N,) cross-entropy of the byte head, rows (N,)
+    h, tgt, row = told(h, tgt)
+    return F.cross_entropy(model.logits(h), tgt, ignore_index=IGNORE, reduction="none"), row
 
 
 def yes_no(logits, labels):  # logits, labels (...) of 0 and 1 -> sum of the binary cross-entropy
@@ -147,7 +147,7 @@ def token_terms(batch, hp):
 def token_loss(model, heads, batch, hp):
     """Cross-entropy of the byte head at every position with a target, in nats."""
     h = model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"))    # (B, T, C)
-    return {"nll": byte_nats(model, h, batch["tgt"])}
+    return {"nll": byte_nats(model, h, batch["tgt"])[0].sum()}
 
 
 def evaluating():  # figures that cost something are for evaluation alone
@@ -306,7 +306,7 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     placements in which no two spans touch equally likely. Departures: T5's own code always starts with a kept
     token and ends with a noise one, which makes the last position noise in every row; here both edges are
     free. Sentinels count up, and, as in the code but not in the paper's figure, no final sentinel follows the
-    last span. A span's positions go on from its place in the source, as in GLM (Du et al. 2022)."""
+    last span. A span's positions go on from its place in the source, kin of GLM's (Du et al. 2022)."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     return span_rows(x, N, S, hp.block_size, g)
 
@@ -444,21 +444,22 @@ def ul2_window(T, hp):
     return max(d[2] for d in parts)
 
 
-def ul2_targets(batch):  # -> {figure: targets (B, T) of one denoiser's rows alone}
-    modes = {"nll_R": MODE_R, "nll_S": MODE_S, "nll_X": MODE_X}
-    return {name: batch["tgt"].where(batch["inp"][:, :1] == mode, IGNORE) for name, mode in modes.items()}
+UL2_FIGURES = {"nll_R": MODE_R, "nll_S": MODE_S, "nll_X": MODE_X}
 
 
 def ul2_terms(batch, hp):
-    each = {name: ((tgt != IGNORE).sum(), 0.0) for name, tgt in ul2_targets(batch).items()}
-    return token_terms(batch, hp) | each
+    told = batch["tgt"] != IGNORE
+    of = {name: told & (batch["inp"][:, :1] == mode) for name, mode in UL2_FIGURES.items()}
+    return token_terms(batch, hp) | {name: (those.sum(), 0.0) for name, those in of.items()}
 
 
 def ul2_loss(model, heads, batch, hp):
     h = model(batch["inp"], batch["mask"], at=batch["at"])
-    sums = {"nll": byte_nats(model, h, batch["tgt"])}
+    each, row = byte_nats(model, h, batch["tgt"])
+    sums = {"nll": each.sum()}
     if evaluating():
-        sums |= {name: byte_nats(model, h, tgt) for name, tgt in ul2_targets(batch).items()}
+        of = batch["inp"][:, 0][row]            # (N,): each target's denoiser
+        sums |= {name: (each * (of == mode)).sum() for name, mode in UL2_FIGURES.items()}
     return sums
 
 
@@ -926,7 +927,7 @@ def nsp_terms(batch, hp):
 def nsp_loss(model, heads, batch, hp):
     h = model(batch["inp"], batch["mask"])                                          # (B, T, C)
     follows = heads["follows"](h[:, 0].float())[:, 0]                               # (B,)
-    sums = {"nll": byte_nats(model, h, batch["tgt"]), "nsp": yes_no(follows, batch["labels"])}
+    sums = {"nll": byte_nats(model, h, batch["tgt"])[0].sum(), "nsp": yes_no(follows, batch["labels"])}
     if evaluating():
         sums["accuracy"] = ((follows > 0) == (batch["labels"] == 1)).sum()
     return sums
@@ -1050,8 +1051,10 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
     mdlm, is learned. Departure: the model is told no time, which the absorbing state allows."""
     h, tgt, row = told(model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
     logc = model.logits(h)[..., :N_BYTES] - math.log(N_BYTES)                       # (N, 256)
+    logc = logc.masked_fill((tgt == IGNORE)[:, None], -math.log(N_BYTES))           # a cost of 0, whatever was there
     each = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1                # (N,)
-    return torch.zeros_like(batch["weight"]).index_add(0, row, each * (tgt != IGNORE)) * batch["weight"]
+    each = each * (tgt != IGNORE)
+    return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]
 
 
 def sedd_loss(model, heads, batch, hp):
@@ -1136,20 +1139,16 @@ def hybrid_window(T, hp):
     return next_byte(T, hp)
 
 
-def hybrid_targets(batch):  # -> masked rows' and causal rows' targets, each (B, T)
-    masked = (batch["mask"] > 0)[:, None]
-    return batch["tgt"].where(masked, IGNORE), batch["tgt"].where(~masked, IGNORE)
-
-
 def hybrid_terms(batch, hp):
-    masked, causal = ((tgt != IGNORE).sum().clamp(min=1) for tgt in hybrid_targets(batch))
-    return {"masked": (masked, hp.hybrid_ratio), "causal": (causal, 1 - hp.hybrid_ratio)}
+    told, masked = batch["tgt"] != IGNORE, (batch["mask"] > 0)[:, None]
+    counts = (told & masked).sum().clamp(min=1), (told & ~masked).sum().clamp(min=1)
+    return {"masked": (counts[0], hp.hybrid_ratio), "causal": (counts[1], 1 - hp.hybrid_ratio)}
 
 
 def hybrid_loss(model, heads, batch, hp):
-    h = model(batch["inp"], batch["mask"], batch.get("doc"))
-    masked, causal = hybrid_targets(batch)
-    return {"masked": byte_nats(model, h, masked), "causal": byte_nats(model, h, causal)}
+    each, row = byte_nats(model, model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
+    masked = batch["mask"][row] > 0                                                 # (N,)
+    return {"masked": (each * masked).sum(), "causal": (each * ~masked).sum()}
 
 
 add("hybrid", make=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", mask="both",

@@ -71,6 +71,39 @@ def test_a_repair_that_copies_leaves_1(monkeypatch):
     assert job(compare.repairs, "bart", None, sentences()) == (pytest.approx(1), 1)
 
 
+def test_a_hole_left_empty_costs_1_and_one_filled_right_0(monkeypatch):
+    row = [*b"abcdefghijklmnopqrstuvwxyz" * 9][:160]
+    monkeypatch.setattr(compare, "windows", lambda *args: torch.tensor([row] * compare.ROWS))
+    hp = settings("span", 256)
+    for written, want in (([], 1), (row[72:88], 0), (row[72:80], 0.5), ([1] * 32, 2)):
+        monkeypatch.setattr(compare.sample, "infill", lambda *args, w=written, **how: ([w], True))
+        assert compare.holes(randomized(), {}, OBJECTIVES["span"], hp, None) == (want, 1)
+    assert compare.holes(randomized(), {}, OBJECTIVES["span"], settings("span", 127), None) is None
+
+
+def test_answers_are_scored_against_chance():
+    for name, chance in (("nsp", 1 / 2), ("rotation", 1 / 64)):
+        hp = settings(name, 64)
+        entry = OBJECTIVES[name] | {"n": OBJECTIVES[name]["window"](64, hp)}
+        model, heads = compare.build(hp)
+        with torch.no_grad():
+            right, rule = compare.answers(model, heads, entry, hp, sentences())
+        assert rule == chance and right == pytest.approx(chance, abs=0.1), "untrained"
+
+
+@pytest.mark.parametrize("name", ["span", "ul2"])
+def test_holes_are_filled_at_their_positions(name):
+    net, hp, x = randomized(), settings(name, 64), ids(3, 20)
+    entry = OBJECTIVES[name]
+    got = compare.infill_logits(net, entry, hp, x, 8, 4)
+    for b in range(3):
+        asked, P = entry["ask"]([x[b, :8].tolist(), x[b, 12:].tolist()], 4, hp)
+        row, prefix = torch.tensor([asked + x[b, 8:11].tolist()]), torch.tensor([P])
+        want = net.logits(net(row, prefix, at=entry["positions"](row, prefix)))[0, -4:]
+        torch.testing.assert_close(got[b], want, atol=1e-4, rtol=1e-4)
+        assert (want - net.logits(net(row, prefix))[0, -4:]).abs().max() > 0.1
+
+
 def test_every_mode_with_a_job_has_its_row(text, capsys, monkeypatch):
     monkeypatch.setattr(compare, "ROWS", 4)
     metrics = run("--objectives", "span,electra,bart,nsp,contrastive,rotation", "--block_size", "160")

@@ -577,6 +577,15 @@ def test_span_rows_can_be_put_together_again(T, rate, mean):
 
 
 @pytest.mark.parametrize("name", ["span", "ul2"])
+def test_spans_are_learned_where_their_hole_is(name):
+    entry, net, _, batch, hp = case(name, B=8, T=64)
+    want = O.nats(net.logits(net(batch["inp"], batch["mask"], at=batch["at"])), batch["tgt"])
+    torch.testing.assert_close(entry["loss"](net, {}, batch, hp)["nll"], want)
+    elsewhere = O.nats(net.logits(net(batch["inp"], batch["mask"])), batch["tgt"])
+    assert (want - elsewhere).abs() > 0.1
+
+
+@pytest.mark.parametrize("name", ["span", "ul2"])
 def test_spans_stand_where_their_hole_is(name):
     _, batch, _ = make(name, B=40, T=100)
     for z, P, at in zip(batch["inp"].tolist(), batch["mask"].tolist(), batch["at"].tolist()):
@@ -1145,6 +1154,20 @@ def check_uniform_bound(loss):
     entry, _, _, batch, hp = case("mdlm", B=16)
     nats = float(loss(Transformer(Sizes(1, 2, 16)), {}, batch, hp)["bound"].detach())
     assert nats / entry["terms"](batch, hp)["bound"][0] / math.log(2) == pytest.approx(8.0, abs=1e-5)
+
+
+def test_sedd_costs_nothing_where_nothing_is_masked():
+    """Also where the ratios there overflow."""
+    entry, net, heads, batch, hp = case("sedd")
+    logits, told = net.logits, (batch["tgt"] != IGNORE).flatten()[:, None]
+    want = entry["loss"](net, heads, batch, hp)["bound"]
+    net.logits = lambda h: torch.where(told, logits(h), 1e3)
+    with pytest.MonkeyPatch.context() as patch:                 # as on a GPU, which computes all positions
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        loss = entry["loss"](net, heads, batch, hp)["bound"]
+    torch.testing.assert_close(loss, want)
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
 
 
 def mean_over_masked(model, heads, batch, hp):  # with all 512 ids competing

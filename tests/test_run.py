@@ -353,6 +353,7 @@ BAD = {  # name: flags, what the line says
     "init from nothing": ("--init_from nowhere", "nowhere"),
     "init from another width": ("--init_from run --n_layer 5", "--n_layer 5"),
     "init from a newer version": ("--init_from newer.pt", "the version that wrote it"),
+    "init from an older version": ("--init_from older.pt", "the version that wrote it"),
 } | {f"init from {file}": (f"--init_from {file}", "not a checkpoint") for file in (
     "text.txt", "empty.txt", "parts.pt", "payload.pt", "bare.pkl", "other.zip", "random.pt")}
 
@@ -375,6 +376,7 @@ def bad_place(tmp_path_factory):  # a folder with a run, and with everything tha
         os.mkdir(name)
     shutil.copy("run/metrics.jsonl", "gone")
     save_checkpoint("newer.pt", ckpt | {"version": run.VERSION + 1})
+    save_checkpoint("older.pt", ckpt | {"version": run.VERSION - 1})
     save_checkpoint("parts.pt", dict(version=run.VERSION, config={}))
     save_checkpoint("sizes/ckpt.pt", ckpt | {"model": {k: v[..., :1] for k, v in ckpt["model"].items()}})
     save_checkpoint("state/ckpt.pt", ckpt | {"muon": ckpt["muon"][:1]})

@@ -139,6 +139,19 @@ def test_the_cache_changes_nothing_where_spans_stand_at_their_holes():
     assert not torch.equal(text_of(net, x, T, T, gens(), 7, [SENTINEL + 1]), want)
 
 
+def test_a_hole_is_filled_at_its_position():
+    net, span = randomized().requires_grad_(False), OBJECTIVES["span"]
+    ids, P = span["ask"]([[65], [66, 67, 68]], 4, None)
+    [out], _ = sample.infill(net, span, ids, P, 1, 20, 24, gens(), **GREEDY)
+    x = torch.tensor([ids])
+    for byte in out:
+        prefix = torch.tensor([P])
+        logits = net.logits(net(x, prefix, at=span["positions"](x, prefix))[:, -1])
+        assert int(sample.pick(logits, gens(), [SENTINEL + 1], **GREEDY)) == byte
+        x = torch.cat((x, torch.tensor([[byte]])), 1)
+    assert len(out) > 5
+
+
 def test_row_i_of_a_batch_is_the_single_run_of_its_seed():
     net, x = randomized(), ids(5)
     batch = text_of(net, x.expand(3, -1), 20, T, gens(3, seed=8))
