@@ -1,6 +1,6 @@
 """Train every objective alike and measure all of them with the same yardsticks.
 
-    python compare.py                                   all objectives, one seed: about half an hour on a laptop CPU
+    python compare.py                                   all objectives, one seed: an hour or more on a laptop CPU
     python compare.py --quick                           100 steps, minutes: too short to conclude anything
     python compare.py --seeds 1,2,3 --objectives clm,mlm
     python compare.py --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3

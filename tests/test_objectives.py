@@ -438,7 +438,7 @@ EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
     "prefixes": (T - 1, lambda: drawn("prefix", "mask", 9600)),
     "cuts of ul2": (9, lambda: drawn("ul2", "mask", 960, T=18, ul2_weights="S:1")),
     "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(12000, -1), generator("c"),
-                                                  settings("contrastive", 20))["inp"][:, :, 0]),
+                                                  settings("contrastive", 20, crop=0.5))["inp"][:, :, 0]),
     "seams": (T, lambda: drawn("rotation", "labels", 9600))}
 
 
@@ -1109,7 +1109,7 @@ def test_accuracy_counts_what_is_right(name, head, right):
 
 def test_contrastive_crops_are_pieces_of_their_window():
     x = torch.arange(1, 21).expand(400, -1) * torch.arange(1, 401)[:, None]
-    inp = O.contrastive(x, generator("c"), settings("contrastive", 20))["inp"]
+    inp = O.contrastive(x, generator("c"), settings("contrastive", 20, crop=0.5))["inp"]
     assert inp.shape == (400, 2, 10) and (inp.diff(dim=2) == torch.arange(1, 401)[:, None, None]).all()
 
 
