@@ -34,7 +34,7 @@ from argparse import Namespace
 from data import EOT, MASK, SEP, decode, document_ids, encode, fail, from_bytes, generator, map_file
 from model import Cache, StaticCache
 from objectives import IGNORE, N_BYTES, OBJECTIVES, find_objective, random_bytes
-from run import DEVICE, Captured, check, load_run, make_parser, newest_run
+from run import DEVICE, SETTINGS, Captured, check, defaults, load_run, make_parser, newest_run
 import torch
 import torch.nn.functional as F
 
@@ -832,11 +832,11 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
     return Namespace(**flags | texts, given=set(given))
 
 
-def say_how_far(entry, step, path):  # on standard error, of a model that is not yet what it could be
+def say_how_far(entry, hp, step, path):  # on standard error, of a model that is not yet what its size can be
     steps, what = entry["reaches"] or (0, "")
-    if step < steps:
-        print(f"--- {step:,} steps; after {steps:,} {entry['name']} {what}. Go on with: python train.py --resume "
-              f"--out_dir {path} --max_iters {steps}", file=sys.stderr)
+    if step < steps and all(getattr(hp, flag) == defaults()[flag] for flag in SETTINGS["model"]):
+        print(f"--- {step:,} steps; after {steps:,} of the standard library {entry['name']} {what}. Go on with: "
+              f"python train.py --resume --out_dir {path} --max_iters {steps}", file=sys.stderr)
 
 
 def main(argv=None):
@@ -858,7 +858,7 @@ def main(argv=None):
             hint = "with --score" if flag == "stride" else f"with {' '.join(users)}" if users else "without it"
             fail(f"--{flag}: not used by {name} here. Try {hint}")
         mode(model, heads, members[name], hp, flags, ckpt["held_out"])
-        say_how_far(members[name], ckpt["step"], path)
+        say_how_far(members[name], hp, ckpt["step"], path)
     finally:
         torch.set_float32_matmul_precision(precision)
 
