@@ -946,7 +946,7 @@ def nsp_answer(model, heads, first, second, hp):  # ids, ids -> 0-D log-odds tha
 
 add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
     window=nsp_window, heads=nsp_heads, terms=nsp_terms, loss=nsp_loss, whole=True, mode="follow",
-    fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
+    fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer, reaches=(2000, "answers 76% of pairs right"),
     settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
                                             ("random", "swap"))})
 
