@@ -230,7 +230,8 @@ def answers(model, heads, entry, hp, text):  # share of 512 rows answered right;
     source = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(entry, source, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
     classes = 2 if entry["mode"] == "follow" else hp.block_size
-    return train.means(entry, model, heads, batches, hp)[0]["accuracy"], 1 / classes
+    figures, _ = train.means(entry, model, heads, batches, hp)
+    return (figures["accuracy"], 1 / classes) if "accuracy" in figures else None
 
 
 # by sample.py's mode; what continues or fills bytes is measured by the yardsticks of all
@@ -242,10 +243,13 @@ JOBS = {"infill": ("edit distance of a hole of 16 bytes, left empty 1", holes),
 
 @torch.no_grad()
 def own_job(model, heads, entry, hp, text):  # -> {job, job_done, job_untrained, job_trivial}
-    heading, measured = JOBS.get(entry["mode"], ("", lambda *args: None))
-    done, untrained = (measured(*net, entry, hp, text) for net in ((model, heads), build(hp)))
-    if not done:
+    if entry["mode"] not in JOBS:
         return {}
+    heading, measured = JOBS[entry["mode"]]
+    done = measured(model, heads, entry, hp, text)
+    if done is None:                            # these rows cannot be asked
+        return {}
+    untrained = measured(*build(hp), entry, hp, text)
     return {"job": heading, "job_done": done[0], "job_untrained": untrained[0], "job_trivial": done[1]}
 
 
@@ -413,7 +417,7 @@ def run_training(cell, flags):  # -> folder of the finished run, folder of the r
         argv += ["--data", cell["data"], *swept(cell)]
     words = [cell["objective"], f"{setting}={value}", str(steps), f"seed{cell['seed']}"]
     # settings and corpus are in the folder's name: other ones cannot resume it
-    tag = zlib.crc32(json.dumps([cell["flags"], cell["data"], cell["new_data"], cell["crc"]]).encode())
+    tag = zlib.crc32(json.dumps([cell["version"], cell["flags"], cell["data"], cell["new_data"], cell["crc"]]).encode())
     name = "-".join(word for word in words if word != "=").replace(":", "_")
     folder = os.path.join(flags.out_dir, "runs", f"{name}-{tag:x}")
     begun = any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt"))

@@ -117,8 +117,8 @@ def nats(logits, tgt):  # logits (..., V), tgt (...) -> sum of the cross-entropy
 
 
 def told(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), rows (N,)
-    """Of the positions with a target, where alone logits are needed; on a GPU, which would have to be waited for, and
-    for a compiler of all positions."""
+    """Of the positions with a target, since no others need logits; of all positions on a GPU, where the number of
+    those would have to be waited for, and under a compiler."""
     row = torch.arange(len(tgt), device=tgt.device).repeat_interleave(tgt.size(1))
     h, tgt = h.flatten(0, 1), tgt.flatten()
     if h.device.type != "cpu" or torch.compiler.is_compiling():
@@ -195,7 +195,8 @@ USUAL = dict(
     bpb=None,
     bounds=None,            # sample.py asks for texts shorter than a row too
     hides=True,             # of prefix rows: no byte of the target stands in the source; the tests look
-    positions=lambda ids, P: None,          # of rows (B, T) with prefixes (B,), for RoPE, where not 0, 1, 2, ...
+    positions=lambda ids, P: None,          # for RoPE, of rows (B, T) with prefixes (B,), where not 0, 1, 2, ...; make
+                            # puts the same into the batch as "at"
     # how it is used: sample.py's mode, and how a text is laid out as in training; None where its settings never
     # trained it so
     mode="continue",        # continue, fill, infill, repair, mark, follow, search or seam
