@@ -8,7 +8,8 @@
 
 Every figure is the median of --repeats runs; the sides of a ratio are interleaved, so that a machine whose
 speed drifts slows both. Data are random bytes. --nanogpt measures a checkout of karpathy/nanoGPT beside ours:
-its model, optimizer and way to draw a batch; on a GPU compiled, in bfloat16, as its train.py has them.
+its model, optimizer and way to draw a batch; on a GPU compiled, in bfloat16, on a CPU eager, in float32, as its
+train.py has them. Flags that are not listed below are train.py's, such as --n_layer 6 or --optimizer adamw.
 """
 # B rows, T positions, C width, V vocabulary
 import contextlib
@@ -29,35 +30,22 @@ import sample
 import train
 from model import Sizes, Transformer, pack_weights
 from objectives import OBJECTIVES, find_objective
-from run import DEVICE, Captured, build, check, get_config, load_run, make_parser, pick_device, use_device
+from run import Captured, build, check, get_config, load_run, make_parser, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 FLAGS = {
-    "what": {
-        "parts": ("train,decode", "what to measure, separated by commas; loss too, which trains"),
-        "objectives": (",".join(OBJECTIVES), "for train"),
-        "repeats": (5, "runs of each side", 1, 10000),
-        "steps": (4, "training steps of a run", 1, 10000),
-        "new": (150, "bytes of a decoding run", 1, 100000),
-        "compile": (False, "compiled sides too"),
-        "cuda_graph": (False, "captured sides too, on a GPU"),
-        "nanogpt": ("", "folder of a checkout of karpathy/nanoGPT"),
-        "run": ("", "trained mtp run, for self-speculation"),
-        "data": ("", "for loss: the corpus"),
-        "max_iters": (280, "for loss: our steps", 1, 1 << 40),
-        "peer_iters": (0, "for loss: nanoGPT's steps, 0 for those of its configuration", 0, 1 << 40),
-    },
-    "sizes": {
-        "n_layer": (4, "blocks", 1, 1000),
-        "n_head": (4, "attention heads", 1, 1000),
-        "n_embd": (128, "width", 2, 1 << 20),
-        "block_size": (256, "positions of a row", 2, 1 << 24),
-        "batch_size": (16, "rows of a batch", 1, 1 << 24),
-        "optimizer": ("muon", "on our side", ("muon", "adamw")),
-    } | DEVICE,
+    "parts": ("train,decode", "what to measure, separated by commas; loss too, which trains"),
+    "objectives": (",".join(OBJECTIVES), "for train"),
+    "repeats": (5, "runs of each side", 1, 10000),
+    "steps": (4, "training steps of a run", 1, 10000),
+    "new": (150, "bytes of a decoding run", 1, 100000),
+    "compile": (False, "compiled sides too"),
+    "cuda_graph": (False, "captured sides too, on a GPU"),
+    "nanogpt": ("", "folder of a checkout of karpathy/nanoGPT"),
+    "run": ("", "for decode: a trained run, which drafts where it can"),
+    "peer_iters": (0, "for loss: nanoGPT's steps, 0 for those of its configuration", 0, 1 << 40),
 }
-PASSED_ON = *FLAGS["sizes"],                    # those of train.py's flags that bench.py has too
 
 
 def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds}
@@ -107,8 +95,7 @@ def random_corpus(hp):
 
 
 def settings(flags, name, *more):  # -> train.py's settings
-    words = [word for flag in PASSED_ON for word in (f"--{flag}", str(getattr(flags, flag)))]
-    return get_config(["--objective", name, *words, *more])
+    return get_config(["--objective", name, *flags.rest, *more])
 
 
 def training_step(hp):  # -> a function that takes one step, or None where torch cannot compile
@@ -150,22 +137,22 @@ def at_highest(side):  # on the CPU nanoGPT leaves torch's default precision, we
     return run
 
 
-def nanogpt_model(flags, device, vocab=V):  # -> the model, the context in which its train.py and sample.py call it
-    module, cuda = load_nanogpt(flags.nanogpt), device.type == "cuda"
+def nanogpt_model(folder, hp, vocab=V):  # -> the model, the context in which its train.py and sample.py call it
+    module, cuda = load_nanogpt(folder), hp.device.startswith("cuda")
     dropout = 0.2 if cuda and vocab != V else 0.0               # as in its configurations
-    sizes = module.GPTConfig(block_size=flags.block_size, vocab_size=vocab, n_layer=flags.n_layer,
-                             n_head=flags.n_head, n_embd=flags.n_embd, dropout=dropout, bias=False)
+    sizes = module.GPTConfig(block_size=hp.block_size, vocab_size=vocab, n_layer=hp.n_layer, n_head=hp.n_head,
+                             n_embd=hp.n_embd, dropout=dropout, bias=False)
     context = torch.autocast("cuda", torch.bfloat16) if cuda else contextlib.nullcontext()
-    return module.GPT(sizes).to(device), context
+    return module.GPT(sizes).to(hp.device), context
 
 
-def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> function that takes a step, model
+def nanogpt_step(folder, hp, text=None, rate=lambda i: 1e-3, vocab=V):  # -> function that takes a step, model
     """Its way: random windows, AdamW with weight decay .1, clipping at 1, gradients set to None."""
-    model, context = nanogpt_model(flags, device, vocab)
+    device, (model, context) = torch.device(hp.device), nanogpt_model(folder, hp, vocab)
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
     forward = torch.compile(model) if device.type == "cuda" else model
     text = torch.randint(0, 256, (1 << 20,), generator=generator("bench")) if text is None else text.long()
-    B, T, count = flags.batch_size, flags.block_size, itertools.count()
+    B, T, count = hp.batch_size, hp.block_size, itertools.count()
 
     def step():
         lr = rate(next(count))
@@ -184,47 +171,45 @@ def nanogpt_step(flags, device, text=None, rate=lambda i: 1e-3, vocab=V):  # -> 
     return step, model
 
 
-# ---- parts: (flags, device, names of objectives) -> prints
+# ---- parts: (flags, settings of the first objective, names of objectives) -> prints
 
-def bench_train(flags, device, names):
+def bench_train(flags, hp, names):
     """Positions per second of every objective, and the share of a large product's FLOP/s that they reach."""
     ways = {"": [], " compiled": ["--compile"], " captured": ["--cuda_graph"], " both": ["--compile", "--cuda_graph"]}
     asked = {f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way)}
     ways = {way: more for way, more in ways.items() if set(more) <= asked}
     hps = {name + way: settings(flags, name, *more) for name in names for way, more in ways.items()}
-    if flags.optimizer == "adamw":              # the default's figure beside
+    if hp.optimizer == "adamw":                 # the default's figure beside
         hps[f"{names[0]}, muon"] = settings(flags, names[0], "--optimizer", "muon")
     steps = {name: step for name, hp in hps.items() if (step := training_step(hp))}
     flops = {name: count_flops(hps[name]) for name in steps}
     if flags.nanogpt:
-        steps["nanoGPT"] = at_highest(nanogpt_step(flags, device)[0])
-    dtype = hps[names[0]].dtype
+        steps["nanoGPT"], hps["nanoGPT"] = at_highest(nanogpt_step(flags.nanogpt, hp)[0]), hp
     sides = {name: lambda step=step: len([step() for _ in range(flags.steps)]) for name, step in steps.items()}
-    seconds = take_turns(sides | {"GEMM": gemm(device, getattr(torch, dtype))}, flags.repeats, device)
-    rate, first = 1 / seconds.pop("GEMM"), names[0]
+    device = torch.device(hp.device)
+    seconds = take_turns(sides | {"GEMM": gemm(device, getattr(torch, hp.dtype))}, flags.repeats, device)
+    rate = 1 / seconds.pop("GEMM")
+    speed = {name: hps[name].batch_size * hps[name].block_size / s for name, s in seconds.items()}
 
-    positions = flags.batch_size * flags.block_size
-    print(f"GEMM probe, {dtype}: {rate / 1e9:.0f} GFLOP/s")
+    print(f"GEMM probe, {hp.dtype}: {rate / 1e9:.0f} GFLOP/s")
     peer = "  to nanoGPT" if flags.nanogpt else ""
-    print(f"{'training':20s} {'positions/s':>12s} {'to ' + first:>14s} {'of GEMM':>8s}{peer}")
-    for name, s in seconds.items():
-        share = f"{flops[name] / s / rate:8.1%}" if name in flops else ""
-        ratio = f" {seconds['nanoGPT'] / s:11.2f}" if flags.nanogpt else ""
-        print(f"{name:20s} {positions / s:12.0f} {seconds[first] / s:14.2f} {share:>8s}{ratio}")
+    print(f"{'training':20s} {'positions/s':>12s} {'to ' + names[0]:>14s} {'of GEMM':>8s}{peer}")
+    for name, v in speed.items():
+        share = f"{flops[name] / seconds[name] / rate:8.1%}" if name in flops else ""
+        ratio = f" {v / speed['nanoGPT']:11.2f}" if flags.nanogpt else ""
+        print(f"{name:20s} {v:12.0f} {v / speed[names[0]]:14.2f} {share:>8s}{ratio}")
 
 
-def bench_decode(flags, device, names):
+def bench_decode(flags, hp, names):
     """Bytes per second of a single sample: plain, compiled, speculated, both."""
     if flags.run:
-        model, heads, hp, ckpt = load_run(flags.run, flags.device, flags.dtype)
-        entry, prompt, T = find_objective(hp), ckpt["held_out"][:hp.block_size // 2].tolist(), hp.block_size
-        for flag in ("n_layer", "n_head", "n_embd", "block_size"):                  # nanoGPT's, beside it
-            setattr(flags, flag, getattr(hp, flag))
+        model, heads, hp, ckpt = load_run(flags.run, hp.device, hp.dtype)
+        entry, T = find_objective(hp), hp.block_size
+        prompt = ckpt["held_out"][:T // 2].tolist()
     else:
-        hp, heads, entry, T = settings(flags, names[0]), {}, OBJECTIVES[names[0]], flags.block_size
-        dtype = getattr(torch, hp.dtype)
+        heads, entry, T, dtype = {}, OBJECTIVES[names[0]], hp.block_size, getattr(torch, hp.dtype)
         torch.manual_seed(1)
-        model = Transformer(Sizes(flags.n_layer, flags.n_head, flags.n_embd), dtype).to(hp.device, dtype)
+        model = Transformer(Sizes(hp.n_layer, hp.n_head, hp.n_embd), dtype).to(hp.device, dtype)
         for p in model.requires_grad_(False).parameters():      # at zero-init every byte is alike, EOT too
             p.normal_(0, 0.05)
         pack_weights(model)
@@ -250,14 +235,14 @@ def bench_decode(flags, device, names):
         if step or name in ("plain", "speculated"):             # what does not compile has no side
             sides[name] = lambda f=f, step=step: len(f(step))
     if flags.nanogpt:
-        theirs, context = nanogpt_model(flags, device)
+        theirs, context = nanogpt_model(flags.nanogpt, hp)
         theirs.eval()
 
         def generate():
             with context:
                 return theirs.generate(x, flags.new, temperature=0.8).size(1) - len(prompt)
         sides["nanoGPT"] = at_highest(generate)
-    speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, device).items()}
+    speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, x.device).items()}
     peer = "  to nanoGPT" if flags.nanogpt else ""
     print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}{peer}   batch 1, {hp.dtype}, a prompt of {len(prompt)}")
     for name, v in speed.items():
@@ -270,12 +255,10 @@ def bench_decode(flags, device, names):
               f"{differ} of {len(plain)} bytes differ from plain decoding")
 
 
-def bench_loss(flags, device, names):
+def bench_loss(flags, hp, names):
     """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then
     nanoGPT once, and whether our median loss is no worse than its."""
-    if not flags.data:
-        fail("--parts loss: trains on a text. Try --data with a file")
-    [source], T = open_corpus([flags.data]), flags.block_size
+    [source], T = open_corpus(hp.data), hp.block_size
 
     def nats(model, text):
         return sample.score(model, text, T, T) * math.log(2) / len(text)
@@ -283,17 +266,16 @@ def bench_loss(flags, device, names):
     ours = []
     for seed in range(1, flags.repeats + 1):
         with tempfile.TemporaryDirectory() as folder:
-            out, steps = os.path.join(folder, "run"), str(flags.max_iters)
-            words = [word for flag in PASSED_ON for word in (f"--{flag}", str(getattr(flags, flag)))]
-            words += [f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way)]
+            out = os.path.join(folder, "run")
+            words = [*flags.rest, *(f"--{way}" for way in ("compile", "cuda_graph") if getattr(flags, way))]
             begin = time.perf_counter()
-            done = subprocess.run([sys.executable, train.__file__, "--data", flags.data, "--seed", str(seed),
-                                   "--max_iters", steps, "--eval_interval", steps, "--out_dir", out, *words],
+            done = subprocess.run([sys.executable, train.__file__, "--eval_interval", str(hp.max_iters), *words,
+                                   "--seed", str(seed), "--out_dir", out],
                                   text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             whole = time.perf_counter() - begin
             if done.returncode:
                 fail(f"--parts loss: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
-            model, _, _, ckpt = load_run(out, flags.device, "float32")
+            model, _, _, ckpt = load_run(out, hp.device, "float32")
             ours.append((nats(model, source["val"]), whole, ckpt["seconds"]))
             print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {whole:11.1f} {ckpt['seconds']:8.1f}", flush=True)
     medians = [statistics.median(column) for column in zip(*ours)]
@@ -301,7 +283,7 @@ def bench_loss(flags, device, names):
     if not flags.nanogpt:
         return
     # its config/train_shakespeare_char.py; on a CPU with its README's flags
-    n = flags.peer_iters or (5000 if device.type == "cuda" else 2000)
+    n = flags.peer_iters or (5000 if hp.device.startswith("cuda") else 2000)
 
     def rate(i):
         fall = 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
@@ -309,10 +291,10 @@ def bench_loss(flags, device, names):
     used = torch.cat((source["train"], source["val"])).unique().long()              # its vocabulary
     numbers = torch.arange(len(used), dtype=torch.uint8)
     table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, used, numbers)
-    step, theirs = nanogpt_step(flags, device, table[source["train"].long()], rate, len(used))
+    step, theirs = nanogpt_step(flags.nanogpt, hp, table[source["train"].long()], rate, len(used))
     begin = time.perf_counter()
     at_highest(lambda: [step() for _ in range(n)])()
-    synchronize(device)
+    synchronize(torch.device(hp.device))
     seconds = time.perf_counter() - begin
     theirs.eval()
 
@@ -334,20 +316,22 @@ PARTS = dict(train=bench_train, decode=bench_decode, loss=bench_loss)
 
 
 def main(argv=None):
-    specs = {flag: spec for flags in FLAGS.values() for flag, spec in flags.items()}
-    given = vars(make_parser("bench.py", __doc__, FLAGS).parse_args(sys.argv[1:] if argv is None else argv))
-    flags = Namespace(**{flag: spec[0] for flag, spec in specs.items()} | given)
-    check(vars(flags), specs)
-    for words, known, flag in ((flags.parts, PARTS, "parts"), (flags.objectives, OBJECTIVES, "objectives")):
-        for name in words.split(","):
+    parser = make_parser("bench.py", __doc__, {"flags, beside train.py's": FLAGS})
+    given, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    flags = Namespace(**{flag: spec[0] for flag, spec in FLAGS.items()} | vars(given), rest=rest)
+    check(vars(flags), FLAGS)
+    names = flags.objectives.split(",")
+    for words, known, flag in ((flags.parts.split(","), PARTS, "parts"), (names, OBJECTIVES, "objectives")):
+        for name in words:
             if name not in known:
                 fail(f"--{flag} {name}: unknown. Try some of {','.join(known)}")
-    device, precision = pick_device(flags.device), torch.get_float32_matmul_precision()
-    print(f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {use_device(device)}; "
-          f"{flags.n_layer} layers, width {flags.n_embd}, block {flags.block_size}, batch {flags.batch_size}")
+    hp, precision = settings(flags, names[0]), torch.get_float32_matmul_precision()
+    print(f"torch {torch.__version__}, {hp.device}, {torch.get_num_threads()} threads, "
+          f"{use_device(torch.device(hp.device))}; {hp.n_layer} layers, width {hp.n_embd}, block {hp.block_size}, "
+          f"batch {hp.batch_size}")
     try:
         for part in flags.parts.split(","):
-            PARTS[part](flags, device, flags.objectives.split(","))
+            PARTS[part](flags, hp, names)
     finally:
         torch.set_float32_matmul_precision(precision)
 

@@ -9,7 +9,7 @@ An objective is one page: a few functions, and its entry below them. Most entrie
     window(T, hp) -> n                     raw bytes that fill a row of T positions
     heads(sizes, hp) -> {name: module}     what is needed beyond the model's byte head
     terms(batch, hp) -> {term: (count, coefficient)}      known before the forward pass
-    loss(model, heads, batch, hp) -> {term: sum}          in nats; figures, of coefficient 0, in evaluation alone
+    loss(model, heads, batch, hp) -> {term: sum}          in nats; figures have coefficient 0
 hp holds every setting, as run.get_config returns them. A term named "nll" is nats of the byte head: its mean
 is also printed as perplexity. Corruption draws from g alone and has static shapes: no loop over rows, nothing
 read back from the device. Exact counts (k masked bytes, S spans of N bytes in every row) stand where papers
@@ -150,7 +150,7 @@ def token_loss(model, heads, batch, hp):
     return {"nll": byte_nats(model, h, batch["tgt"])[0].sum()}
 
 
-def evaluating():  # figures that cost something are for evaluation alone
+def evaluating():  # figures that cost something are left out of training
     return not torch.is_grad_enabled()
 
 
@@ -358,8 +358,6 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and
         S = max(1, round(N / mean))
         if n + 2 * S + 2 + extra <= T + 1:
             break
-    else:
-        fail(f"--block_size {T}: too short for a span. Try --block_size 16")
     if S > min(N, n - N + 1):
         fail(f"spans of mean {mean:g} at rate {rate:g} would touch in rows of --block_size {T}. "
              "Try a lower rate or longer spans")
@@ -367,10 +365,6 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and
         fail(f"spans of mean {mean:g} at rate {rate:g} need {S} sentinels, there are {N_SENTINELS}. "
              f"Try --span_mean {math.ceil(N / N_SENTINELS)}")
     return n, N, S
-
-
-def span_window(T, hp):
-    return fit_spans(T, hp.span_rate, hp.span_mean)[0]
 
 
 def span_ask(pieces, m, hp, mode=()):
@@ -386,7 +380,8 @@ def span_ask(pieces, m, hp, mode=()):
 SPANS = {"span_rate": (0.15, "share of bytes in spans", 0.001, 0.999),
          "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
 add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
-    window=span_window, settings=SPANS, whole=True, positions=span_positions, mode="infill", ask=span_ask,
+    window=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], settings=SPANS, whole=True,
+    positions=span_positions, mode="infill", ask=span_ask,
     holes=N_SENTINELS - 1, ends=lambda k: SENTINEL + k + 1,
     reaches=(2000, "fills a hole of 4 bytes at 2.14 bits a byte"))
 
@@ -399,85 +394,44 @@ UL2_X = 0.5, 32                                 # rate and mean of the extreme d
 def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     """A mixture of denoisers, each named by the row's first id (UL2, Tay et al. 2022).
 
-        [R] source SEP spans EOT     short spans, as in span
-        [S] prefix SEP rest EOT      the rest of a text, cut between n/4 and 3n/4
-        [X] source SEP spans EOT     half of the text in spans of mean 32
+        [R] source SEP spans EOT     half of the rows: short spans, as in span
+        [S] prefix SEP rest EOT      a quarter: the rest of a text, cut between n/4 and 3n/4
+        [X] source SEP spans EOT     a quarter: half of the text in spans of mean 32
 
-    A batch holds fixed rows of each, by ul2_weights. Departures: three denoisers stand for the paper's seven,
-    half of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span. Targets of all rows
-    are pooled in one mean, so X rows, which have most, weigh most; each denoiser's own mean is logged."""
+    Every batch holds as many rows of each. Departures: three denoisers stand for the paper's seven, whose S cuts off
+    a quarter; half of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span. Targets of all
+    rows are pooled in one mean, so X rows, which have most, weigh most. Rows of a kind are equally long."""
     T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
-    for (_, mode, n, N, S), rows in zip(parts, apportion([d[0] for d in parts], x.size(0))):
+    for (_, mode, n, N, S), rows in zip(parts, apportion([share for share, *_ in parts], x.size(0))):
         raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes
-        if rows and mode == MODE_S:
+        if mode == MODE_S:
             cut = torch.randint(n // 4, 3 * n // 4 + 1, (rows, 1), generator=g, device=g.device)
             left = torch.arange(n, device=g.device) < cut                           # (rows, n)
             rest = seq2seq(raw, left, raw, ~left, T, mode)
             batches.append(rest | {"at": span_positions(rest["inp"], rest["mask"])})
-        elif rows:
+        else:
             batches.append(span_rows(raw, N, S, T, g, mode))
     return {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
 
 
-def denoisers(T, hp):  # -> [(weight, mode id, n, N, S)] of those in ul2_weights
-    try:
-        weights = {name: float(w) for name, w in (part.split(":") for part in hp.ul2_weights.split(","))}
-    except ValueError:
-        weights = {}
-    if not weights or not set(weights) <= set("RSX") or not all(0 < w < math.inf for w in weights.values()):
-        fail(f"--ul2_weights {hp.ul2_weights}: wants positive weights of R, S and X. Try R:.5,S:.25,X:.25")
-    out = []
-    for name, weight in weights.items():
-        if name == "S":
-            out.append((weight, MODE_S, T - 2, 0, 0))
-        elif name == "R":
-            out.append((weight, MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)))
-        else:
-            out.append((weight, MODE_X, *fit_spans(T, *UL2_X, extra=1)))
-    return out
+def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
+    return [(0.5, MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)), (0.25, MODE_S, T - 2, 0, 0),
+            (0.25, MODE_X, *fit_spans(T, *UL2_X, extra=1))]
 
 
 def ul2_window(T, hp):
-    parts = denoisers(T, hp)
-    for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
-        if min(apportion([d[0] for d in parts], rows)) == 0:
-            larger = ", or a larger --batch_size" if rows < EVAL_ROWS else ""
-            fail(f"--ul2_weights {hp.ul2_weights}: leave a denoiser without one of {rows} rows. "
-                 f"Try more even weights{larger}")
-    return max(d[2] for d in parts)
-
-
-UL2_FIGURES = {"nll_R": MODE_R, "nll_S": MODE_S, "nll_X": MODE_X}
-
-
-def ul2_terms(batch, hp):
-    told = batch["tgt"] != IGNORE
-    of = {name: told & (batch["inp"][:, :1] == mode) for name, mode in UL2_FIGURES.items()}
-    return token_terms(batch, hp) | {name: (those.sum(), 0.0) for name, those in of.items()}
-
-
-def ul2_loss(model, heads, batch, hp):
-    h = model(batch["inp"], batch["mask"], at=batch["at"])
-    each, row = byte_nats(model, h, batch["tgt"])
-    sums = {"nll": each.sum()}
-    if evaluating():
-        of = batch["inp"][:, 0][row]            # (N,): each target's denoiser
-        sums |= {name: (each * (of == mode)).sum() for name, mode in UL2_FIGURES.items()}
-    return sums
+    if hp.batch_size * hp.accum < 4:
+        fail(f"--objective ul2: wants 4 rows a step, and has {hp.batch_size * hp.accum}. Try a larger --batch_size")
+    return max(n for _, _, n, _, _ in denoisers(T, hp))
 
 
 def ul2_ask(pieces, m, hp):
-    if not {"R", "X"} & set(hp.ul2_weights):
-        return None
-    long = "R" not in hp.ul2_weights or m > 16 and "X" in hp.ul2_weights
-    return span_ask(pieces, m, hp, [MODE_X if long else MODE_R])
+    return span_ask(pieces, m, hp, [MODE_X if m > 16 else MODE_R])
 
 
 add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
-    window=ul2_window, terms=ul2_terms, loss=ul2_loss, whole=True, positions=span_positions, mode="infill", ask=ul2_ask,
-    continues=lambda hp: ("prefix", [MODE_S], [SEP]) if "S" in hp.ul2_weights else None,
-    ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1,
-    settings=SPANS | {"ul2_weights": ("R:.5,S:.25,X:.25", "shares of the rows of the denoisers R, S and X")})
+    window=ul2_window, settings=SPANS, whole=True, positions=span_positions, mode="infill", ask=ul2_ask,
+    continues=lambda hp: ("prefix", [MODE_S], [SEP]), ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1)
 
 
 # ---- fim: fill in the middle
@@ -510,12 +464,6 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     return clm(torch.where(moved, ids.gather(1, order), x), g, hp)
 
 
-def fim_window(T, hp):
-    if T < 4:
-        fail(f"--block_size {T}: fim needs rows of 4 positions. Try --block_size 64")
-    return next_byte(T, hp)
-
-
 def fim_ask(pieces, m, hp):
     """With the suffix first where it was trained so: the middle then goes on from the prefix."""
     prefix, suffix = pieces
@@ -527,7 +475,7 @@ def fim_ask(pieces, m, hp):
 
 
 add("fim", make=fim, help="text with its middle moved to the end", use="write between two texts", mask="causal",
-    window=fim_window, bpb="causal", whole=True, mode="infill", ask=fim_ask, ends=lambda k: EOT,
+    bpb="causal", whole=True, mode="infill", ask=fim_ask, ends=lambda k: EOT,
     continues=lambda hp: from_left(hp) if hp.fim_rate < 1 else None,
     reaches=(2000, "codes text in 1.42 bits per byte, but does not end a middle by itself"),
     settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
@@ -854,8 +802,6 @@ def bart_window(T, hp):
     if not set(noises) <= set(NOISES) or len(set(noises)) < len(noises):
         fail(f"--bart_noise {hp.bart_noise}: wants different names with commas between. "
              f"Try some of {','.join(NOISES)}")
-    if L < 8:
-        fail(f"--block_size {T}: bart needs rows of 17 positions. Try --block_size 64")
     return L
 
 
@@ -913,14 +859,9 @@ def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
 
 
 def nsp_window(T, hp):
-    if T < 7 or hp.batch_size * hp.accum < 2:
-        fail(f"--objective nsp: needs rows of 7 positions and 2 rows a step, and has {T} and "
-             f"{hp.batch_size * hp.accum}. Try a larger --block_size, --batch_size or weight")
+    if hp.batch_size * hp.accum < 2:
+        fail("--objective nsp: half of a step's rows are negative, and it has one. Try a larger --batch_size or weight")
     return 2 * ((T - 3) // 2) + GAP
-
-
-def nsp_heads(sizes, hp):
-    return {"follows": readout(sizes.n_embd)}
 
 
 def nsp_terms(batch, hp):
@@ -946,8 +887,9 @@ def nsp_answer(model, heads, first, second, hp):  # ids, ids -> 0-D log-odds tha
 
 
 add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
-    window=nsp_window, heads=nsp_heads, terms=nsp_terms, loss=nsp_loss, whole=True, mode="follow",
-    fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer, reaches=(2000, "answers 76% of pairs right"),
+    window=nsp_window, heads=lambda sizes, hp: {"follows": readout(sizes.n_embd)}, terms=nsp_terms, loss=nsp_loss,
+    whole=True, mode="follow", fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
+    reaches=(2000, "answers 76% of pairs right"),
     settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
                                             ("random", "swap"))})
 
@@ -973,8 +915,6 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
 
 
 def contrastive_window(T, hp):
-    if round(hp.crop * T) >= T:
-        fail(f"--crop {hp.crop:g}: both crops would be the whole window. Try --crop 0.5")
     if hp.batch_size < 2:
         fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size}. "
              "Try a larger --batch_size, such as 8, or weight")
@@ -1002,7 +942,7 @@ add("contrastive", make=contrastive, help="which crops share a window", use="emb
     mode="search", answer=embed, defaults={"batch_size": 32},   # rows are its negatives
     reaches=(1600, "finds 36% of 256 passages by their other half"),
     settings={"tau": (0.05, "temperature of the similarities", 1e-4, 1e4),
-              "crop": (0.25, "length of a crop, as a share of the block", 0.01, 1.0)})
+              "crop": (0.25, "length of a crop, as a share of the block", 0.01, 0.9)})
 
 
 # ---- mdlm: masked diffusion
@@ -1030,16 +970,13 @@ def mdlm_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
     return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]
 
 
-def mdlm_terms(batch, hp):
+def bound_terms(batch, hp):
     return {"bound": (batch["inp"].numel(), 1.0)}
 
 
-def mdlm_loss(model, heads, batch, hp):
-    return {"bound": mdlm_bounds(model, batch, hp).sum()}
-
-
 add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order", mask="bidirectional",
-    window=same_length, terms=mdlm_terms, loss=mdlm_loss, targets=count_targets, bpb="bound", bounds=mdlm_bounds,
+    window=same_length, targets=count_targets, bpb="bound", bounds=mdlm_bounds, terms=bound_terms,
+    loss=lambda model, heads, batch, hp: {"bound": mdlm_bounds(model, batch, hp).sum()},
     packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident"),
     reaches=(2000, "bounds held-out text by 2.52 bits per byte"))
 
@@ -1063,12 +1000,9 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
     return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]
 
 
-def sedd_loss(model, heads, batch, hp):
-    return {"bound": sedd_bounds(model, batch, hp).sum()}
-
-
 add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in any order", mask="bidirectional",
-    window=same_length, terms=mdlm_terms, loss=sedd_loss, targets=count_targets, bpb="bound", bounds=sedd_bounds,
+    window=same_length, targets=count_targets, bpb="bound", bounds=sedd_bounds, terms=bound_terms,
+    loss=lambda model, heads, batch, hp: {"bound": sedd_bounds(model, batch, hp).sum()},
     packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic"),
     reaches=(2000, "bounds held-out text by 2.49 bits per byte"))
 
@@ -1089,10 +1023,6 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     return dict(inp=x.gather(1, at), labels=((T - r) % T)[:, 0], mask="bidirectional")
 
 
-def rotation_heads(sizes, hp):
-    return {"seam": readout(sizes.n_embd)}
-
-
 def rotation_answer(model, heads, x):  # x (B, T) -> (B, T): a score for each position
     return heads["seam"](model(x, "bidirectional").float())[..., 0]
 
@@ -1108,8 +1038,9 @@ def rotation_loss(model, heads, batch, hp):
 
 
 add("rotation", make=rotation, help="where a rotated text was cut", use="find the seam", mask="bidirectional",
-    window=same_length, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss, whole=True, mode="seam",
-    answer=rotation_answer, defaults={"block_size": 64, "batch_size": 64})  # 8 long rows do not learn
+    window=same_length, heads=lambda sizes, hp: {"seam": readout(sizes.n_embd)}, terms=rotation_terms,
+    loss=rotation_loss, whole=True, mode="seam", answer=rotation_answer,
+    defaults={"block_size": 64, "batch_size": 64})  # 8 long rows do not learn
 
 
 # ---- hybrid: masked and causal rows through one head
@@ -1147,8 +1078,8 @@ def hybrid_window(T, hp):
 
 
 def hybrid_terms(batch, hp):
-    told, masked = batch["tgt"] != IGNORE, (batch["mask"] > 0)[:, None]
-    counts = (told & masked).sum().clamp(min=1), (told & ~masked).sum().clamp(min=1)
+    asked, masked = batch["tgt"] != IGNORE, (batch["mask"] > 0)[:, None]
+    counts = (asked & masked).sum().clamp(min=1), (asked & ~masked).sum().clamp(min=1)
     return {"masked": (counts[0], hp.hybrid_ratio), "causal": (counts[1], 1 - hp.hybrid_ratio)}
 
 

@@ -42,7 +42,7 @@ SETTINGS = {
         "n_layer": ({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
         "n_head": ({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
         "n_embd": ({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
-        "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 2, 1 << 24),
+        "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 32, 1 << 24),
     },
     "training": {
         "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
@@ -99,7 +99,7 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {flag: spec}} -
             words = default if isinstance(default, list) else [str(default)]
             if isinstance(default, dict):       # depends on the device or the optimizer
                 words = [f"{k} {v}" for k, v in default.items()]
-            if default not in ("", False, True):
+            if default != "" and not isinstance(default, bool):
                 text += f" [{', '.join(words)}]"
             if first is False:
                 how = dict(action="store_true")

@@ -51,7 +51,7 @@ FLAGS = {
         "prefix": ("", "the text before a hole; nsp: the first text"),
         "suffix": ("", "the text after a hole; nsp: the second text"),
         "query": ("", "contrastive: the text to look for"),
-        "corpus": ("", "contrastive: file whose lines, or folder whose files, to embed or to search for --query"),
+        "corpus": ("", "contrastive: file whose lines to embed, or to search for --query"),
         "score": ("", "file whose bits per byte to print"),
         "stride": (0, "with --score: bytes scored per window; 0 for half a block", 0, 1 << 24),
     },
@@ -388,36 +388,25 @@ def score_pseudo(model, data, T, frame, doc_mask=False):  # data (n,) uint8 -> b
 
 # ---- texts, in and out
 
-def read_text(flag, value):  # what a flag was given -> ids, or None
+def read_text(flag, path):  # a file, or - for standard input -> bytes
     """Fails where it cannot be read."""
-    if value is None:
-        return None
-    if value == "-":
-        return list(read_stdin(flag))
-    if not value.startswith("FILE:"):
-        return encode(value)
-    path = value.removeprefix("FILE:")
-    if not os.path.isfile(path):
-        fail(f"--{flag} {value}: no such file. Try FILE:path with a path to text")
+    if path == "-" and (sys.stdin is None or sys.stdin.isatty()):
+        fail(f"--{flag} -: standard input is a terminal. Try: cat text.txt | python sample.py --{flag} -")
     try:
-        return list(read_file(path))
-    except OSError as e:
-        fail(f"--{flag} {value}: cannot be read ({e.strerror}). Try another file")
+        with sys.stdin.buffer if path == "-" else open(path, "rb") as f:
+            return f.read()
+    except (OSError, ValueError) as e:          # a path with a NUL in it
+        fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
+
+
+def given_text(flag, value):  # what a flag was given -> ids, or None
+    if value is None or not value.startswith("FILE:") and value != "-":
+        return None if value is None else encode(value)
+    return list(read_text(flag, value.removeprefix("FILE:")))
 
 
 def needed(ids, flag):  # -> the same ids, of which there must be some
     return ids or fail(f"--{flag}: is {'missing' if ids is None else 'empty'}. Try some text")
-
-
-def read_file(path):  # -> bytes
-    with open(path, "rb") as f:
-        return f.read()
-
-
-def read_stdin(flag):  # -> bytes
-    if sys.stdin is None or sys.stdin.isatty():
-        fail(f"--{flag} -: standard input is a terminal. Try: cat text.txt | python sample.py --{flag} -")
-    return sys.stdin.buffer.read()
 
 
 def split_holes(ids, pattern):  # -> [ids or length of a hole]: pieces of text and holes, in turn
@@ -566,8 +555,7 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
     how |= drawing(flags, sure=not writes)
     if ids is None:
         x = tensor(held_out[:T - len(frame[0]) - len(frame[1])], hp)
-        share = getattr(hp, "mask_rate", 0.5)
-        asked = torch.rand(x.shape, generator=generator("demonstration")).to(hp.device) < share
+        asked = torch.rand(x.shape, generator=generator("demonstration")).to(hp.device) < 0.15
         asked[:, -1] |= ~asked.any()            # at least one
         holes = x.masked_fill(asked, MASK)
         print(f"clean:\n{shown(x[0])}\n--- {int(asked.sum())} bytes masked:\n{with_holes(holes[0])}")
@@ -699,47 +687,24 @@ def embeddings(model, heads, entry, texts, T):  # list of ids -> (N, C) float32 
     return F.normalize(out, dim=1)
 
 
-def passages(path):  # standard input's or a file's lines, or a folder's files -> [(title, ids)]
-    """Fails where the path cannot be read, or holds no text."""
-    try:
-        if os.path.isdir(path):
-            names = [(root, name) for root, _, names in os.walk(path) for name in names if not name.startswith(".")]
-            paths = [p for p in sorted(os.path.join(*name) for name in names) if os.path.isfile(p)]
-            found = [(p, list(text)) for p in paths if (text := read_file(p))]
-        elif path == "-" or os.path.isfile(path):
-            lines = (read_stdin("corpus") if path == "-" else read_file(path)).splitlines()
-            found = [(f"line {i}", list(line)) for i, line in enumerate(lines, 1) if line.strip()]
-        else:
-            fail(f"--corpus {path}: no such file or folder. Try a path to text")
-    except (OSError, ValueError) as e:          # a path with a NUL in it
-        fail(f"--corpus {path}: cannot be read ({e}). Try another file or folder")
-    return found or fail(f"--corpus {path}: has no line of text. Try another file or folder")
-
-
 def search_mode(model, heads, entry, hp, flags, held_out):
-    """Prints an embedding, those of a corpus, or the three passages nearest to --query."""
+    """Prints the three passages nearest to --query, of the lines of --corpus; without a query the lines' embeddings."""
     T = hp.block_size
-    def numbers(e):
-        return " ".join(f"{v:.5f}" for v in e.tolist())
-    if flags.prompt is not None:
-        if flags.query is not None or flags.corpus is not None:
-            fail("--prompt: prints the embedding of one text. Try it without --query and --corpus")
-        return print(numbers(embeddings(model, heads, entry, [needed(flags.prompt, "prompt")], T)[0]))
-    if flags.corpus is not None:
-        titles, texts = zip(*passages(flags.corpus))
+    if flags.corpus is None:
+        texts = {f"passage {i}": p.tolist() for i, p in enumerate(held_out.split(T // 2), 1)}
     else:
-        texts = [p.tolist() for p in held_out.split(T // 2)]
-        titles = [f"passage {i + 1}" for i in range(len(texts))]
-    vectors = embeddings(model, heads, entry, texts, T)                             # (N, C)
+        found = enumerate(read_text("corpus", flags.corpus).splitlines(), 1)
+        texts = needed({f"line {i}": list(line) for i, line in found if line.strip()}, "corpus")
+    titles, vectors = [*texts], embeddings(model, heads, entry, [*texts.values()], T)       # (N, C)
     if flags.query is None and flags.corpus is not None:
-        for title, e in zip(titles, vectors):
-            print(numbers(e), title, sep="\t")
+        for title, e in zip(titles, vectors.tolist()):
+            print(" ".join(f"{v:.5f}" for v in e), title, sep="\t")
         return
     query = held_out[T // 4:T // 4 + T // 2].tolist() if flags.query is None else needed(flags.query, "query")
     near = vectors @ embeddings(model, heads, entry, [query], T)[0]
     print(f"query:\n{shown(query)}")
     for i in near.argsort(descending=True)[:3].tolist():
-        print(f"--- similarity {float(near[i]):.3f}, {titles[i]}:\n{shown(texts[i][:T])}")
+        print(f"--- similarity {float(near[i]):.3f}, {titles[i]}:\n{shown(texts[titles[i]][:T])}")
 
 
 @torch.inference_mode()
@@ -764,7 +729,7 @@ def score_mode(model, heads, entry, hp, flags, held_out):
     from train import compressors  # here: scoring alone wants it
     name, T, frame = entry["name"], hp.block_size, entry["fills"](hp)
     try:
-        data = from_bytes(read_stdin("score")) if flags.score == "-" else map_file(flags.score, "--score")
+        data = from_bytes(read_text("score", "-")) if flags.score == "-" else map_file(flags.score, "--score")
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
     exact = entry["bpb"] in ("loss", "causal") and entry["continues"](hp) is not None
@@ -802,7 +767,7 @@ MODES = {
     "repair": (repair_mode, {"prompt", "max_new_tokens"} | DRAWING),
     "mark": (mark_mode, {"prompt"}),
     "follow": (follow_mode, {"prefix", "suffix"}),
-    "search": (search_mode, {"prompt", "query", "corpus"}),
+    "search": (search_mode, {"query", "corpus"}),
     "seam": (seam_mode, {"prompt"}),
 }
 
@@ -828,7 +793,7 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
     given = vars(make_parser("sample.py", __doc__, FLAGS).parse_args(argv))
     check({flag: spec[0] for flag, spec in specs.items()} | given, specs)
     flags = {flag: None if spec[0] == "" else spec[0] for flag, spec in specs.items()} | given
-    texts = {flag: read_text(flag, flags[flag]) for flag in ("prompt", "prefix", "suffix", "query")}
+    texts = {flag: given_text(flag, flags[flag]) for flag in ("prompt", "prefix", "suffix", "query")}
     return Namespace(**flags | texts, given=set(given))
 
 
