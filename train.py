@@ -411,11 +411,13 @@ def train(hp, stop, stack):  # -> exit code
 
     # how it ended
     log.bar.close()
+    bad = int(s.first_bad)
+    if bad >= 0:                                # since then nothing has moved
+        save(s, log, "ckpt.pt", bad, sources)
     metrics.close()
-    if int(s.first_bad) >= 0:
-        print(f"error: loss or gradient not finite at step {int(s.first_bad)}; nothing after it was kept, "
-              f"{hp.out_dir} holds the last good state. Try the same command with --init_from {hp.out_dir}, a lower "
-              "--learning_rate or --dtype float32", file=sys.stderr)
+    if bad >= 0:
+        print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the state before it. "
+              f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
         return 1
     if halt and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
