@@ -617,7 +617,8 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), at (B, k), u (B, k)
 
     A byte that the generator guesses right counts as original; no gradient passes through the samples;
     weights 1 and electra_weight. As in the authors' code 85% of the chosen bytes are masked, 15% left.
-    Departures: positions without replacement; generator and discriminator do not share embeddings."""
+    Departures: positions without replacement; generator and discriminator do not share embeddings; no dense
+    layer before the readout."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
     at, u = choose(B, T, k, g), torch.rand(B, 2, k, generator=g, device=g.device)
@@ -905,8 +906,8 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
 
     InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both
     directions. The negatives are the other rows of the micro-batch: accumulation and several processes equal
-    one big batch only at a fixed micro-batch size, and validation compares 32 rows. Departures: crops of one
-    length, no byte deleted, no queue of older negatives."""
+    one big batch only at a fixed micro-batch size, and validation compares 32 rows. Departures: both
+    directions, states of length 1, crops of one length, no byte deleted, no queue of older negatives."""
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)
