@@ -33,6 +33,7 @@ SETTINGS = {
     "run": {
         "objective": (next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
         "data": (["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
+        "train_bytes": (0, "train on the first so many bytes of each source, 0 for all", 0, 1 << 50),
         "out_dir": ("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
         "resume": (False, "go on with the run in --out_dir, without it with the newest under out/"),
         "init_from": ("", "run or checkpoint whose weights to start from, with a new optimizer"),
@@ -147,8 +148,13 @@ def parse(argv):  # -> {flag: value} of train.py's flags that argv gives
     for name, entry in OBJECTIVES.items():      # a setting that several share is listed with the first
         groups["of " + name] = {flag: spec for flag, spec in entry["settings"].items() if flag not in listed}
         listed |= set(entry["settings"])
-    lines = [f"  {name:12s}{e['mask']:14s} {e['help']}; {e['use']}" for name, e in OBJECTIVES.items()]
-    epilog = "\n".join(["objectives: who sees whom, what is learned; what sample.py does with it", *lines])
+    lines = ["objectives: who sees whom, what is learned; what sample.py does with it; own defaults; what to expect"]
+    for name, e in OBJECTIVES.items():
+        own = "".join(f" [{flag} {value}]" for flag, value in e["defaults"].items())
+        lines.append(f"  {name:12s}{e['mask']:14s} {e['help']}; {e['use']}{own}")
+        if e["reaches"]:
+            lines.append(f"{'':29s}after {e['reaches'][0]:,} steps of default size: {e['reaches'][1]}")
+    epilog = "\n".join(lines)
     about = "Train any objective of objectives.py on any bytes."
     return vars(make_parser("train.py", about, groups, epilog).parse_args(argv))
 

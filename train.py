@@ -360,6 +360,8 @@ def train(hp, stop, stack):  # -> exit code
         hp.out_dir = choose_out_dir(hp)
     any_says(False)                             # the first process makes the folder when all have looked for one
     corpus = open_corpus(hp.data, hp.out_dir, hp.resume)
+    for source in corpus:
+        source["train"] = source["train"][:hp.train_bytes or None]
     check_sizes(corpus, entry["n"], hp.block_size)
     sources = [[s["name"], s["size"], s["crc"], s["weight"]] for s in corpus]
     move_corpus(corpus, hp)
