@@ -17,7 +17,7 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
 from data import generator, open_corpus
-from model import Sizes, Transformer
+from model import Sizes, Transformer, allow
 from objectives import IGNORE, OBJECTIVES, USUAL, find_objective, part_of
 from run import get_config
 
@@ -55,6 +55,12 @@ def case(name, B=4, **changes):  # -> entry, net and heads with random parameter
     return entry, net, {k: randomize(h, 1) for k, h in entry["heads"](net.sizes, hp).items()}, batch, hp
 
 
+def prefixes(batch):  # -> (B,): how many positions of each row are read both ways
+    if isinstance(batch["mask"], str):
+        return torch.full((len(batch["inp"]),), {"causal": 0, "bidirectional": T}[batch["mask"]])
+    return batch["mask"]
+
+
 def same(a, b):
     return a.keys() == b.keys() and all(
         a[k] == b[k] if isinstance(a[k], str) else torch.equal(a[k], b[k]) for k in a)
@@ -71,34 +77,20 @@ def chi2(seen, want):
 
 # ---- generic: batches
 
-def check_purity(make, hp):
-    x = clean_windows(hp, 8)
-    kept = x.clone()
-    batch = [make(x, generator(key), hp) for key in "aab"]
-    assert torch.equal(x, kept), "the caller's windows were changed"
-    assert same(batch[0], batch[1])
-    assert hp.objective in ("clm", "mtp") or not same(batch[0], batch[2])
-
-
 @every_mixture_too
 def test_a_batch_is_a_function_of_its_generator(name):
     hp = settings(name, T, batch_size=8)
-    check_purity(find_objective(hp)["make"], hp)
-
-
-def test_masking_in_place_would_be_noticed():
-    def in_place(x, g, hp):                     # a common mistake: masks written into the caller's tensor
-        batch = O.mlm(x, g, hp)
-        x.copy_(batch["inp"])
-        return batch
-    with pytest.raises(AssertionError, match="caller"):
-        check_purity(in_place, settings("mlm", T))
+    x = clean_windows(hp, 8)
+    kept, batch = x.clone(), [find_objective(hp)["make"](x, generator(key), hp) for key in "aab"]
+    assert torch.equal(x, kept), "the caller's windows were changed"
+    assert same(batch[0], batch[1])
+    assert name in ("clm", "mtp") or not same(batch[0], batch[2])
 
 
 @every
 def test_batches_have_constant_shapes_valid_ids_and_rows_first(name):
     shapes = set()
-    for seed in range(20):
+    for seed in range(8):
         _, batch, _ = make(name, seed=seed)
         shapes.add(str({k: v if isinstance(v, str) else (v.shape, v.dtype) for k, v in batch.items()}))
         assert all(isinstance(v, str) or v.size(0) == 4 for v in batch.values())
@@ -112,14 +104,10 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_first(name):
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations and refuses those that wait for the device or whose result has a data-dependent
-    shape."""
+    """Counts operations and refuses those that wait for the device or whose result has a data-dependent shape."""
     REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2",
                "lift_fresh")                    # the last: a list from the host
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         op = func.overloadpacket.__name__
@@ -183,69 +171,45 @@ def test_rows_that_cannot_be_are_refused_in_one_line(name, T, changes, capsys):
 # ---- generic: nothing gives a target away
 
 @every
-def test_no_position_with_a_target_reads_it(name):
-    """Where a row is read to the left alone, position i predicts id i + 1, which lies after the prefix."""
-    for seed in range(10):
-        _, batch, _ = make(name, seed=seed)
-        if "tgt" not in batch or batch["mask"] == "bidirectional":
-            pytest.skip("predicts nothing to the right")
-        P = torch.zeros(4, dtype=torch.long) if isinstance(batch["mask"], str) else batch["mask"]
-        target, rows = batch["tgt"] != IGNORE, P < T
-        assert not (target & (torch.arange(T) < P[:, None] - 1))[rows].any(), "a target is inside the prefix"
-        told = target[rows, :-1]
-        assert torch.equal(batch["tgt"][rows, :-1][told], batch["inp"][rows, 1:][told])
-
-
-def changes_of(name):  # -> batch, and of each byte that is changed the targets and inputs (B, T) that move
-    hp = settings(name, T)
-    x, moves = clean_windows(hp, 4), []
-    batch = OBJECTIVES[name]["make"](x, generator("byte"), hp)
-    for b, j in itertools.product(range(4), range(x.size(1))):
+def test_no_position_reads_its_target(name):
+    """Byte by byte: where its change moves a target, no input moves that the target's position sees. In rows that are
+    read both ways to their end this holds of what MASK hides; in the others position i predicts id i + 1."""
+    hp, entry = settings(name, T), OBJECTIVES[name]
+    x = clean_windows(hp, 4)
+    batch = entry["make"](x, generator("byte"), hp)
+    if "tgt" not in batch:
+        pytest.skip("predicts no ids")
+    P, k, told = prefixes(batch)[:, None], torch.arange(T), batch["tgt"] != IGNORE
+    shift = (entry["fills"](hp) or [0])[-1]
+    follows = told & (P < T)
+    assert torch.equal(batch["tgt"][:, :-1][follows[:, :-1]], batch["inp"][:, 1:][follows[:, :-1]])
+    assert not (follows & (k < P - 1)).any(), "a target is inside the prefix"
+    asked = follows | told & F.pad(batch["inp"] == MASK, (0, shift))[:, shift:]
+    seen = allow(k[:, None], k, P[..., None])                   # (4, T, T)
+    if not entry["hides"]:
+        seen &= k >= P[..., None]
+    moved = torch.zeros(4, T, dtype=torch.bool)
+    for j in range(x.size(1)):
         other = x.clone()
-        other[b, j] = x[b, j] % 255 + 1
-        again = OBJECTIVES[name]["make"](other, generator("byte"), hp)
-        moves.append((again.get("tgt", other) != batch.get("tgt", x), again["inp"] != batch["inp"]))
-    return batch, moves
+        other[:, j] = x[:, j] % 255 + 1
+        again = entry["make"](other, generator("byte"), hp)
+        target, shown = asked & (again["tgt"] != batch["tgt"]), again["inp"] != batch["inp"]
+        assert not (target[..., None] & seen & shown[:, None]).any(), f"byte {j} is asked for and seen"
+        moved |= target
+    assert moved.any(1).all(), "a row asks for no byte"
 
 
-@every
-def test_no_byte_of_a_target_stands_in_its_source(name):
-    batch, moves = changes_of(name)
-    if isinstance(batch["mask"], str) or not OBJECTIVES[name]["hides"]:
-        pytest.skip("has no source, or does not hide its target")
-    prefixed = (batch["mask"] < T)[:, None]     # the other rows are read both ways to their end
-    source = (torch.arange(T) < batch["mask"][:, None]) & prefixed
-    for tgt, inp in moves:
-        assert not (inp & source)[tgt.any(1)].any(), "a byte of a target stands in its source"
-    assert any((tgt & prefixed).any() for tgt, _ in moves), "no byte is asked for"
+def one_too_long(x, g, hp):
+    batch = O.prefix_lm(x, g, hp)
+    return batch | {"mask": batch["mask"] + 1}
 
 
-@pytest.mark.parametrize("seen", [0, 1, 10])
-def test_a_mass_that_shows_what_it_asks_for_would_be_noticed(seen, forks):
-    def mass(x, g, hp):  # half of a text, from the text with MASKs in its place (MASS, Song et al. 2019)
-        n, at = x.size(1), torch.arange(x.size(1))
-        start = torch.randint(0, n - n // 2 + 1, (len(x), 1), generator=g)
-        asked = (at >= start) & (at < start + n // 2)
-        source = x.masked_fill(asked & (at >= start + seen), MASK)
-        return O.seq2seq(source, torch.ones_like(asked), x, asked, hp.block_size)
-    O.add("bad mass", make=mass, help="", use="", mask="prefix", window=lambda T, hp: (T - 1) * 2 // 3)
-    test_no_position_with_a_target_reads_it("bad mass")         # which does not look at the source
-    with pytest.raises(AssertionError, match="source") if seen else contextlib.nullcontext():
-        test_no_byte_of_a_target_stands_in_its_source("bad mass")
-
-
-@every
-def test_masked_bytes_are_nowhere_in_the_input(name):
-    batch, moves = changes_of(name)
-    named = isinstance(batch["mask"], str)
-    both = batch["mask"] == "bidirectional" if named else (batch["mask"] == T)[:, None]
-    if "tgt" not in batch or not ((batch["inp"] == MASK) & both).any():
-        pytest.skip("masks no bytes in place")
-    _, _, shift = OBJECTIVES[name]["fills"](settings(name, T)) or ([], [], 0)
-    hidden = F.pad(batch["inp"] == MASK, (0, shift))[:, shift:] & both
-    for tgt, inp in moves:
-        assert not inp[(tgt & hidden).any(1)].any(), "a masked byte shows"
-    assert any((tgt & hidden).any() for tgt, _ in moves), "no masked byte is asked for"
+@pytest.mark.parametrize("name, wrong", [
+    ("bart", dict(hides=True)), ("prefix", dict(make=one_too_long))], ids=["a source that shows", "a prefix too long"])
+def test_a_target_that_is_read_would_be_noticed(name, wrong, forks):
+    OBJECTIVES[name] = OBJECTIVES[name] | wrong
+    with pytest.raises(AssertionError, match="and seen|inside"):
+        test_no_position_reads_its_target(name)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in OBJECTIVES.items() if entry["packs"]])
@@ -272,9 +236,7 @@ COEFFICIENTS = {
     "mtp": {"nll": 1, "head2": 1, "head3": 1, "head4": 1}, "sedd": {"bound": 1},
     "electra": {"generator": 1, "discriminator": 50, "auc": 0, "replaced": 0},
     "nsp": {"nll": 1, "nsp": 1, "accuracy": 0},
-    "contrastive": {"info": 1, "top1": 0},
-    "mdlm": {"bound": 1},
-    "rotation": {"seam": 1, "accuracy": 0},
+    "contrastive": {"info": 1, "top1": 0}, "mdlm": {"bound": 1}, "rotation": {"seam": 1, "accuracy": 0},
     "hybrid": {"masked": 0.5, "causal": 0.5}}
 COSTLY = {"ul2": {"nll_R", "nll_S", "nll_X"}, "electra": {"auc", "replaced"}, "nsp": {"accuracy"}}
 
@@ -305,27 +267,29 @@ def test_micro_batches_add_up_to_the_batch(name):
         torch.testing.assert_close(whole, sum(s[term] for s in sums[1:]), rtol=1e-5, atol=1e-3)
 
 
-@every
-def test_an_untrained_model_scores_ln_V_per_target(name):
-    entry, _, heads, batch, hp = case(name)
-    sums, terms = entry["loss"](Transformer(Sizes(2, 2, 16)), heads, batch, hp), entry["terms"](batch, hp)
-    if "nll" in sums:
-        assert float(sums["nll"].detach() / terms["nll"][0]) == pytest.approx(math.log(512), abs=1e-5)
+CHANCE = {"nll": 512, "head2": 512, "generator": 512, "masked": 512, "causal": 512, "bound": 256, "nsp": 2,
+          "discriminator": 2, "seam": T}
 
 
 @every
-def test_the_loss_equals_loops_over_positions_with_a_target(name):
-    entry, net, _, batch, hp = case(name)
-    if entry["loss"] is not O.token_loss:
-        pytest.skip("has a loss, and so a test, of its own")
-    h = net(batch["inp"], batch["mask"], at=batch.get("at")).detach().requires_grad_()
-    net.forward = lambda *args, **kwargs: h
-    nll, logp = O.token_loss(net, {}, batch, hp)["nll"], net.logits(h).detach().double().log_softmax(-1)
-    told = [(b, t) for b, t in itertools.product(range(4), range(T)) if batch["tgt"][b, t] != IGNORE]
-    assert int(O.token_terms(batch, hp)["nll"][0]) == len(told)
-    assert float(nll.detach()) == pytest.approx(-float(sum(logp[b, t, batch["tgt"][b, t]] for b, t in told)))
-    grad, = torch.autograd.grad(nll, h)
-    assert torch.equal(grad.abs().amax(-1) > 0, batch["tgt"] != IGNORE), "the others have no effect"
+def test_an_untrained_model_is_at_chance(name):
+    entry, _, _, batch, hp = case(name, B=8)
+    net = Transformer(Sizes(2, 2, 16))
+    sums, terms = entry["loss"](net, entry["heads"](net.sizes, hp), batch, hp), entry["terms"](batch, hp)
+    for term in CHANCE.keys() & sums.keys():
+        assert float(sums[term].detach() / terms[term][0]) == pytest.approx(math.log(CHANCE[term]), abs=1e-5)
+
+
+@every
+def test_nats_equal_loops_over_positions_with_a_target(name):
+    entry, net, heads, batch, hp = case(name, B=8)
+    sums = entry["loss"](net, heads, batch, hp)
+    if "nll" not in sums:
+        pytest.skip("has terms, and so a test, of its own")
+    logp = net.logits(net(batch["inp"], batch["mask"], at=batch.get("at"))).detach().double().log_softmax(-1)
+    told = [(b, t) for b, t in itertools.product(range(8), range(T)) if batch["tgt"][b, t] != IGNORE]
+    assert int(entry["terms"](batch, hp)["nll"][0]) == len(told)
+    assert float(sums["nll"].detach()) == pytest.approx(-float(sum(logp[b, t, batch["tgt"][b, t]] for b, t in told)))
 
 
 @every
@@ -341,13 +305,13 @@ def test_logits_of_all_positions_give_the_same_loss(name):
         torch.testing.assert_close(everywhere[term], x)
 
 
-@functools.partial(every, names=[*OBJECTIVES, MIXTURES[0]])
+@every
 def test_one_batch_can_be_learned_by_heart(name):
-    entry, _, _, batch, hp = case(name, T=32, gen_scale=1.0, electra_weight=1.0)
+    entry, _, _, batch, hp = case(name, T=20, gen_scale=1.0, electra_weight=1.0)
     torch.manual_seed(1)
-    net = Transformer(Sizes(2, 4, 64))
+    net = Transformer(Sizes(1, 4, 64))
     heads = torch.nn.ModuleDict(entry["heads"](net.sizes, hp))
-    opt = torch.optim.AdamW([*net.parameters(), *heads.parameters()], lr=6e-3, weight_decay=0.0)
+    opt = torch.optim.AdamW([*net.parameters(), *heads.parameters()], lr=1e-2, weight_decay=0.0)
     for _ in range(300):
         loss = total(entry, net, heads, batch, hp)
         if float(loss.detach()) < 0.1:
@@ -360,9 +324,10 @@ def test_one_batch_can_be_learned_by_heart(name):
 
 # ---- entries
 
-def check_entry(entry):
+@every
+def test_an_entry_says_all_that_is_asked_of_it(name):
     """It has every key, and what sample.py asks of its mode."""
-    _, batch, hp = make(entry["name"])
+    entry, (_, batch, hp) = OBJECTIVES[name], make(name)
     modes = {"continue": entry["continues"](hp), "fill": entry["fills"](hp) and entry["orders"],
              "infill": entry["ask"]([[97], [98]], 4, hp) and entry["ends"],
              "repair": not isinstance(batch["mask"], str)}
@@ -372,25 +337,18 @@ def check_entry(entry):
     assert (entry["bpb"] == "bound") == (entry["bounds"] is not None)
 
 
-@every
-def test_an_entry_says_all_that_is_asked_of_it(name):
-    check_entry(OBJECTIVES[name])
-
-
 @pytest.mark.parametrize("mode", sample.MODES)
 def test_an_entry_without_what_its_mode_asks_for_would_be_noticed(mode, forks):
     O.add("new", make=O.clm, help="", use="", mask="causal", mode=mode)
     with pytest.raises(AssertionError, match="could not"):
-        check_entry(OBJECTIVES["new"])
+        test_an_entry_says_all_that_is_asked_of_it("new")
 
 
 def test_add_refuses_what_nobody_reads_and_a_name_twice(forks):
-    known = dict(OBJECTIVES)
     with pytest.raises(AssertionError, match="widow"):
         O.add("new", make=O.clm, help="", use="", mask="causal", widow=O.next_byte)
     with pytest.raises(AssertionError, match="there already"):
         O.add("clm", make=O.mlm, help="", use="", mask="causal")
-    assert OBJECTIVES == known
 
 
 @pytest.mark.parametrize("name", ["all_tokens", "recase"])
@@ -409,11 +367,9 @@ def test_the_readmes_objectives_pass_the_generic_tests(name, forks):
 # ---- building blocks
 
 def test_pack_moves_what_is_kept_to_the_left():
-    ids = torch.randint(0, 512, (50, 9), generator=generator("p"))
-    keep = torch.rand(50, 9, generator=generator("k")) < 0.6
-    for T in (9, 4, 12):
-        for row, i, k in zip(O.pack(ids, keep, T).tolist(), ids.tolist(), keep.tolist()):
-            assert row == ([*itertools.compress(i, k)] + [PAD] * T)[:T]
+    ids, keep = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 1, 0]]).bool()
+    assert O.pack(ids, keep, 2).tolist() == [[2, 3]]
+    assert O.pack(ids, keep, 5).tolist() == [[2, 3, PAD, PAD, PAD]]
 
 
 def test_seq2seq_is_one_prefix_row():
@@ -430,16 +386,14 @@ def drawn(name, key, B, T=T, **changes):
 
 
 EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
-    "choices of 2 of 6": (15, lambda: O.choose(12000, 6, 2, generator("c")).sort(dim=1).values),
-    "compositions": (10, lambda: O.compose(12000, 6, 3, generator("c"))),
-    "placements of spans": (12, lambda: O.place_spans(12000, 6, 3, 2, generator("p"))[1]),
-    "masked bytes": (15, lambda: drawn("mlm", "tgt", 12000, T=6, mask_rate=0.34) != IGNORE),
-    "electra's bytes": (15, lambda: drawn("electra", "at", 12000, T=6, mask_rate=0.34).sort(dim=1).values),
-    "prefixes": (T - 1, lambda: drawn("prefix", "mask", 9600)),
+    "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, generator("p"))[1]),
+    "masked bytes": (15, lambda: drawn("mlm", "tgt", 4000, T=6, mask_rate=0.34) != IGNORE),
+    "electra's bytes": (15, lambda: drawn("electra", "at", 4000, T=6, mask_rate=0.34).sort(dim=1).values),
+    "prefixes": (T - 1, lambda: drawn("prefix", "mask", 4000)),
     "cuts of ul2": (9, lambda: drawn("ul2", "mask", 960, T=18, ul2_weights="S:1")),
-    "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(12000, -1), generator("c"),
+    "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(6000, -1), generator("c"),
                                                   settings("contrastive", 20, crop=0.5))["inp"][:, :, 0]),
-    "seams": (T, lambda: drawn("rotation", "labels", 9600))}
+    "seams": (T, lambda: drawn("rotation", "labels", 4000))}
 
 
 @pytest.mark.parametrize("kinds, draws", EQUALLY_LIKELY.values(), ids=EQUALLY_LIKELY)
@@ -447,18 +401,6 @@ def test_all_are_equally_likely(kinds, draws):
     _, seen = draws().unique(dim=0, return_counts=True)
     assert len(seen) == kinds
     assert chi2(seen, seen.double().mean()) < kinds + 6 * (2 * kinds) ** 0.5        # 6 standard deviations
-
-
-def t5_noise(B, n, N, S, g):  # T5's own code: a kept part before each span, so that each row ends with noise
-    lengths, kept = O.compose(B, N, S, g), O.compose(B, n - N, S, g)
-    start = kept.cumsum(1) + lengths.cumsum(1) - lengths
-    edge = torch.zeros(B, n + 1, dtype=torch.long).scatter(1, start, 1).scatter(1, start + lengths, -1)
-    return edge[:, :n].cumsum(1) == 1
-
-
-def test_spans_that_always_end_the_row_would_be_noticed():
-    with pytest.raises(AssertionError):
-        test_all_are_equally_likely(12, lambda: t5_noise(12000, 6, 3, 2, generator("p")))
 
 
 # ---- clm, mlm
@@ -472,12 +414,9 @@ def test_clm_shifts_once():
     x, batch, _ = make("clm")
     check_clm(x, batch)
     assert batch["mask"] == "causal"
-    twice = dict(batch, inp=batch["inp"][:, :-1], tgt=batch["tgt"][:, 1:])
-    with pytest.raises(AssertionError):         # a common mistake: labels "already shifted", shifted again
-        check_clm(x, twice)
 
 
-def check_mlm(x, batch, k):
+def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
     chosen = batch["tgt"] != IGNORE
     assert (chosen.sum(1) == k).all()
     assert torch.equal(batch["tgt"][chosen], x[chosen])
@@ -485,28 +424,14 @@ def check_mlm(x, batch, k):
     changed = batch["inp"][chosen]
     assert ((changed == MASK) | ((changed >= 1) & (changed < 256))).all(), "a random byte is a special id"
     n = len(changed)
-    for share, seen in ((0.8, changed == MASK), (0.1 + 0.1 / 255, changed == x[chosen])):
+    for share, seen in ((mask, changed == MASK), (left, changed == x[chosen])):
         assert abs(float(seen.float().mean()) - share) < 5 * (share * (1 - share) / n) ** 0.5
 
 
-@pytest.mark.parametrize("rate, k", [(0.15, 7), (0.4, 19), (1.0, T), (0.001, 1)])
+@pytest.mark.parametrize("rate, k", [(0.15, 7), (0.33, 16), (1.0, T), (0.001, 1)])
 def test_mlm_masks_exact_counts_80_10_10(rate, k):
     x, batch, _ = make("mlm", B=2000, mask_rate=rate)
     check_mlm(x, batch, k)
-
-
-MISTAKES = {  # x, inp, tgt -> inp, tgt
-    "each byte by itself": lambda x, inp, tgt: (inp, x.where(torch.rand(x.shape) < 0.15, IGNORE)),
-    "nothing but MASK": lambda x, inp, tgt: (inp.where(tgt == IGNORE, MASK), tgt),
-    "special ids": lambda x, inp, tgt: (inp + 256 * ((inp != x) & (inp < 256)), tgt)}
-
-
-@pytest.mark.parametrize("wrong", MISTAKES)
-def test_the_checks_of_mlm_reject_known_mistakes(wrong):
-    x, batch, _ = make("mlm", B=2000)
-    inp, tgt = MISTAKES[wrong](x, batch["inp"], batch["tgt"])
-    with pytest.raises(AssertionError):
-        check_mlm(x, dict(inp=inp, tgt=tgt), 7)
 
 
 # ---- prefix
@@ -520,29 +445,16 @@ def test_prefix_has_loss_on_the_suffix_alone(low, high, shortest, longest):
     assert (int(P.min()), int(P.max())) == (shortest, longest)
 
 
-def test_prefix_1_is_clm():
-    net, (x, batch, hp) = randomized(), make("prefix", prefix_max=0.0)
-    assert (batch["mask"] == 1).all()
-    plain = O.clm(x, None, hp)
-    assert int(O.count_targets(batch)) == plain["tgt"].numel()
-    torch.testing.assert_close(O.token_loss(net, {}, batch, hp), O.token_loss(net, {}, plain, hp))
-
-
 # ---- span
 
-def parts(batch, b):  # one seq2seq row -> source ids, target ids without EOT
-    z, tgt, P = batch["inp"][b].tolist(), batch["tgt"][b].tolist(), int(batch["mask"][b])
-    told = [t for t in tgt if t != IGNORE]
-    end = P - 1 + len(told)
-    assert z[P - 1] == SEP and SEP not in z[:P - 1]
-    assert told[-1] == EOT and told[:-1] == z[P:end]
-    assert tgt == [IGNORE] * (P - 1) + told + [IGNORE] * (len(z) - end)
-    assert set(z[end + 1:]) <= {PAD}
-    return z[:P - 1], told[:-1]
-
-
-def all_parts(batch):
-    return [parts(batch, b) for b in range(len(batch["inp"]))]
+def all_parts(batch):  # seq2seq rows -> [(source ids, target ids without EOT)]
+    rows = []
+    for z, tgt, P in zip(batch["inp"].tolist(), batch["tgt"].tolist(), batch["mask"].tolist()):
+        told = [t for t in tgt if t != IGNORE]
+        assert z[P - 1] == SEP and SEP not in z[:P - 1]
+        assert told == [*z[P:P - 1 + len(told)], EOT]
+        rows.append((z[:P - 1], told[:-1]))
+    return rows
 
 
 def spliced(source, target):  # sentinels of the source replaced by their spans -> bytes, span lengths
@@ -550,9 +462,9 @@ def spliced(source, target):  # sentinels of the source replaced by their spans 
     for t in target:
         if t >= SENTINEL:
             assert t == SENTINEL + len(spans), "sentinels must ascend"
-            spans[t] = []
+            span = spans[t] = []
         else:
-            spans[SENTINEL + len(spans) - 1].append(t)
+            span.append(t)
     assert [i for i in source if i >= SENTINEL] == list(spans)
     return [j for i in source for j in spans.get(i, [i])], [len(s) for s in spans.values()]
 
@@ -565,24 +477,15 @@ def test_span_rows_hold_as_many_bytes_as_fit(T, mean, rate, want):
 
 
 @pytest.mark.parametrize("T, rate, mean", [
-    (48, 0.15, 3), (64, 0.5, 3), (64, 0.15, 20), (100, 0.5, 2), (33, 0.9, 9)])
+    (48, 0.15, 3), (64, 0.15, 20), (100, 0.5, 2), (33, 0.9, 9)])
 def test_span_rows_can_be_put_together_again(T, rate, mean):
-    x, batch, _ = make("span", B=200, T=T, span_rate=rate, span_mean=mean)
+    x, batch, _ = make("span", B=100, T=T, span_rate=rate, span_mean=mean)
     _, N, S = O.fit_spans(T, rate, mean)
     for row, (source, target) in zip(x.tolist(), all_parts(batch)):
         raw, lengths = spliced(source, target)
         assert raw == row, "the row cannot be put together again"
         assert len(lengths) == S and sum(lengths) == N and min(lengths) > 0
         assert not any(i >= SENTINEL and j >= SENTINEL for i, j in zip(source, source[1:])), "two spans touch"
-
-
-@pytest.mark.parametrize("name", ["span", "ul2"])
-def test_spans_are_learned_where_their_hole_is(name):
-    entry, net, _, batch, hp = case(name, B=8, T=64)
-    want = O.nats(net.logits(net(batch["inp"], batch["mask"], at=batch["at"])), batch["tgt"])
-    torch.testing.assert_close(entry["loss"](net, {}, batch, hp)["nll"], want)
-    elsewhere = O.nats(net.logits(net(batch["inp"], batch["mask"])), batch["tgt"])
-    assert (want - elsewhere).abs() > 0.1
 
 
 @pytest.mark.parametrize("name", ["span", "ul2"])
@@ -598,20 +501,6 @@ def test_spans_stand_where_their_hole_is(name):
     assert (batch["at"] != torch.arange(100)).any(1).sum() >= 30, "all rows but those of S"
 
 
-def overlapping_noise(B, n, N, S, g):  # a common mistake: random starts that may overlap, cut at the end
-    noise, at = torch.zeros(B, n, dtype=torch.bool), torch.arange(n)
-    for _ in range(S):
-        start, length = torch.randint(0, n, (B, 1), generator=g), torch.randint(1, 7, (B, 1), generator=g)
-        noise |= (at >= start) & (at < start + length)
-    return noise & ~F.pad(noise[:, :-1], (1, 0)), noise
-
-
-def test_the_checks_of_span_reject_a_common_mistake(monkeypatch):
-    monkeypatch.setattr(O, "place_spans", overlapping_noise)
-    with pytest.raises(AssertionError):
-        test_span_rows_can_be_put_together_again(64, 0.3, 3)
-
-
 # ---- ul2
 
 def test_ul2_rows_are_what_their_mode_says():
@@ -623,28 +512,26 @@ def test_ul2_rows_are_what_their_mode_says():
         if mode == MODE_S:
             assert source[1:] + target == row[:98] and 24 <= len(source) - 1 <= 73, "from n/4 to 3n/4"
             continue
-        n, N, S = O.fit_spans(T, *((0.15, 3) if mode == MODE_R else O.UL2_X), extra=1)
+        n, N, S = O.fit_spans(T, *((0.15, 3) if mode == MODE_R else (0.5, 32)), extra=1)
         raw, lengths = spliced(source[1:], target)
         assert raw == row[:n] and len(lengths) == S and sum(lengths) == N
         tail.append(source[-1] >= SENTINEL)
     assert not all(tail[20:]), "one long span would be a suffix, as in S"
 
 
+@torch.no_grad()
 def test_ul2_figures_are_its_denoisers_means():
     entry, net, _, batch, hp = case("ul2", B=8, T=64)
-    terms, each = entry["terms"](batch, hp), ["nll_R", "nll_S", "nll_X"]
-    with torch.no_grad():
-        sums = entry["loss"](net, {}, batch, hp)
-        whole, alone = (O.token_loss(net, {}, b, hp)["nll"] for b in (batch, train.micro_batch(batch, 0, 2)))
-    torch.testing.assert_close(sums["nll"], whole)
-    torch.testing.assert_close(sums["nll_R"], alone)            # half of the rows
-    torch.testing.assert_close(sum(sums[name] for name in each), whole)
-    assert sum(int(terms[name][0]) for name in each) == int(terms["nll"][0])
+    sums, terms = entry["loss"](net, {}, batch, hp), entry["terms"](batch, hp)
+    for name, rows in dict(nll_R=slice(0, 4), nll_S=slice(4, 6), nll_X=slice(6, 8)).items():
+        own = {k: v[rows] for k, v in batch.items()}
+        torch.testing.assert_close(sums[name], O.token_loss(net, {}, own, hp)["nll"])
+        assert terms[name][0] == O.count_targets(own)
 
 
 # ---- fim
 
-def fim_rows(B=6000, **changes):
+def fim_rows(B=2000, **changes):
     x, batch, _ = make("fim", B=B, T=33, **changes)
     assert torch.equal(batch["inp"][:, 1:], batch["tgt"][:, :-1])
     return x, torch.cat((batch["inp"], batch["tgt"][:, -1:]), dim=1)
@@ -656,90 +543,49 @@ def psm(row):  # -> prefix, suffix, middle, what follows EOT
     return row[1:s], row[s + 1:m], row[m + 1:e], row[e + 1:]
 
 
-def check_psm(x, z):
+def test_fim_psm_can_be_put_together_again_and_has_thirds():
+    x, z = fim_rows(fim_rate=1.0, fim_spm_rate=0.0)
     n, sizes = x.size(1) - 4, []
     for raw, other, row in zip(x.tolist(), x.roll(1, 0).tolist(), z.tolist()):
         prefix, suffix, middle, after = psm(row)
         text = prefix + middle + suffix
-        assert text == raw[:len(text)] and after == other[len(text):n], "another row's text follows EOT"
+        assert text == raw[:len(text)]
+        assert after == other[len(text):n], "another row's text follows EOT"
         sizes.append((len(prefix), len(middle), len(suffix)))
     sizes = torch.tensor(sizes, dtype=torch.float)
     used = sizes.sum(1)
-    full = float((used == n).float().mean())
-    assert abs(full - 0.5 - 0.5 / n) < 0.04 and len(used.unique()) == n, "the place of EOT gives it away"
-    shares = sizes.sum(0) / used.sum()
-    off = 5 * (used.square().sum() / 18).sqrt() / used.sum()
-    assert ((shares - 1 / 3).abs() < off).all(), f"sections {shares.tolist()} are not thirds"
+    assert abs(float((used == n).float().mean()) - 0.5 - 0.5 / n) < 0.04
+    assert len(used.unique()) == n, "the place of EOT gives it away"
+    assert ((sizes.sum(0) / used.sum() - 1 / 3).abs() < 0.03).all(), "sections are not thirds"
+    assert (sizes == 0).any(0).all(), "each may be empty"
 
 
 def test_fim_spm_is_the_papers_second_variant():
-    """With the same cuts, the bytes of PSM in another order."""
-    (_, spm), (_, first) = (fim_rows(fim_rate=1.0, fim_spm_rate=rate) for rate in (1.0, 0.0))
-    for row, z in zip(spm.tolist(), first.tolist()):
-        prefix, suffix, middle, after = psm(z)
-        assert row == [PRE, SUF, *suffix, MID, *prefix, *middle, EOT, *after]
+    """With the same cuts, the bytes of PSM in another order; and a middle is asked for as in training."""
+    (_, first), (_, second) = (fim_rows(200, fim_rate=1.0, fim_spm_rate=rate) for rate in (0.0, 1.0))
+    for row, spm in zip(first.tolist(), second.tolist()):
+        n, (prefix, suffix, middle, after) = row.index(MID) + 1, psm(row)
+        assert spm == [PRE, SUF, *suffix, MID, *prefix, *middle, EOT, *after]
+        assert O.fim_ask([prefix, suffix], 4, settings("fim", 33, fim_spm_rate=0.0)) == (row[:n], 0)
+        assert O.fim_ask([prefix, suffix], 4, settings("fim", 33)) == (spm[:n], 0)
 
 
 def test_fim_rates_are_shares_of_rows():
     x, z = fim_rows()
     moved = (z == MID).any(1)
-    assert abs(float(moved.float().mean()) - 0.5) < 5 * 0.5 / 6000 ** 0.5
+    assert abs(float(moved.float().mean()) - 0.5) < 5 * 0.5 / 2000 ** 0.5
     assert torch.equal(z[~moved], x[~moved])
-    assert 0.47 < float((z[moved][:, 1] == SUF).float().mean()) < 0.6       # PSM with an empty prefix too
+    assert 0.45 < float((z[moved][:, 1] == SUF).float().mean()) < 0.62      # PSM with an empty prefix too
 
 
 def test_fim_of_one_row_has_no_text_after_its_end():
-    for seed in range(60):
+    for seed in range(10):
         x, z = fim_rows(B=1, seed=seed, fim_rate=1.0, fim_spm_rate=0.0)
         prefix, suffix, middle, after = psm(z[0].tolist())
         assert after == [] and prefix + middle + suffix == x[0, :-4].tolist(), "its own text follows EOT"
 
 
-def test_fim_psm_can_be_put_together_again_and_has_thirds(monkeypatch):
-    x, z = fim_rows(fim_rate=1.0, fim_spm_rate=0.0)
-    check_psm(x, z)
-    n, rand, full = x.size(1) - 4, torch.rand, []
-    for raw in x.tolist():                      # a common mistake: all rows are so to their end
-        a, b = sorted(torch.randint(0, n + 1, (2,), generator=generator(f"{raw}")).tolist())
-        full.append([PRE, *raw[:a], SUF, *raw[b:n], MID, *raw[a:b], EOT])
-    with pytest.raises(AssertionError, match="gives it away"):
-        check_psm(x, torch.tensor(full))
-
-    def skewed(*size, **how):  # another: the second cut is drawn after the first, halves and quarters
-        u = rand(*size, **how)
-        return torch.stack((u[:, 0], u[:, 0] + u[:, 1] * (1 - u[:, 0])), 1) if size[1:] == (2,) else u
-    monkeypatch.setattr(torch, "rand", skewed)
-    with pytest.raises(AssertionError, match="thirds"):
-        check_psm(*fim_rows(fim_rate=1.0, fim_spm_rate=0.0))
-
-
 # ---- mtp
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_mtp_head_k_is_asked_for_byte_t_plus_k(n):
-    x, batch, hp = make("mtp", mtp_heads=n)
-    check_clm(x[:, :T + 1], batch)
-    assert batch["tgt_far"].shape == (4, T, n - 1)
-    for k in range(2, n + 1):
-        assert torch.equal(batch["tgt_far"][:, :, k - 2], x[:, k:T + k])
-    assert set(O.mtp_terms(batch, hp)) == {"nll", *(f"head{k}" for k in range(2, n + 1))}
-
-
-def test_mtp_with_one_head_is_clm():
-    entry, net, heads, batch, hp = case("mtp", mtp_heads=1)
-    assert heads == {} and entry["terms"](batch, hp).keys() == {"nll"}
-    one, plain = entry["loss"](net, {}, batch, hp), O.token_loss(net, {}, batch, hp)
-    grads = [torch.autograd.grad(sums["nll"], list(net.parameters())) for sums in (one, plain)]
-    assert one == plain and all(torch.equal(a, b) for a, b in zip(*grads))
-
-
-def test_mtp_heads_do_not_see_ahead():
-    _, net, heads, batch, _ = case("mtp", B=1, T=8)
-    for k in range(8):
-        other = batch["inp"].index_fill(1, torch.tensor(k), MASK)
-        far, moved = (O.mtp_ahead(heads, net(inp, "causal"))[0] for inp in (batch["inp"], other))
-        assert torch.equal((far != moved).any(-1), (torch.arange(8) >= k)[:, None].expand(8, 3))
-
 
 def test_mtp_heads_start_as_the_identity():
     hp = settings("mtp", 8)
@@ -747,47 +593,19 @@ def test_mtp_heads_start_as_the_identity():
     assert torch.equal(O.mtp_ahead(heads, h), O.norm(h)[:, None].expand(3, 3, 16))
 
 
-def check_mtp_sum(weight):
-    x, batch, hp = make("mtp")
-    entry, net, heads, _, _ = case("mtp")
-    h = net(batch["inp"], "causal")
-    want = F.cross_entropy(net.logits(h).flatten(0, 1), x[:, 1:T + 1].flatten())
-    for k, W in enumerate(heads["mtp"].weight, start=2):
-        want = want + F.cross_entropy(net.logits(O.norm(h + h @ W.T)).flatten(0, 1), x[:, k:T + k].flatten())
-    torch.testing.assert_close(weight * total(entry, net, heads, batch, hp), want)
-
-
 def test_mtp_loss_is_the_sum_of_separate_heads():
-    check_mtp_sum(1)
-    with pytest.raises(AssertionError):         # a common mistake: divided by the number of heads
-        check_mtp_sum(1 / 4)
+    x, _, _ = make("mtp")
+    entry, net, heads, batch, hp = case("mtp")
+    h = net(x[:, :T], "causal")
+    want = F.cross_entropy(net.logits(h).mT, x[:, 1:T + 1])
+    for k, W in enumerate(heads["mtp"].weight, start=2):
+        want = want + F.cross_entropy(net.logits(O.norm(h + h @ W.T)).mT, x[:, k:T + k])
+    torch.testing.assert_close(total(entry, net, heads, batch, hp), want)
 
 
-def sequential(T=T):
-    _, net, heads, batch, hp = case("mtp", B=1, T=T, mtp_kind="sequential")
-    return make("mtp", B=1, T=T)[0], batch, hp, net, heads
-
-
-def check_reach(shift=0):
-    """Module k's loss at i depends on the embeddings of bytes 0 .. i + k, and of nothing after."""
-    x, batch, hp, net, heads = sequential(T=7)
-    table = net.embed.weight.detach()[:12].clone().requires_grad_()
-    net.embed.forward = lambda ids: table[ids]                  # byte j of the window is id j
-    ids = torch.arange(12)[None]
-    for k, i in itertools.product((1, 2, 3), range(7)):
-        far = ids[:, 1:11].unfold(1, 4, 1)[:, :7, 1:] + shift
-        far[0, :, k - 1] = torch.where(torch.arange(7) == i, 11, IGNORE)
-        row = dict(inp=ids[:, :7], tgt=ids[:, 1:8] + shift, tgt_far=far, mask="causal")
-        grad, = torch.autograd.grad(O.mtp_loss(net, heads, row, hp)[f"head{k + 1}"], table)
-        reached = grad.abs().amax(1) > 0
-        assert reached[:i + k + 1].all(), (k, i)
-        assert not reached[i + k + 1:].any(), (k, i)
-
-
-def test_module_k_sees_byte_i_plus_k_and_nothing_after():
-    check_reach()
-    with pytest.raises(AssertionError):
-        check_reach(shift=1)
+def sequential():
+    _, net, heads, batch, hp = case("mtp", B=1, mtp_kind="sequential")
+    return make("mtp", B=1)[0], batch, hp, net, heads
 
 
 def test_the_loss_of_sequential_modules_is_that_of_the_papers_equations():
@@ -813,14 +631,14 @@ def test_one_head_of_either_kind_is_clm(kind):
     assert torch.equal(O.mtp_loss(net, {}, batch, hp)["nll"], clm["nll"])
 
 
-def uncached_drafts(net, heads, ids, n):  # module after module over the whole text
-    h, ids, drafts = net(torch.tensor([ids[:-1]]), "causal"), list(ids), []
+def uncached_drafts(net, heads, ids, n):  # module after module over the whole text -> drafts, logits
+    h, ids, logits = net(torch.tensor([ids[:-1]]), "causal"), list(ids), []
     N = len(ids) - 1
     for k in range(n - 1):
         h = O.deeper(net, heads["mtp"]["blocks"][k], h, torch.tensor([ids[k + 1:N + k + 1]]))
-        drafts.append(int(net.logits(h)[0, -1, :256].argmax()))
-        ids.append(drafts[-1])
-    return drafts
+        logits.append(net.logits(h)[0, -1, :256])
+        ids.append(int(logits[-1].argmax()))
+    return ids[N + 1:], torch.stack(logits)
 
 
 def test_cached_drafts_equal_uncached_ones_whatever_was_kept_of_those_before():
@@ -833,76 +651,48 @@ def test_cached_drafts_equal_uncached_ones_whatever_was_kept_of_those_before():
         h = net(torch.tensor([text[:at + grown]]), "causal")[0, at:]
         at += grown
         drafts, q = drafter.draft(h, text[:at + 1], lambda z: ([int(z[0, :256].argmax())], z[:, :256]))
-        assert drafts == uncached_drafts(net, heads, text[:at + 1], 4) and q.shape == (3, 256)
+        want, logits = uncached_drafts(net, heads, text[:at + 1], 4)
+        assert drafts == want
+        torch.testing.assert_close(q, logits, rtol=1e-4, atol=1e-4)
         text[at + 1:at + 1 + len(drafts[:grown % 3])] = drafts[:grown % 3]          # some drafts come true
-
-
-def test_teacher_forcing_equals_drafting_when_every_draft_is_right():
-    _, _, hp, net, heads = sequential()
-    ids = clean_windows(hp, 1)[0].tolist()[:12]
-    drafts = uncached_drafts(net.requires_grad_(False), heads, ids, 4)
-    x, i = torch.tensor([ids + drafts]), len(ids) - 2           # position i reads byte i + 1, the last known one
-    h = net(x[:, :i + 1], "causal")
-    for k in range(3):
-        h = O.deeper(net, heads["mtp"]["blocks"][k], h, x[:, k + 1:i + k + 2])
-        assert int(net.logits(h)[0, i, :256].argmax()) == drafts[k]
 
 
 # ---- electra
 
-class Says:
-    """A generator with the given logits."""
-    def __init__(self, logits):
-        self.given = logits
-
-    def __call__(self, idx, mask):
-        return self.given
-
-    def logits(self, h):
-        return h
+def says(logits):  # a generator with the given logits
+    net = torch.nn.Module()
+    net.forward, net.logits = lambda idx, mask: logits, lambda h: h
+    return net
 
 
-def check_electra(right, labels_of):
-    """right: which bytes the generator guesses. labels_of(x, the discriminator's row, batch) -> labels."""
+@torch.no_grad()
+@pytest.mark.parametrize("right", [torch.tensor(True), torch.arange(T) % 2 == 0])
+def test_electra_labels_what_differs_and_reports_it(right):
+    """right: which bytes the generator guesses; those count as original."""
     entry, net, heads, batch, hp = case("electra", B=6)
     x, _, _ = make("electra", B=6)
     said = torch.where(right, x, x % 255 + 1)
-    heads["generator"] = Says(F.one_hot(said, 256) * 200.0)
+    heads["generator"] = says(F.one_hot(said, 256) * 200.0)
     row = x.scatter(1, batch["at"], said.gather(1, batch["at"]))
-    labels = labels_of(x, row, batch).float()
-    with torch.no_grad():
-        scores = heads["replaced"](net(row, "bidirectional"))[..., 0]
-        sums, terms = entry["loss"](net, heads, batch, hp), entry["terms"](batch, hp)
+    labels, scores = (row != x).float(), heads["replaced"](net(row, "bidirectional"))[..., 0]
+    sums, terms = entry["loss"](net, heads, batch, hp), entry["terms"](batch, hp)
     mean = {term: float(sums[term]) / count for term, (count, _) in terms.items()}
     assert mean["discriminator"] == pytest.approx(float(F.binary_cross_entropy_with_logits(scores, labels)))
     assert mean["replaced"] == pytest.approx(float(labels.mean()))
     assert mean["auc"] == pytest.approx(float(O.auc(scores.flatten(), labels.flatten())))
 
 
-@pytest.mark.parametrize("right", [torch.tensor(True), torch.tensor(False), torch.arange(T) % 2 == 0])
-def test_electra_labels_what_differs_and_reports_it(right):
-    check_electra(right, lambda x, row, batch: row != x)
-    with pytest.raises(AssertionError):         # a common mistake: a right guess counts as replaced, too
-        check_electra(right, lambda x, row, batch: batch["inp"] != x)
-
-
 @pytest.mark.parametrize("rate, k", [(0.15, 7), (0.001, 1)])
 def test_electra_masks_85_percent_of_an_exact_number(rate, k):
     x, batch, _ = make("electra", B=3000, mask_rate=rate)
-    clean, seen, told = (row.gather(1, batch["at"]) for row in (x, batch["inp"], batch["tgt"]))
-    chosen = batch["tgt"] != IGNORE
-    assert (chosen.sum(1) == k).all() and torch.equal(told, clean)
-    assert torch.equal(batch["inp"][~chosen], x[~chosen])
-    masked = seen == MASK
-    assert (masked | (seen == clean)).all()
-    assert abs(float(masked.float().mean()) - 0.85) < 5 * (0.85 * 0.15 / (3000 * k)) ** 0.5
-    u = batch["u"]                              # with the masks' numbers all masked ones' were below .85
-    assert u[masked].max() > 0.99 and u[~masked].min() < 0.1
+    check_mlm(x, batch, k, mask=0.85, left=0.15)
+    assert torch.equal(batch["tgt"].gather(1, batch["at"]), x.gather(1, batch["at"]))
+    masked, u = batch["inp"].gather(1, batch["at"]) == MASK, batch["u"]
+    assert u[masked].max() > 0.99 and u[~masked].min() < 0.1, "the masks' own numbers"
     assert abs(float(u.mean()) - 0.5) < 0.05
 
 
-@pytest.mark.parametrize("sizes, want", [
-    ((4, 4, 128), (1, 32)), ((12, 12, 768), (3, 192)), ((2, 8, 64), (2, 16)), ((2, 6, 60), (2, 16))])
+@pytest.mark.parametrize("sizes, want", [((12, 12, 768), (3, 192)), ((2, 6, 60), (2, 16))])
 def test_a_generator_has_heads_of_the_trunks_width(sizes, want):
     small = O.electra_sizes(Sizes(*sizes), settings("electra", 8))
     assert (small.n_layer, small.n_head, small.n_embd) == (sizes[0], *want)
@@ -921,12 +711,12 @@ def test_electra_is_two_models_whose_gradients_stay_on_their_side():
 
 
 def test_electra_samples_follow_the_generator():
-    p, x = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.full((4000, 8), 65)
-    four = torch.full((4000, 8, 512), -60.0)
+    p, x = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.full((2000, 8), 65)
+    four = torch.full((2000, 8, 512), -60.0)
     four[..., 65:69] = p.log()
-    _, clean, fake = O.electra_fakes(Says(four), O.electra(x, generator("e"), settings("electra", 8)))
-    assert fake.shape == (4000, 1) and (clean == 65).all()
-    assert chi2(torch.bincount(fake[:, 0], minlength=69)[65:], 4000 * p) < 25       # 3 degrees of freedom
+    _, clean, fake = O.electra_fakes(says(four), O.electra(x, generator("e"), settings("electra", 8)))
+    assert fake.shape == (2000, 1) and (clean == 65).all()
+    assert chi2(torch.bincount(fake[:, 0], minlength=69)[65:], 2000 * p) < 25       # 3 degrees of freedom
 
 
 def test_auc_is_the_chance_of_the_right_order():
@@ -941,10 +731,6 @@ def test_auc_is_the_chance_of_the_right_order():
 
 # ---- bart
 
-def sentences(row):
-    return sorted(re.findall(rb"(?s).*?(?:\n|[.?!][ \t\r\x0b\x0c]|\Z)", bytes(row)))
-
-
 def bart_case(noise, B=100, T=129, rate=0.3, text=None):  # -> [(clean text, source)] of each row
     hp = settings("bart", T, bart_noise=noise, bart_rate=rate, batch_size=B)
     x = clean_windows(hp, B)
@@ -955,16 +741,10 @@ def bart_case(noise, B=100, T=129, rate=0.3, text=None):  # -> [(clean text, sou
     assert all(t == row[:len(t)] for (_, t), row in zip(split, x.tolist())), "the target is the clean text"
     assert all(len(s) <= len(t) for s, t in split)
     used = [len(t) for _, t in split]
-    if B >= 100 and L >= 20:
+    if L >= 20:
         assert 0.25 < used.count(L) / B < 0.75, "the place of EOT gives it away"
         assert len(set(used)) > 12 and min(used) >= 8
     return [(t, s) for s, t in split]
-
-
-def fits(source, row):  # -> lengths of what each MASK stands for, or None where the source is not of this row
-    pattern = b"".join(b"(.*?)" if i == MASK else re.escape(bytes([i])) for i in source)
-    found = re.fullmatch(pattern, bytes(row), re.DOTALL)
-    return found and [len(s) for s in found.groups()]
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.001])
@@ -979,7 +759,7 @@ def test_bart_strikes_exact_numbers_and_shares_its_rate(noise, rate):
         if noise == "delete":
             rest = iter(row)
             assert all(i in rest for i in source), "the others stay in order"
-        elif noise != "mask,delete,replace":
+        elif "delete" not in noises:
             differ = sum(a != b for a, b in zip(source, row))
             changed, most = changed + differ, most + k
             assert differ <= k
@@ -991,9 +771,9 @@ def test_bart_noises_follow_in_one_order():
     assert same(a, b)
 
 
-def check_infills():
+def test_bart_infills_exactly_its_rate_with_poisson_spans():
     keep, start, used = O.place_infills(
-        torch.ones(4000, 200, dtype=torch.bool), torch.full((4000, 1), 60), 68, 3.0, generator("i"))
+        torch.ones(2000, 200, dtype=torch.bool), torch.full((2000, 1), 60), 68, 3.0, generator("i"))
     gone = ~keep
     assert (gone.sum(1) == 60).all() and (used.sum(1) <= 60).all()
     third = gone.float().mean(0)[:198].view(3, 66).mean(1)
@@ -1001,7 +781,7 @@ def check_infills():
     edges = gone.float().mean(0)[[0, -1]]
     assert edges.min() > 0.08 and abs(float(edges[0] - edges[1])) < 0.03
     lengths = []
-    for b in range(1000):                       # lengths from the next start, or from the end of the noise
+    for b in range(500):                        # lengths from the next start, or from the end of the noise
         at, row = sorted(start[b][used[b]].tolist()), gone[b].tolist()
         for s, following in zip(at, at[1:] + [200]):
             lengths.append(len([*itertools.takewhile(bool, row[s:following])]))
@@ -1010,22 +790,12 @@ def check_infills():
     assert (share - want).abs().max() < 0.02    # a row's last span is cut to fit, which moves them a little
 
 
-def test_bart_infills_exactly_its_rate_with_poisson_spans(monkeypatch):
-    check_infills()
-    rand, calls = torch.rand, iter([False, True])               # lengths are drawn first, gaps second
-
-    def front(*size, **how):  # a mistake: gaps are sorted before the unused ones are set aside
-        u = rand(*size, **how)
-        return u.sort(dim=1).values if size == (4000, 68) and next(calls) else u
-    monkeypatch.setattr(torch, "rand", front)
-    with pytest.raises(AssertionError, match="thirds"):
-        check_infills()
-
-
 def test_bart_infilled_text_fits_its_holes():
     text = b"The quick brown fox jumps over the lazy dog and runs away again from it. "
     for row, source in bart_case("infill", text=text):
-        assert sum(fits(source, row)) == int(0.3 * len(row) + 0.5)
+        pattern = b"".join(b"(.*?)" if i == MASK else re.escape(bytes([i])) for i in source)
+        holes = re.fullmatch(pattern, bytes(row), re.DOTALL).groups()
+        assert sum(map(len, holes)) == int(0.3 * len(row) + 0.5)
 
 
 def test_bart_permutes_whole_sentences():
@@ -1036,7 +806,9 @@ def test_bart_permutes_whole_sentences():
     x = torch.tensor(list(text)).expand(300, -1)
     order, _ = O.permute(x, torch.ones_like(x, dtype=torch.bool), None, generator("o"), None)
     assert len({bytes(row) for row in order.tolist()}) > 250
-    assert all(sentences(row) == sentences(text) for row in order.tolist())
+    sentences = r"(?s).*?(?:\n|[.?!][ \t\r\x0b\x0c]|\Z)"
+    for row in order.tolist():
+        assert sorted(re.findall(sentences, bytes(row).decode())) == sorted(re.findall(sentences, text.decode()))
 
 
 def test_bart_rotates():
@@ -1047,7 +819,7 @@ def test_bart_rotates():
 
 
 @pytest.mark.parametrize("noise", [
-    "mask,delete,infill,permute,rotate,replace", "infill,rotate", "delete,rotate", "infill,delete"])
+    "mask,delete,infill,permute,rotate,replace", "infill,rotate", "infill,delete"])
 @pytest.mark.parametrize("T, rate", [(17, 0.3), (48, 0.9), (130, 0.05)])
 def test_bart_noises_combine_at_any_size(noise, T, rate):
     bart_case(noise, T=T, rate=rate)
@@ -1059,39 +831,38 @@ def clean_row(batch):
     return torch.where(batch["tgt"] == IGNORE, batch["inp"], batch["tgt"])
 
 
+@pytest.mark.parametrize("B", [2, 3, 40])
 @pytest.mark.parametrize("negatives", ["random", "swap"])
-def test_nsp_is_half_true_and_its_classes_look_alike(negatives):
+def test_nsp_is_half_true_and_its_classes_look_alike(negatives, B):
     data, h = torch.randint(1, 256, (20000,), generator=generator("nsp")), (T - 3) // 2
-    hp = settings("nsp", T, nsp_negatives=negatives, batch_size=40)
-    batch, corpus = O.nsp(data.unfold(0, 2 * h + O.GAP, 400)[:40], generator("n"), hp), bytes(data.tolist())
-    assert int(batch["labels"].sum()) == 20
-    for label, row in zip(batch["labels"].tolist(), clean_row(batch).tolist()):
-        a, b = row[1:h + 1], row[h + 2:2 * h + 2]
-        assert row == [CLS, *a, SEP, *b, SEP] + [PAD] * (T - 2 * h - 3)
-        i, j = corpus.find(bytes(a)), corpus.find(bytes(b))
-        assert i >= 0 and j >= 0
-        assert (j == i + h + O.GAP) == bool(label)
-        assert label or (i == j + h + O.GAP if negatives == "swap" else abs(i - j) > 300)
-
-
-@pytest.mark.parametrize("B", [2, 3, 4])
-def test_nsp_never_calls_a_rows_own_second_half_another(B):
-    hp, own = settings("nsp", T, batch_size=B), torch.arange(1, B + 1)
-    x = own[:, None].expand(-1, find_objective(hp)["n"])        # row b is the byte b + 1 all through
-    for seed in range(60):
-        batch = O.nsp(x, generator(f"{seed}"), hp)
-        assert torch.equal(clean_row(batch)[:, -3] == own, batch["labels"] == 1)
-        assert batch["labels"].sum() == B - B // 2
+    hp, corpus = settings("nsp", T, nsp_negatives=negatives, batch_size=B), bytes(data.tolist())
+    for seed in range(10):
+        batch = O.nsp(data.unfold(0, 2 * h + O.GAP, 400)[:B], generator(f"{seed}"), hp)
+        assert int(batch["labels"].sum()) == B - B // 2
+        for label, row in zip(batch["labels"].tolist(), clean_row(batch).tolist()):
+            a, b = row[1:h + 1], row[h + 2:2 * h + 2]
+            assert row == [CLS, *a, SEP, *b, SEP] + [PAD] * (T - 2 * h - 3)
+            i, j = corpus.find(bytes(a)), corpus.find(bytes(b))
+            assert i >= 0 and j >= 0
+            assert (j == i + h + O.GAP) == bool(label)
+            assert label or (i == j + h + O.GAP if negatives == "swap" else abs(i - j) > 300)
 
 
 @pytest.mark.parametrize("rate, k", [(0.15, 7), (0.001, 1)])
 def test_nsp_masks_its_rate_in_both_texts(rate, k):
-    _, batch, _ = make("nsp", B=200, mask_rate=rate)
+    _, batch, _ = make("nsp", B=1000, mask_rate=rate)
+    check_mlm(clean_row(batch), batch, k)
     h, chosen = (T - 3) // 2, batch["tgt"] != IGNORE
     first, second = (int(chosen[:, a:a + h].sum()) for a in (1, h + 2))
-    assert (chosen.sum(1) == k).all() and first + second == 200 * k
-    assert (batch["inp"][chosen] <= MASK).all()
+    assert first + second == 1000 * k
     assert abs(first - second) < 5 * (first + second) ** 0.5, "5 standard deviations"
+
+
+def test_nsp_reads_its_answer_at_cls():
+    entry, net, heads, batch, hp = case("nsp")
+    follows = heads["follows"](net(batch["inp"], "bidirectional")[:, 0])[:, 0]
+    want = F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="sum")
+    torch.testing.assert_close(entry["loss"](net, heads, batch, hp)["nsp"], want)
 
 
 @pytest.mark.parametrize("name, head", [("nsp", "follows"), ("rotation", "seam")])
@@ -1119,23 +890,12 @@ def test_contrastive_equals_loops():
     sim, want = (a @ b.T / hp.tau).tolist(), 0.0
     for side in (sim, [*zip(*sim)]):
         want += sum(math.log(sum(map(math.exp, row))) - row[i] for i, row in enumerate(side))
-    info, _ = entry["loss"](net, {}, batch, hp).values()
-    swapped, _ = entry["loss"](net, {}, dict(batch, inp=batch["inp"].flip(1)), hp).values()
-    assert float(info.detach()) == pytest.approx(want, rel=1e-4)
-    assert entry["terms"](batch, hp)["info"][0] == 10
-    torch.testing.assert_close(info, swapped)
-
-
-@pytest.mark.parametrize("states, nats, top1", [
-    ("own", 4 * math.exp(-20), 1.0), ("next", math.log(4 + math.exp(20)), 0.0), ("one", math.log(5), 0.2)])
-def test_contrastive_knows_its_extremes(states, nats, top1):
-    """Each crop's state is its window's, or the next window's for second crops, or all are one."""
-    entry, _, _, batch, hp = case("contrastive", B=5)
-    window = torch.arange(5)[:, None] + torch.tensor([0, int(states == "next")])    # (5, 2)
-    state = F.one_hot(window.flatten() % 5 * (states != "one"), 16).float()
-    sums = entry["loss"](lambda inp, mask: state[:, None].expand(-1, inp.size(1), -1), {}, batch, hp)
-    assert float(sums["info"]) / 10 == pytest.approx(nats, rel=1e-4, abs=1e-6)
-    assert float(sums["top1"]) / 5 == pytest.approx(top1)
+    sums = entry["loss"](net, {}, batch, hp)
+    assert float(sums["info"].detach()) == pytest.approx(want, rel=1e-4)
+    right = sum(max(row) == row[i] for i, row in enumerate(sim))
+    assert 0 < right < 5
+    assert sums["top1"] == right
+    assert {term: count for term, (count, _) in entry["terms"](batch, hp).items()} == {"info": 10, "top1": 5}
 
 
 # ---- mdlm
@@ -1150,10 +910,52 @@ def test_mdlm_masks_l_bytes_with_l_from_every_stratum():
     assert torch.equal(batch["inp"][~masked], x[~masked])
 
 
-def check_uniform_bound(loss):
-    entry, _, _, batch, hp = case("mdlm", B=16)
-    nats = float(loss(Transformer(Sizes(1, 2, 16)), {}, batch, hp)["bound"].detach())
-    assert nats / entry["terms"](batch, hp)["bound"][0] / math.log(2) == pytest.approx(8.0, abs=1e-5)
+THREE = torch.tensor([[65, 66, 67]])
+EACH_MASK = [torch.tensor([m]) for m in itertools.product([False, True], repeat=3) if any(m)]
+
+
+def masked_logits(net, hidden):  # -> (3, 256)
+    return net.logits(net(THREE.masked_fill(hidden, MASK), "bidirectional"))[0, :, :256]
+
+
+def by_count(bounds, net):  # the mean over l of 3 / l times what l masked bytes cost
+    mean = 0.0
+    for hidden in EACH_MASK:
+        inp, tgt = THREE.masked_fill(hidden, MASK), THREE.where(hidden, IGNORE)
+        cost = float(bounds(net, dict(inp=inp, tgt=tgt, weight=torch.ones(1), mask="bidirectional"), None))
+        mean += cost / math.comb(3, int(hidden.sum())) / int(hidden.sum())
+    return mean
+
+
+@torch.no_grad()
+def test_mdlm_equals_the_integral_over_t():
+    """The integral of t^(m-1) (1-t)^(L-m) is Beta(m, L-m+1), and the estimator's mean over many rows agrees."""
+    net, exact, hp = randomized(), 0.0, settings("mdlm", 3)
+    for hidden in EACH_MASK:
+        m, logp = int(hidden.sum()), masked_logits(net, hidden).log_softmax(-1)
+        nats = -float(logp.gather(1, THREE.T)[hidden[0]].sum())
+        exact += nats * math.gamma(m) * math.gamma(4 - m) / math.gamma(4)
+    assert by_count(O.mdlm_bounds, net) == pytest.approx(exact)
+    batch = O.mdlm(THREE.expand(3000, -1), generator("m"), hp)
+    assert float(O.mdlm_loss(net, {}, batch, hp)["bound"]) / 3000 == pytest.approx(exact, rel=0.03)
+
+
+# ---- sedd
+
+@torch.no_grad()
+def test_sedd_equals_its_authors_integral_over_t():
+    """dsigma * (sum_y s_y - q log s_x + q (log q - 1)) at masked bytes, q = 1 / expm1(sigma), s = q c, where sigma is
+    -log(1 - t) and each byte is masked with probability t."""
+    net, authors, steps = randomized(), 0.0, 4000
+    t = (torch.arange(steps, dtype=torch.double) + 0.5) / steps
+    q, dsigma = 1 / torch.expm1(-torch.log1p(-t)), 1 / (1 - t)
+    for hidden in EACH_MASK:
+        m, c = int(hidden.sum()), masked_logits(net, hidden).double().exp() / 256
+        for i in hidden[0].nonzero().flatten().tolist():
+            s = q[:, None] * c[i]
+            cost = s.sum(1) - q * s[:, int(THREE[0, i])].log() + q * (q.log() - 1)
+            authors += float((t ** m * (1 - t) ** (3 - m) * dsigma * cost).mean())
+    assert by_count(O.sedd_bounds, net) == pytest.approx(authors, rel=1e-3)
 
 
 def test_sedd_costs_nothing_where_nothing_is_masked():
@@ -1168,111 +970,6 @@ def test_sedd_costs_nothing_where_nothing_is_masked():
     torch.testing.assert_close(loss, want)
     loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
-
-
-def mean_over_masked(model, heads, batch, hp):  # with all 512 ids competing
-    share = batch["inp"].numel() / O.count_targets(batch)
-    return {"bound": O.token_loss(model, heads, batch, hp)["nll"] * share}
-
-
-def unweighted(model, heads, batch, hp):
-    return O.mdlm_loss(model, heads, dict(batch, weight=torch.ones_like(batch["weight"])), hp)
-
-
-def test_a_uniform_model_scores_exactly_8_bits_under_mdlm():
-    check_uniform_bound(O.mdlm_loss)
-    for wrong in (mean_over_masked, unweighted):
-        with pytest.raises(AssertionError):
-            check_uniform_bound(wrong)
-
-
-def test_mdlm_equals_the_integral_over_t():
-    """All 7 masks of 3 bytes by a random model: the integral of t^(m-1) (1-t)^(L-m) is Beta(m, L-m+1), and
-    the estimator's mean over many rows agrees."""
-    L, net, x = 3, randomized().requires_grad_(False), torch.tensor([[65, 66, 67]])
-    exact = by_l = 0.0
-    for mask in itertools.product([False, True], repeat=L):
-        m, hidden = sum(mask), torch.tensor([mask])
-        if m:
-            logits = net.logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[..., :256]
-            f = -float(logits.log_softmax(-1).gather(2, x[..., None])[..., 0][hidden].sum())
-            exact += f * math.gamma(m) * math.gamma(L - m + 1) / math.gamma(L + 1)
-            by_l += f / math.comb(L, m) / L * (L / m)
-    assert by_l == pytest.approx(exact)
-    hp = settings("mdlm", L)
-    batch = O.mdlm(x.expand(30000, -1), generator("m"), hp)
-    assert float(O.mdlm_loss(net, {}, batch, hp)["bound"]) / 30000 == pytest.approx(exact, rel=0.01)
-
-
-# ---- sedd
-
-def each_mask(L):  # every choice of masked bytes but none
-    return [torch.tensor([m]) for m in itertools.product([False, True], repeat=L) if any(m)]
-
-
-def sedd_at(net, x, hidden):  # -> (1,): sedd's cost of the hidden bytes, unweighted
-    inp, tgt = x.masked_fill(hidden, MASK), x.where(hidden, IGNORE)
-    batch = dict(inp=inp, tgt=tgt, weight=torch.ones(1), mask="bidirectional")
-    return float(O.sedd_bounds(net, batch, None))
-
-
-def test_sedd_equals_its_authors_integral_over_t():
-    """dsigma * (sum_y s_y - q log s_x + q (log q - 1)) at masked bytes, q = 1 / expm1(sigma), s = q c, where sigma is
-    -log(1 - t) and each byte is masked with probability t; against the mean over l of L / l times what l masked
-    bytes cost."""
-    L, net, x = 3, randomized().requires_grad_(False), torch.tensor([[65, 66, 67]])
-    authors, ours, steps = 0.0, 0.0, 4000
-    t = (torch.arange(steps, dtype=torch.double) + 0.5) / steps
-    q, dsigma = 1 / torch.expm1(-torch.log1p(-t)), 1 / (1 - t)
-    for hidden in each_mask(L):
-        m = int(hidden.sum())
-        logits = net.logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[0, :, :256]
-        c = logits.double().exp() / 256
-        for i in hidden[0].nonzero().flatten().tolist():
-            s = q[:, None] * c[i]
-            cost = s.sum(1) - q * s[:, int(x[0, i])].log() + q * (q.log() - 1)
-            authors += float((t ** m * (1 - t) ** (L - m) * dsigma * cost).mean())
-        ours += sedd_at(net, x, hidden) / math.comb(L, m) / L * (L / m)
-    assert ours == pytest.approx(authors, rel=1e-3)
-
-
-def check_ratios(bounds):
-    """Uniform ratios whose sum is e^a cost log 256 - a + e^a - 1 at every masked byte."""
-    _, batch, hp = make("sedd", B=16)
-    net = randomized()
-    for a in (-1.0, 0.0, 0.5):
-        net.logits = lambda h, a=a: torch.full((*h.shape[:-1], 512), a)
-        want = (math.log(256) - a + math.exp(a) - 1) * batch["inp"].numel()
-        assert float(bounds(net, batch, hp).sum()) == pytest.approx(want, rel=1e-4)
-
-
-def test_sedds_normaliser_is_learned():
-    check_ratios(O.sedd_bounds)
-    with pytest.raises(AssertionError):         # without sum_y c_y - 1 nothing holds the ratios down
-        check_ratios(lambda net, batch, hp: O.sedd_bounds(net, batch, hp) - batch["inp"].size(1))
-    with pytest.raises(AssertionError):         # with a softmax it is mdlm
-        check_ratios(O.mdlm_bounds)
-
-
-def test_sedd_bounds_what_can_be_enumerated():
-    """-log of the mean over orders of the chain of normalised ratios <= mdlm's bound <= sedd's."""
-    L, net, x = 3, randomized().requires_grad_(False), torch.tensor([[65, 66, 67]])
-    p = 0.0
-    for order in itertools.permutations(range(L)):
-        hidden, chain = torch.ones(1, L, dtype=torch.bool), 1.0
-        for i in order:
-            logits = net.logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[0, i, :256]
-            chain *= float(logits.softmax(-1)[x[0, i]])
-            hidden[0, i] = False
-        p += chain / math.factorial(L)
-    sedd, mdlm = 0.0, 0.0
-    for hidden in each_mask(L):
-        m = int(hidden.sum())
-        logp = net.logits(net(x.masked_fill(hidden, MASK), "bidirectional"))[..., :256].log_softmax(-1)
-        share = 1 / math.comb(L, m) / m
-        mdlm -= share * float(logp.gather(2, x[..., None])[..., 0][hidden].sum())
-        sedd += share * sedd_at(net, x, hidden)
-    assert -math.log(p) <= mdlm < sedd
 
 
 # ---- rotation, hybrid
@@ -1293,15 +990,13 @@ def test_hybrid_rows_are_masked_or_causal():
     check_mlm(x[masked, :T], dict(inp=batch["inp"][masked], tgt=tgt[:, :T]), round(0.15 * T))
 
 
-def test_hybrid_masks_the_whole_part_of_its_share_spread_evenly():
-    """In float32 the product misses its integer for some pairs, such as 75 rows and .84."""
-    hp, x = settings("hybrid", 2), torch.ones(100, 3, dtype=torch.long)
-    ratios = [*(i / 25 for i in range(26)), 1 / 3, 2 / 3, 0.29, 0.57, 0.58]
-    for B, hp.hybrid_ratio in itertools.product([*range(1, 65), 75, 100], ratios):
-        masked = O.hybrid(x[:B], generator("h"), hp)["mask"] > 0
-        rows = int(B * hp.hybrid_ratio + 1e-6)
-        assert int(masked.sum()) == rows, (B, hp.hybrid_ratio)
-        assert ((masked.cumsum(0) - torch.arange(1, B + 1) * rows / B).abs() < 1).all()
+@pytest.mark.parametrize("B, ratio", [(8, 0.0), (8, 1.0), (3, 1 / 3), (5, 0.58), (75, 0.84), (100, 0.29)])
+def test_hybrid_masks_the_whole_part_of_its_share_spread_evenly(B, ratio):
+    """In float32 the product misses its integer for 75 rows and .84, in float64 for 100 and .29."""
+    x, rows = torch.ones(B, 3, dtype=torch.long), int(B * ratio + 1e-6)
+    masked = O.hybrid(x, generator("h"), settings("hybrid", 2, hybrid_ratio=ratio))["mask"] > 0
+    assert int(masked.sum()) == rows
+    assert ((masked.cumsum(0) - torch.arange(1, B + 1) * rows / B).abs() < 1).all()
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
@@ -1319,8 +1014,7 @@ def test_hybrid_weighs_its_kinds_by_their_rows(ratio):
 # ---- mixtures
 
 @pytest.mark.parametrize("mixture, B, rows", [
-    ("clm:.5,mlm:.5", 8, [4, 4]), ("clm:3,mlm:1", 8, [6, 2]), ("clm,mlm", 3, [2, 1]),
-    ("clm:.5,mlm:.3,prefix:.2", 7, [4, 2, 1]), ("clm:2,mlm,nsp", 8, [4, 2, 2])])
+    ("clm:3,mlm:1", 8, [6, 2]), ("clm:.5,mlm:.3,prefix:.2", 7, [4, 2, 1]), ("clm:2,mlm,nsp", 8, [4, 2, 2])])
 def test_every_micro_batch_holds_fixed_rows_of_each_member(mixture, B, rows):
     x, batch, hp = make(mixture, B=3 * B, batch_size=B, accum=3)
     g, each = generator("corruption 0"), x.unflatten(0, (3, B)).split(rows, dim=1)
@@ -1329,7 +1023,6 @@ def test_every_micro_batch_holds_fixed_rows_of_each_member(mixture, B, rows):
         own = settings(m["name"], T, batch_size=r, accum=3)
         assert same(part_of(batch, m), m["make"](part.flatten(0, 1)[:, :m["n"]], g, own)), "its first n bytes"
         assert len(middle[f"{m['name']}.inp"]) == r
-    assert {k.split(".")[0] for k in batch} == {m["name"] for m in members}
     assert torch.equal(middle["clm.inp"], x[B:B + rows[0], :T])
 
 
@@ -1361,14 +1054,13 @@ def test_the_targets_of_a_mixture_are_those_of_its_members():
 
 
 def test_a_mixture_with_heads_of_its_own_trains(text):
-    more = ["--objective", MIXTURES[1], "--batch_size", "8", "--accum", "2", "--max_iters", "40"]
-    hp = get_config([*TINY, *more])
+    hp = get_config([*TINY, "--objective", MIXTURES[1], "--batch_size", "8", "--accum", "2", "--max_iters", "4"])
     s = train.prepare(find_objective(hp), open_corpus([text]), hp)
-    before, losses = [p.detach().clone() for p in s.params], []
-    for step in range(40):
+    before = [p.detach().clone() for p in s.params]
+    for step in range(4):
         train.set_step(s, step)
-        losses.append(float(train.training_step(s)[1]))
-    assert int(s.first_bad) == -1 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+        train.training_step(s)
+    assert int(s.first_bad) == -1
     assert not any(torch.equal(p, q) for p, q in zip(before, s.params)), "a parameter never moved"
     _, offset = s.where                         # nsp's rows alone have several candidates for a window
     assert (offset != offset[:, :1]).any(1).tolist() == [False, False, True, True, *[False] * 4] * 2
@@ -1380,23 +1072,23 @@ def test_a_mixture_with_heads_of_its_own_trains(text):
 def test_a_prompt_is_laid_out_as_in_training(name):
     x, batch, hp = make(name, B=8)
     mask, before, after = OBJECTIVES[name]["continues"](hp) or pytest.skip("continues nothing")
-    P = [0] * 8 if batch["mask"] == "causal" else batch["mask"].tolist()
     laid = set()
-    for row, inp, p in zip(x.tolist(), batch["inp"].tolist(), P):
+    for row, inp, p in zip(x.tolist(), batch["inp"].tolist(), prefixes(batch).tolist()):
         if (mask == "causal") == (p in (0, T)):
             n = p or T                          # a causal row is a prompt to its end
             laid.add(inp[:n] == before + row[:n - len(before) - len(after)] + after)
     assert True in laid
 
 
-A, Z, R, X = 97, 98, MODE_R, MODE_X
+A, Z = 97, 98
 ASKED = [  # settings, bytes of a hole between A and Z, what is asked
-    ("ul2", dict(ul2_weights="R:1,S:1"), 17, ([R, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
-    ("ul2", dict(ul2_weights="X:1"), 4, ([X, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
+    ("ul2", dict(ul2_weights="R:1,S:1"), 17, ([MODE_R, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
+    ("ul2", {}, 16, ([MODE_R, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
+    ("ul2", {}, 17, ([MODE_X, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
+    ("ul2", dict(ul2_weights="X:1"), 4, ([MODE_X, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
     ("ul2", dict(ul2_weights="S:1"), 4, None),
     ("fim", dict(fim_spm_rate=0.01), 4, ([PRE, SUF, Z, MID, A], 0)),
     ("fim", dict(fim_rate=0.0), 4, None),
-    ("bart", dict(bart_noise="infill,permute"), 3, ([A, MASK, Z, SEP, A], 4)),
     ("bart", dict(bart_noise="mask,infill"), 3, ([A, MASK, Z, SEP, A], 4)),
     ("bart", dict(bart_noise="mask"), 3, ([A, MASK, MASK, MASK, Z, SEP, A], 6)),
     ("bart", dict(bart_noise="delete,permute,rotate,replace"), 3, None)]
@@ -1414,33 +1106,20 @@ def test_what_was_never_trained_cannot_be_asked(name, key, changes):
     assert OBJECTIVES[name][key](settings(name, T, **changes)) is None
 
 
-@pytest.mark.parametrize("name", ["span", "ul2"])
-def test_spans_are_asked_for_as_in_training(name):
+def test_spans_are_asked_for_as_in_training():
     """A source that does not end with a hole gets one more sentinel, before which the last answer ends."""
-    _, batch, hp = make(name, B=200, T=64)
-    entry, endings = OBJECTIVES[name], set()
+    _, batch, hp = make("span", B=100, T=64)
+    endings = set()
     for source, target in all_parts(batch):
-        mode = [i for i in source if i in (MODE_R, MODE_S, MODE_X)]
-        if mode == [MODE_S]:
-            continue                            # which is continued
         holes = [i for i, id in enumerate(source) if id >= SENTINEL]
-        pieces = [source[a + 1:b] for a, b in itertools.pairwise([len(mode) - 1, *holes, len(source)])]
-        ids, P = entry["ask"](pieces, 16 if mode == [MODE_R] else 17, hp)
+        pieces = [source[a + 1:b] for a, b in itertools.pairwise([-1, *holes, len(source)])]
         closing = [SENTINEL + len(holes)] if pieces[-1] else []
-        assert ids == source + closing + [SEP, SENTINEL] and P == len(ids) - 1
+        assert O.span_ask(pieces, 4, hp) == (source + closing + [SEP, SENTINEL], len(source + closing) + 1)
         answers = [i for i in target if i >= SENTINEL] + closing
-        assert answers == [SENTINEL, *map(entry["ends"], range(len(answers) - 1))]
+        for name in ("span", "ul2"):
+            assert answers == [SENTINEL, *map(OBJECTIVES[name]["ends"], range(len(answers) - 1))]
         endings.add(len(closing))
     assert endings == {0, 1}
-
-
-def test_fim_is_asked_as_in_training():
-    (_, first), (_, second) = (fim_rows(B=200, fim_rate=1.0, fim_spm_rate=rate) for rate in (0.0, 1.0))
-    for row, other in zip(first.tolist(), second.tolist()):
-        n, (prefix, suffix, _, _) = row.index(MID) + 1, psm(row)
-        assert O.fim_ask([prefix, suffix], 4, settings("fim", 33, fim_spm_rate=0.0)) == (row[:n], 0)
-        assert O.fim_ask([prefix, suffix], 4, settings("fim", 33)) == (other[:n], 0)
-    assert OBJECTIVES["fim"]["ends"](0) == EOT
 
 
 @pytest.mark.parametrize("noise", ["mask", "infill"])
@@ -1452,4 +1131,4 @@ def test_bart_is_asked_as_in_training(noise):
         ids, P = O.bart_ask([source[:a], source[a + 1:]], 1, hp)
         assert P == len(source) + 1
         assert ids == z[:P + a] == source + [SEP] + target[:a]
-    assert OBJECTIVES["bart"]["ends"](0) == EOT
+    assert OBJECTIVES["bart"]["ends"](0) == OBJECTIVES["fim"]["ends"](0) == EOT
