@@ -69,7 +69,7 @@ def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row come before e
 
 def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest remainder
     shares = [w / sum(weights) * total for w in weights]
-    rows = [int(s + 1e-9) for s in shares]
+    rows = [int(share) for share in shares]
     for i in sorted(range(len(rows)), key=lambda i: rows[i] - shares[i])[:total - sum(rows)]:
         rows[i] += 1
     return rows
@@ -535,8 +535,8 @@ def mtp_terms(batch, hp):
 def mtp_loss(model, heads, batch, hp):
     h, far = model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt_far"]                 # (B, T, C)
     sums = {"nll": nats(model.logits(h), batch["tgt"])}
-    if hp.mtp_kind == "parallel":
-        logits = model.logits(mtp_ahead(heads, h)) if hp.mtp_heads > 1 else None                    # (B, T, n - 1, V)
+    if hp.mtp_kind == "parallel" and hp.mtp_heads > 1:
+        logits = model.logits(mtp_ahead(heads, h))              # (B, T, n - 1, V)
         return sums | {f"head{k + 2}": nats(logits[:, :, k], far[:, :, k]) for k in range(far.size(2))}
     for k in range(far.size(2)):
         ids = batch["tgt"] if k == 0 else far[:, :, k - 1]      # byte i + k + 1 at position i
@@ -995,7 +995,7 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
     mdlm, is learned. Departure: the model is told no time, which the absorbing state allows."""
     h, tgt, row = told(model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
     logc = model.logits(h)[..., :N_BYTES] - math.log(N_BYTES)                       # (N, 256)
-    logc = logc.masked_fill((tgt == IGNORE)[:, None], -math.log(N_BYTES))           # a cost of 0, whatever was there
+    logc = logc.masked_fill((tgt == IGNORE)[:, None], 0.0)      # finite, whatever was there
     each = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1                # (N,)
     each = each * (tgt != IGNORE)
     return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]

@@ -206,7 +206,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
 def refuse_changes(given, saved, flags, what):
     for flag in sorted(set(flags) & set(given)):
         if given[flag] != saved[flag]:
-            fail(f"--{flag} {given[flag]}: {what} {saved[flag] or 'none'}. Try without --{flag}")
+            fail(f"--{flag} {given[flag]}: {what} {'none' if saved[flag] == '' else saved[flag]}. Try without --{flag}")
 
 
 # ---- the device
