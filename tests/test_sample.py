@@ -12,10 +12,10 @@ from conftest import TINY, randomize, randomized, settings
 
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, PRE, SENTINEL, SEP, SUF, document_ids, generator
+from data import CLS, EOT, MASK, MID, MODE_S, PRE, SENTINEL, SEP, SUF, document_ids, generator
 from model import Sizes, Transformer
 from objectives import OBJECTIVES, USUAL, ParallelDrafter, embed, find_objective, mtp_drafter, seq2seq
-from run import build, get_config, load_checkpoint
+from run import load_checkpoint
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -96,7 +96,7 @@ def test_top_k_and_top_p_cut_the_tail(how, allowed):
 
 # ---- continuing
 
-def uncached(net, x, n, prefix=0, positions=None, **how):  # what generate writes, by a whole pass for each byte
+def uncached(net, x, n, prefix=0):  # what generate writes, by a whole pass for each byte
     out, start, draws = x, max(0, x.size(1) - T), gens(len(x))
     ended = torch.zeros(len(x), dtype=torch.bool)
     for _ in range(n):
@@ -105,66 +105,36 @@ def uncached(net, x, n, prefix=0, positions=None, **how):  # what generate write
                 break
             start = out.size(1) - T // 2
         mask = torch.full((len(x),), prefix) if prefix else "causal"
-        at = positions(out, mask) if positions else None
-        byte = sample.pick(net.logits(net(out[:, start:], mask, at=at)[:, -1]), draws, **how).masked_fill(ended, EOT)
+        byte = sample.pick(net.logits(net(out[:, start:], mask)[:, -1]), draws).masked_fill(ended, EOT)
         ended |= byte == EOT
         out = torch.cat((out, byte[:, None]), 1)
     return out[:, x.size(1):]
 
 
-@pytest.mark.parametrize("n", [1, 5, T - 1, T, T + 1, 3 * T])
-@pytest.mark.parametrize("how", [GREEDY, dict(temperature=1.0)], ids=["greedy", "drawn"])
-def test_the_cache_changes_nothing_before_and_after_the_block_is_full(n, how):
-    net, x = randomized().requires_grad_(False), ids(n, 2)
-    out = text_of(net, x, 30, T, gens(2), **how)
-    assert torch.equal(out, uncached(net, x, 30, **how))
-    assert out.shape == (2, 30)
-
-
-@pytest.mark.parametrize("n, prefix", [(1, 1), (4, 4), (T, T), (7, 3)])
-def test_the_cache_changes_nothing_for_a_prefix_which_ends_with_the_block(n, prefix):
+@pytest.mark.parametrize("n, prefix", [(1, 0), (T, 0), (T + 1, 0), (3 * T, 0), (1, 1), (T, T), (7, 3)])
+def test_the_cache_changes_nothing(n, prefix):
+    """Before and after the block is full, with which a text ends whose prefix is read both ways."""
     net, x = randomized().requires_grad_(False), ids(n, 2)
     out = text_of(net, x, 30, T, gens(2), prefix)
     assert torch.equal(out, uncached(net, x, 30, prefix))
-    assert out.shape == (2, T - n + 1)
-    assert prefix == 1 or not torch.equal(out, uncached(net, x, T - n + 1)), "read both ways"
-
-
-def test_the_cache_changes_nothing_where_spans_stand_at_their_holes():
-    """Over a cache each pass gives the positions of its ids alone."""
-    net, positions = randomized().requires_grad_(False), OBJECTIVES["span"]["positions"]
-    x = torch.tensor([[65, SENTINEL, 66, 67, 68, SENTINEL + 1, SEP, SENTINEL]])
-    want = uncached(net, x, T, 7, positions, extra=[SENTINEL + 1])
-    assert torch.equal(text_of(net, x, T, T, gens(), 7, [SENTINEL + 1], positions), want)
-    assert not torch.equal(text_of(net, x, T, T, gens(), 7, [SENTINEL + 1]), want)
+    assert out.shape == (2, T - n + 1 if prefix else 30)
+    assert prefix < 2 or not torch.equal(out, uncached(net, x, T - n + 1))
 
 
 def test_a_hole_is_filled_at_its_position():
     net, span = randomized().requires_grad_(False), OBJECTIVES["span"]
-    ids, P = span["ask"]([[65], [66, 67, 68]], 4, None)
-    [out], _ = sample.infill(net, span, ids, P, 1, 20, 24, gens(), **GREEDY)
-    x = torch.tensor([ids])
-    for byte in out:
-        prefix = torch.tensor([P])
-        logits = net.logits(net(x, prefix, at=span["positions"](x, prefix))[:, -1])
-        assert int(sample.pick(logits, gens(), [SENTINEL + 1], **GREEDY)) == byte
-        x = torch.cat((x, torch.tensor([[byte]])), 1)
+    ids, n = span["ask"]([[65], [66, 67, 68]], 4, None)
+    [out], _ = sample.infill(net, span, ids, n, 1, 20, 24, gens(), **GREEDY)
+    row, prefix = torch.tensor([ids + out]), torch.tensor([n])
+    logits = net.logits(net(row, prefix, at=span["positions"](row, prefix)))[0, len(ids) - 1:-1]
+    assert logits[:, [*range(256), SENTINEL + 1]].argmax(-1).tolist() == out
     assert len(out) > 5
 
 
-def test_row_i_of_a_batch_is_the_single_run_of_its_seed():
-    net, x = randomized(), ids(5)
-    batch = text_of(net, x.expand(3, -1), 20, T, gens(3, seed=8))
-    for i in range(3):
-        assert torch.equal(text_of(net, x, 20, T, [gens(3, seed=8)[i]])[0], batch[i])
-    assert len({tuple(row.tolist()) for row in batch}) == 3
-
-
-def test_a_row_that_ended_stays_ended():
-    firsts = iter([EOT] + [65] * 9)             # the first row ends at once, the second never
-    says = Stub(lambda h: sure(torch.tensor([next(firsts), 66])))
-    assert text_of(says, ids(3, 2), 4, T, gens(2)).tolist() == [[EOT] * 4, [66] * 4]
-    assert text_of(Stub(lambda h: sure(h * 0)), ids(3, 2), 9, T, gens(2)).tolist() == [[EOT], [EOT]]
+def test_a_text_ends_when_every_row_has_ended():
+    said = iter([[EOT, 66], [65, EOT]])
+    says = Stub(lambda h: sure(torch.tensor(next(said))))
+    assert text_of(says, ids(3, 2), 9, T, gens(2)).tolist() == [[EOT, EOT], [66, EOT]]
 
 
 # ---- speculation
@@ -188,99 +158,68 @@ class Fixed(ParallelDrafter):  # drafts from the same far logits, whatever was w
         return self.far.expand(len(h), -1, -1)
 
 
-P = torch.tensor([[.7, .1, .1, .1], [0, .1, .2, .7], [.25, .25, .25, .25], [0, .5, .5, 0]]).double()
-FAR = {
-    "far off": torch.tensor([[.04, .06, .1, .8], [.7, .2, .05, .05], [.1, .84, .05, .01]]).double(),
-    "alike": P[:3],
-    "sure": torch.eye(4)[[1, 3, 0]].double(),
-    "in reverse": P[:3].flip(0),
-}
-
-
-@pytest.mark.parametrize("q", FAR)
-@pytest.mark.parametrize("n", [0, 1, 2, 3])
-def test_what_verify_writes_is_distributed_as_if_nothing_was_drafted(n, q):
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_verify_writes_is_distributed_as_if_nothing_was_drafted(n):
     """Also where drafts were cut to fewer than there are distributions that they were drawn from."""
+    p = torch.tensor([[.7, .1, .1, .1], [0, .1, .2, .7], [.25, .25, .25, .25], [0, .5, .5, 0]]).double()
+    q = torch.tensor([[.04, .06, .1, .8], [.7, .2, .05, .05], [.1, .84, .05, .01]]).double()
     g, seen = generator("verify"), torch.zeros(n + 1, 4)
     for _ in range(900):
-        drafts = sample.invert(FAR[q], torch.rand(3, generator=g, dtype=torch.double)).tolist()[:n]
-        for i, byte in enumerate(sample.verify(P[:n + 1], FAR[q], drafts, g)):
+        drafts = sample.invert(q, torch.rand(3, generator=g, dtype=torch.double)).tolist()[:n]
+        for i, byte in enumerate(sample.verify(p[:n + 1], q, drafts, g)):
             seen[i, byte] += 1
-    assert seen[0].sum() == 900
-    for counts, p in zip(seen, P):              # an id after others is there where those were kept
-        assert chi2(counts, p) < 25             # 3 degrees of freedom
+    for counts, want in zip(seen, p):           # an id after others is there where those were kept
+        assert chi2(counts, want) < 25          # 3 degrees of freedom
 
 
-@pytest.mark.parametrize("n", [5, T - 2], ids=["cut by the budget", "cut by the block"])
-@pytest.mark.parametrize("how", [dict(temperature=1.0), dict(temperature=0.7, top_k=3)], ids=["all", "top 3"])
-def test_speculation_draws_from_the_plain_distribution(n, how):
-    """Pairs of bytes after one prompt, of 4 bytes. The second is drafted, by the first of three far heads
-    that differ strongly; budget or block leave no room for the other drafts."""
-    net, x = randomized().requires_grad_(False), ids(n)
-    far = torch.randn(3, net.sizes.n_embd, generator=generator("far")) * 20
+@pytest.mark.parametrize("kind, n, budget, how", [
+    ("fixed", 5, 4, dict(temperature=0.7, top_k=3)), ("fixed", T - 2, 9, {}), ("sequential", 5, 4, {})])
+def test_speculation_draws_from_the_plain_distribution(kind, n, budget, how):
+    """Triples of 4 bytes after one prompt, drafted by far heads that differ strongly or by modules. The budget
+    leaves room for two drafts, the block for one."""
+    (net, drafter), x = drafting(3, kind="sequential"), ids(n)
     logits, only = net.logits, torch.full((512,), -1e9).index_fill(0, torch.arange(65, 69), 0)
     net.logits = lambda h: logits(h) / 8 + only
-    after = lambda row: sample.distribution(net.logits(net(row, "causal")[:, -1]), **how)[:, 65:69]
-    joint = after(torch.cat((x.expand(4, -1), torch.arange(65, 69)[:, None]), 1)) * after(x).T
-    seen, tally, budget = torch.zeros(4, 4), [], 3 if n == 5 else 9
-    for s in range(700):
-        g = generator(f"{s}")
-        written = sample.speculate(net, Fixed(net.logits(far)), x[0].tolist(), budget, T, g, tally, **how)
-        seen[next(written) - 65, next(written) - 65] += 1
-    assert chi2(seen, joint) < 50               # 15 degrees of freedom at most
-    assert {drafted for drafted, _ in tally} == {0, 1}
-    assert 0 < sum(kept for _, kept in tally) < 700, "some are kept, some are not"
-
-
-def test_drafts_of_sequential_modules_leave_the_distribution_as_it_is():
-    """Triples of 4 bytes after one prompt: the second and third are drafted by modules 1 and 2."""
-    (net, drafter), x = drafting(3, kind="sequential"), ids(5)
-    logits, only = net.logits, torch.full((512,), -1e9).index_fill(0, torch.arange(65, 69), 0)
-    net.logits = lambda h: logits(h) / 8 + only
-    after = lambda row: sample.distribution(net.logits(net(row, "causal")[:, -1]))[:, 65:69]
+    if kind == "fixed":
+        drafter = Fixed(net.logits(torch.randn(3, net.sizes.n_embd, generator=generator("far")) * 20))
     bytes_, rows, joint = torch.arange(65, 69)[:, None], x, torch.ones(1, 1, dtype=torch.double)
     for _ in range(3):
-        joint = (joint * after(rows)).view(-1, 1)
+        p = sample.distribution(net.logits(net(rows, "causal")[:, -1]), **how)[:, 65:69]
+        joint = (joint * p).view(-1, 1)
         rows = torch.cat((rows.repeat_interleave(4, 0), bytes_.repeat(len(rows), 1)), dim=1)
     seen, tally = torch.zeros(4, 4, 4), []
-    for s in range(900):
-        a, b, c = sample.speculate(net, drafter, x[0].tolist(), 3, T, generator(f"{s}"), tally)
-        seen[a - 65, b - 65, c - 65] += 1
-    assert chi2(seen.flatten(), joint.flatten()) < 120          # 63 degrees of freedom: 2 in 100,000
+    for s in range(500):
+        written = sample.speculate(net, drafter, x[0].tolist(), budget, T, generator(f"{s}"), tally, **how)
+        a, b, c = (next(written) - 65 for _ in range(3))
+        seen[a, b, c] += 1
+    assert chi2(seen.flatten(), joint.flatten()) < 110          # 63 degrees of freedom at most
+    assert {drafted for drafted, _ in tally} == ({0, 1} if n == T - 2 else {0, 1, 2})
     assert 0 < sum(kept for _, kept in tally) < sum(drafted for drafted, _ in tally)
 
 
-@pytest.mark.parametrize("n", [2, 4, 7])
+@pytest.mark.parametrize("n", [2, 7])
 @KINDS
 def test_speculation_at_temperature_0_is_plain_decoding(n, kind):
-    """For prompts of all lengths, past the end of the block."""
+    """For prompts of several lengths, past the end of the block."""
     passes = written = 0
-    for seed in range(2 * T):
-        net, drafter = drafting(n, seed % 5, kind=kind)
-        x, tally = ids(1 + seed, seed=seed), []
+    for length in (1, 4, T - 1, T, T + 1, 2 * T):
+        net, drafter = drafting(n, length, kind=kind)
+        x, tally = ids(length), []
         plain = text_of(net, x, 25, T, gens(), **GREEDY)[0].tolist()
         text = sample.speculate(net, drafter, x[0].tolist(), 25, T, generator("s"), tally, **GREEDY)
         assert list(text) == plain
         assert all(0 <= kept <= drafted <= n - 1 for drafted, kept in tally)
         passes, written = passes + len(tally), written + len(plain)
-    assert passes < written <= n * passes
+    assert passes < written
 
 
-def test_speculation_keeps_a_perfect_draft():
-    """A model that counts, and far heads that count on: n bytes a pass after the first."""
-    counts, tally = Stub(lambda h: sure(h % 255 + 1)), []
-    drafter = Fixed(torch.zeros(3, 512))
-    drafter.tail = lambda h: sure((h[:, None] + torch.arange(3)) % 255 + 1 + 1)
-    text = sample.speculate(counts, drafter, [66], 41, 99, generator("s"), tally, **GREEDY)
-    assert list(text) == list(range(67, 67 + 41))
+def test_speculation_keeps_a_perfect_draft_and_ends_with_the_text():
+    """A model that counts up to EOT, and far heads that count on: n bytes a pass after the first."""
+    counts, tally, drafter = Stub(lambda h: sure((h + 1) % 256)), [], Fixed(torch.zeros(3, 512))
+    drafter.tail = lambda h: sure((h[:, None] + torch.arange(2, 5)) % 256)
+    text = sample.speculate(counts, drafter, [215], 99, 99, generator("s"), tally, **GREEDY)
+    assert list(text) == [*range(216, 256), EOT]
     assert len(tally) == 11
-
-
-def test_speculation_without_rejection_would_be_noticed(monkeypatch):
-    (net, drafter), x = drafting(4), ids(5)
-    plain = text_of(net, x, 25, T, gens(), **GREEDY)[0].tolist()
-    monkeypatch.setattr(sample, "verify", lambda p, q, drafts, g: [*drafts, int(p[-1].argmax())])
-    assert list(sample.speculate(net, drafter, x[0].tolist(), 25, T, generator("s"), **GREEDY)) != plain
 
 
 def check_fast_steps(n, temperature=0.0, device="cpu", kind="parallel"):
@@ -289,8 +228,8 @@ def check_fast_steps(n, temperature=0.0, device="cpu", kind="parallel"):
     single, several = sample.fast_step(net, 2, T), sample.fast_step(net, 1, T, drafter.tail, n)
     assert single is not None
     assert (several is None) == (n > T)
-    for seed in range(4):
-        x = ids(1 + 6 * seed, seed=seed).to(device)
+    for seed in range(3):
+        x = ids(1 + 7 * seed, seed=seed).to(device)
         plain, fast = (text_of(net, x.expand(2, -1), 30, T, gens(2), step=s) for s in (None, single))
         assert torch.equal(plain, fast)
         plain, fast = (list(sample.speculate(net, drafter, x[0].tolist(), 40, T, generator(f"{seed}"), step=s,
@@ -309,8 +248,7 @@ def static(f, **options):  # torch.compile without the compiler: other shapes or
     return run
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("n", [2, 4, 7, T + 1], ids=lambda n: f"{n} heads")
+@pytest.mark.parametrize("n, temperature", [(4, 1.0), (7, 0.0), (T + 1, 0.0)])
 @KINDS
 def test_a_step_over_a_static_cache_changes_nothing(kind, n, temperature, monkeypatch, capsys):
     """The step that is compiled, here as it stands; with more heads than two passes or one have room for."""
@@ -333,33 +271,18 @@ def test_a_captured_step_changes_nothing(n):
 
 # ---- filling
 
-@pytest.mark.parametrize("steps", [1, 5, 0])
-def test_the_ancestral_sampler_reproduces_its_oracle(steps):
-    """A denoiser that knows the distribution of each byte by itself."""
-    N, n, most, passes = 100, 20, steps or 64, []
-    oracle = Stub(lambda ids: passes.append(1) or four(FOUR).expand(*ids.shape, -1))
+@pytest.mark.parametrize("order, scale, steps", [
+    ("ancestral", 1.0, 1), ("ancestral", 1.0, 5), ("ancestral", 1.0, 0), ("analytic", 1.0, 5), ("analytic", 0.5, 5),
+    ("analytic", 0.5, 1), ("analytic", 0.5, 0)])
+def test_the_samplers_of_diffusion_reproduce_their_oracle(order, scale, steps):
+    """A denoiser that knows the distribution of each byte by itself. A pass unmasks (t - s) / t of what is left,
+    the analytic one times the sum of its ratios, which need not be 1; the last one all."""
+    N, n, most = 20, 100, steps or 64
+    oracle = Stub(lambda ids: four(FOUR).expand(*ids.shape, -1) + math.log(256 * scale))
     x = torch.full((N, n), MASK)
-    x[:, 3] = 90
-    states = [x, *sample.unmask(oracle, x, gens(N), IN_PLACE, steps, "ancestral")]
+    states = [x, *sample.unmask(oracle, x, gens(N), IN_PLACE, steps, order)]
     for before, after in zip(states, states[1:]):
         assert torch.equal(after[before != MASK], before[before != MASK]), "a byte was changed again"
-    assert len(passes) <= most
-    counts = torch.bincount(states[-1][x == MASK], minlength=MASK + 1)
-    assert counts[65:69].sum() == N * (n - 1)
-    assert chi2(counts[65:69], FOUR) < 25
-    first = float((states[1] != x).float().mean()) * n / (n - 1)
-    assert abs(first - 1 / most) < 5 * (1 / most / N / n) ** 0.5, "(t - s) / t unmasks an equal share a pass"
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("steps", [1, 5, 0])
-def test_the_analytic_sampler_reproduces_its_oracle(steps, scale):
-    """Bytes come as their ratios say, whose sum need not be 1: a pass unmasks (t - s) / t times that sum, and
-    the last one all."""
-    N, n, most = 100, 20, steps or 64
-    ratios = Stub(lambda ids: four(FOUR).expand(*ids.shape, -1) + math.log(256 * scale))
-    x = torch.full((N, n), MASK)
-    states = [x, *sample.unmask(ratios, x, gens(N), IN_PLACE, steps, "analytic")]
     assert len(states) <= most + 1
     counts = torch.bincount(states[-1].flatten(), minlength=MASK + 1)
     assert counts[65:69].sum() == N * n
@@ -368,63 +291,31 @@ def test_the_analytic_sampler_reproduces_its_oracle(steps, scale):
     assert abs(float((states[1] != x).float().mean()) - first) < 5 * (first / N / n) ** 0.5
 
 
-PAIR = torch.full((4, 4), 0.2 / 12).fill_diagonal_(0.2)         # two bytes, equal with probability .8
-
-
-def pair(ids):  # each byte given the other, where that one is known
-    other = ids.flip(1)
-    given = (PAIR / PAIR.sum(1, keepdim=True))[(other - 65).clamp(0, 3)]
-    return four(torch.where((other == MASK)[..., None], PAIR.sum(0), given))
-
-
-@pytest.mark.parametrize("steps, equal", [(20, 0.8), (1, 0.25)])
-def test_the_ancestral_sampler_reproduces_a_joint_distribution(steps, equal):
-    """In many passes, of which few unmask both bytes at once; in one pass both are drawn as if alone."""
-    N = 1500
-    out = sample.fill(Stub(pair), torch.full((N, 2), MASK), gens(N), IN_PLACE, steps, "ancestral") - 65
-    both = equal + (0.25 - equal) / steps       # the chance of a pass in common is 1 / steps
-    counts = torch.bincount(out[:, 0] * 4 + out[:, 1], minlength=16).view(4, 4)
-    assert chi2(counts, torch.full((4, 4), (1 - both) / 12).fill_diagonal_(both / 4)) < 45
+@pytest.mark.parametrize("order, steps, passes", [("confident", 3, 3), ("left", 0, T), ("ancestral", 1, 1)])
+def test_filling_leaves_no_mask_and_touches_nothing_else(order, steps, passes):
+    net, x = randomized(), ids(T, 3)
+    x[0, 2:5], x[1, 7], x[2, :] = MASK, MASK, MASK
+    states = [*sample.unmask(net, x, gens(3), IN_PLACE, steps, order)]
+    assert len(states) == passes
+    assert (states[-1][x == MASK] < 256).all()
+    assert torch.equal(states[-1][x != MASK], x[x != MASK])
 
 
 @FRAMES
-def test_a_masked_byte_is_read_where_its_objective_puts_it(frame):
-    (before, after, shift), net, x = frame, randomized().requires_grad_(False), ids(T)
-    x[0, [0, 5]] = MASK
-    row = torch.tensor([[*before, *x[0].tolist(), *after]])
-    best = net.logits(net(row, "bidirectional"))[0, len(before) - shift:, :256].argmax(-1)
-    out = sample.fill(net, x, gens(), frame, steps=1, **GREEDY)
-    assert out[0, [0, 5]].tolist() == best[[0, 5]].tolist()
-
-
-@pytest.mark.parametrize("order", ["confident", "left", "ancestral"])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_filling_leaves_no_mask_and_touches_nothing_else(order, steps):
-    net, x = randomized(), ids(T, 3)
-    x[0, 2:5], x[1, 7], x[2, :] = MASK, MASK, MASK
-    out = sample.fill(net, x, gens(3), IN_PLACE, steps, order)
-    assert (out[x == MASK] < 256).all()
-    assert torch.equal(out[x != MASK], x[x != MASK])
-
-
-def test_confident_fills_the_surest_byte_first_and_left_the_first():
-    net, x, holes = randomized().requires_grad_(False), ids(T), [2, 6, 9]
+def test_confident_fills_the_surest_byte_first_and_left_the_first(frame):
+    (before, after, shift), net, x, holes = frame, randomized().requires_grad_(False), ids(T), [2, 6, 9]
     x[0, holes] = MASK
-    best = lambda x: net.logits(net(x, "bidirectional"))[0, :, :256].softmax(-1).max(-1)
+
+    def best(x):  # -> probability and byte of each position
+        row = torch.tensor([[*before, *x[0].tolist(), *after]])
+        return net.logits(net(row, "bidirectional"))[0, len(before) - shift:, :256].softmax(-1).max(-1)
     for order, urgency in (("confident", lambda p, i: p[i]), ("left", lambda p, i: -i)):
         want = x.clone()
         while (want == MASK).any():
             p, byte = best(want)
             at = max((i for i in holes if want[0, i] == MASK), key=lambda i: urgency(p, i))
             want[0, at] = byte[at]
-        assert torch.equal(sample.fill(net, x, gens(), IN_PLACE, order=order, **GREEDY), want)
-
-
-def test_only_the_marker_is_special():
-    split = sample.split_holes
-    assert split(b"a[MASK]b[MASK:3]", sample.MASKS) == [[97], 1, [98], 3, []]
-    assert split(b"<MASK> [MASK:x] [mask]", sample.MASKS) == [list(b"<MASK> [MASK:x] [mask]")]
-    assert split(b"<extra_id_7>b<extra_id_>[MASK]", sample.HOLES) == [[], 1, list(b"b<extra_id_>[MASK]")]
+        assert torch.equal(sample.fill(net, x, gens(), frame, order=order, **GREEDY), want)
 
 
 # ---- writing what belongs in holes
@@ -439,6 +330,7 @@ def infill(script, pieces, most, block):  # a model that writes the script -> by
 def test_spans_are_split_at_their_sentinels():
     script = [70, SENTINEL + 1, 71, 72, SENTINEL + 2, SENTINEL + 3]
     assert infill(script, [[65], [66], [], []], 50, 99) == ([[70], [71, 72], []], True)
+    assert infill([70, EOT, SENTINEL + 2], [[65], [66], []], 50, 99) == ([[70], []], True), "EOT ends one too"
 
 
 @pytest.mark.parametrize("block, most, room", [(16, 50, 9), (99, 9, 9), (99, 3, 3), (99, 0, 0)])
@@ -453,7 +345,7 @@ def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, bl
 
 # ---- scoring
 
-@pytest.mark.parametrize("stride", [1, 5, T - 1, T])
+@pytest.mark.parametrize("stride", [1, 5, T])
 @pytest.mark.parametrize("n", [1, 2, T, T + 1, 3 * T + 5])
 def test_a_score_adds_up_byte_by_byte(n, stride):
     """Of disjoint windows each starts cold."""
@@ -477,46 +369,19 @@ def test_a_pseudo_score_masks_one_byte_at_a_time(frame):
     assert sample.score_pseudo(net, x.byte(), T, frame) == pytest.approx(bits, rel=1e-5)
 
 
-def bound(net, data, seed=1, doc_mask=False):  # in windows of 32 -> bits, standard error
-    hp = settings("mdlm", 32, doc_mask=doc_mask)
-    return sample.score_bound(net, find_objective(hp), data, hp, seed)
-
-
-def test_the_bound_of_an_untrained_model_is_8_bits_a_byte():
-    bits, error = bound(build(get_config([*TINY]))[0], ids(70)[0].byte())
-    assert bits / 70 == pytest.approx(8.0, abs=1e-5)
-    assert error < 1e-3
-
-
 def test_the_standard_error_of_a_bound_is_what_its_estimates_scatter():
     """Of any model, and of one that knows the text the better the more of it it sees."""
     net, wild = randomized().requires_grad_(False), torch.randn(32, generator=generator("wild")) * 2
+    hp = settings("mdlm", 32)
 
     class Knows(Stub):
         def __call__(self, ids, mask, doc=None):
             return ((ids != MASK).float().mean(1, keepdim=True) * 5 + wild)[..., None]
     knows = Knows(lambda h: F.one_hot(torch.tensor(65), 512) * h)
-    for model, text in ((net, ids(96)), (knows, ids(96) * 0 + 65)):
-        bits, errors = torch.tensor([bound(model, text[0].byte(), seed) for seed in range(150)]).T
+    for model, text in ((net, ids(96)[0]), (knows, torch.full((96,), 65))):
+        several = [sample.score_bound(model, find_objective(hp), text.byte(), hp, seed) for seed in range(80)]
+        bits, errors = torch.tensor(several).T
         assert 0.8 < bits.std() / errors.mean() < 1.3
-
-
-def test_scores_keep_documents_apart_where_training_did():
-    net, text, seen = randomized(), ids(20)[0].byte(), []
-    text[9] = EOT
-
-    class Spy:
-        embed, logits = net.embed, net.logits
-
-        def __call__(self, x, mask, doc=None):
-            seen.append(doc is not None and torch.equal(doc, document_ids(x)))
-            return net(x, mask, doc)
-    for keep in (True, False):
-        seen.clear()
-        assert sample.score(Spy(), text, 32, 32, keep) > 0
-        assert sample.score_pseudo(Spy(), text, 32, SHIFTED, keep) > 0
-        assert bound(Spy(), text, doc_mask=keep)[0] > 0
-        assert seen == [keep] * 3
 
 
 def test_a_long_text_is_embedded_by_the_mean_of_its_blocks():
@@ -531,11 +396,11 @@ def test_a_long_text_is_embedded_by_the_mean_of_its_blocks():
 # ---- the command
 
 FILES = {"blank.txt": b"\n\n", "void.txt": b"", "short.txt": b"import argparse\n" * 40,
-         "lines.txt": b"a\n\nccc\nbb\n"}
+         "lines.txt": b"a\n\nccc\nbb\n", "ends.txt": b"one\0two\0" * 9}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):  # a folder with a run of every objective, and some more
+def place(tmp_path_factory):  # a folder with a run of every objective, and of a mixture
     path, here = tmp_path_factory.mktemp("runs"), os.getcwd()
     os.chdir(path)
     shutil.copy(shutil.__file__, "text.txt")
@@ -543,11 +408,8 @@ def place(tmp_path_factory):  # a folder with a run of every objective, and some
     for name, content in FILES.items():
         with open(name, "wb") as f:
             f.write(content)
-    more = [["clm:.5,mlm:.5"], ["fim", "--fim_spm_rate", "0", "--out_dir", "out/psm"],
-            ["electra:.5,mtp:.5", "--mtp_heads", "1", "--out_dir", "out/mixed"],
-            ["mtp", "--mtp_kind", "sequential", "--out_dir", "out/deep"]]
-    for objective in [*([name] for name in OBJECTIVES), *more]:
-        assert train.main([*TINY, "--data", "text.txt", "--max_iters", "2", "--objective", *objective]) == 0
+    for name in [*OBJECTIVES, "clm:.5,mlm:.5"]:
+        assert train.main([*TINY, "--data", "text.txt", "--max_iters", "2", "--objective", name]) == 0
     os.chdir(here)
     return path
 
@@ -555,6 +417,7 @@ def place(tmp_path_factory):  # a folder with a run of every objective, and some
 @pytest.fixture
 def runs(place, monkeypatch):
     monkeypatch.chdir(place)
+    monkeypatch.setitem(sample.FLAGS["how"], "max_new_tokens", (60, "past the block", 0, 999))
 
 
 def say(capsys, run, *flags):  # what sample.py prints of a run
@@ -581,51 +444,45 @@ def altered(run, path, config=(), **parts):  # a run with another checkpoint -> 
     return path
 
 
+RAW, NEAT = "a\x1b[31mb\x07c\x08d", "a\\x1b[31mb\\x07c\\x08d"
+
+
+def controls(out):  # but for what marks the new parts
+    return re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", re.sub(r"\x1b\[[07]m", "", out))
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_run_shows_itself(name, runs, capsys):
-    out = say(capsys, name)
+def test_every_run_shows_itself(name, runs, capsys, monkeypatch):
+    run = altered(name, "raw", held_out=torch.tensor([*(RAW.encode() * 99)], dtype=torch.uint8))
+    out = say(capsys, run)
     assert "---" in out
     assert len(out) > 60
-    assert out == say(capsys, name), "the same seed, the same text"
+    assert out == say(capsys, run), "the same seed, the same text"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert not controls(say(capsys, run)), "control bytes reach no terminal"
 
 
-def test_without_a_folder_the_newest_run_is_used(runs, capsys):
-    for name, word in (("mlm", "masked"), ("rotation", "rolled back")):
-        os.utime(f"out/{name}/ckpt.pt", (2e9, 2e9 + len(word)))
-        sample.main([])
-        assert word in capsys.readouterr().out
-
-
-def test_help_shows_every_objective_and_flag(capsys):
-    with pytest.raises(SystemExit):
-        sample.main(["--help"])
-    out = capsys.readouterr().out
-    flags = [f"--{flag}" for flags in sample.FLAGS.values() for flag in flags]
-    assert [word for word in [*OBJECTIVES, *flags] if word not in out] == []
+def test_the_help_shows_how_every_objective_is_used():
+    assert [name for name in OBJECTIVES if name not in sample.__doc__] == []
 
 
 LONG, HOLE, SIDES = "x" * 99, "a<extra_id_0>b", ["--prefix", "a", "--suffix", "b"]
-PROMPTS = [[""], ["x" * 500], [os.fsdecode(b"\xff\xfe\x80")], ["a\0b"], ["<MASK><extra_id_0>"], ["🙂"],
-           ["x", "--max_new_tokens", "0"], ["x", "--num_samples", "2"],
-           [LONG, "--top_k", "100000", "--top_p", ".9", "--temperature", "0"]]
 INPUTS = {
-    "clm": PROMPTS, "mtp": PROMPTS, "prefix": PROMPTS,
-    "hybrid": [["a[MASK:3]"], ["a plain prompt"], ["[MASK]" + LONG, "--order", "left"]],
-    "mdlm": [[""], ["import "], ["a[MASK:9]b", "--steps", "3"], ["[MASK:90]", "--order", "confident"],
-             ["[MASK:4]", "--show"], [LONG], ["é\0"]],
+    "clm": [[""], [LONG], [os.fsdecode(b"\xff\xfe\x80")], ["a\0b"], ["<MASK><extra_id_0>"], ["🙂"]],
+    "mtp": [[""], ["x", "--max_new_tokens", "0"], ["x", "--num_samples", "2"]],
+    "prefix": [[""], [LONG], ["x", "--max_new_tokens", "0"]],
+    "hybrid": [["[MASK]" + LONG, "--order", "left"]],
+    "mdlm": [[""], ["[MASK:90]", "--order", "confident"], ["[MASK:4]", "--show"], [LONG], ["é\0"]],
     "sedd": [["import "], ["a[MASK:9]b", "--order", "analytic"]],
-    "mlm": [["[MASK]"], ["a[MASK:4]b"], [LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"],
-            ["é[MASK]\udcff"], ["a__b[MASK]"]],
+    "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]\udcff"], ["a__b[MASK]"]],
     "span": [[HOLE + "<extra_id_1>"], ["<extra_id_0>", "--num_samples", "2"], [HOLE + LONG]],
-    "ul2": [[HOLE], ["go on"], [""], [LONG], SIDES],
-    "fim": [SIDES, ["--prefix", LONG, "--suffix", LONG], [HOLE], ["--suffix", "b"],
-            ["--prefix", "", "--suffix", ""], [LONG + "<extra_id_0>b"], ["go on"]],
-    "bart": [["a noizy tex"], [LONG], ["a[MASK]b"], [""], [LONG, "--max_new_tokens", "20"]],
-    "electra": [["some text"], [LONG], ["\udcff"]],
-    "nsp": [SIDES, ["--prefix", LONG, "--suffix", LONG]],
-    "contrastive": [["--query", "a"], ["--query", "a", "--corpus", "lines.txt"], ["a text"],
-                    ["--corpus", "text.txt"], ["--query", LONG]],
-    "rotation": [["b a"], [LONG]],
+    "ul2": [["go on"], [""], [LONG], SIDES],
+    "fim": [["--prefix", LONG, "--suffix", LONG], ["--suffix", "b"], ["--prefix", "", "--suffix", ""]],
+    "bart": [[LONG], [""], [LONG, "--max_new_tokens", "20"]],
+    "electra": [[LONG], ["\udcff"]],
+    "nsp": [["--prefix", LONG, "--suffix", LONG]],
+    "contrastive": [["--query", "a"], ["--query", LONG, "--corpus", "lines.txt"], ["a text"]],
+    "rotation": [[LONG]],
 }
 
 
@@ -646,37 +503,33 @@ def test_every_mode_takes_any_input(name, flags, runs, capsys):
 
 @pytest.mark.parametrize("name, flags, others", [
     ("clm", [], ["--num_samples", "2"]), ("mtp", [], ["--num_samples", "2"]),
-    ("clm", [], ["--compile"]), ("mtp", [], ["--compile"]), ("deep", [], ["--compile"]),
-    ("mtp", ["--temperature", "0"], ["--temperature", "0", "--no-speculate"]),
-    ("deep", ["--temperature", "0"], ["--temperature", "0", "--no-speculate"])])
+    ("clm", [], ["--compile"]), ("mtp", [], ["--compile"]),
+    ("mtp", ["--temperature", "0"], ["--temperature", "0", "--no-speculate"])])
 def test_the_same_text_comes_out_by_other_means(name, flags, others, runs, capsys, monkeypatch):
     monkeypatch.setattr(torch, "compile", static)
-    ask = ["--prompt", "import ", "--max_new_tokens", "99"]
-    one, two = (say(capsys, name, *ask, *some) for some in (flags, others))
-    assert two.count(one.strip()) == 1, "the second sample is another"
-    assert ("--- sample 2" in two) == ("--num_samples" in others)
+    ask = ["--out_dir", f"out/{name}", "--prompt", "import ", "--max_new_tokens", "99"]
+    sample.main([*ask, *flags])
+    one = capsys.readouterr()
+    sample.main([*ask, *others])
+    two = capsys.readouterr()
+    assert two.out.count(one.out.strip()) == 1, "the second sample is another"
+    assert ("--- sample 2" in two.out) == ("--num_samples" in others)
+    assert ("bytes a pass" in one.err) == (name == "mtp")
+    assert ("bytes a pass" in two.err) == (name == "mtp" and "--no-speculate" not in others)
 
 
-@pytest.mark.parametrize("flags", [[], ["--num_samples", "2"], ["--temperature", "0"]], ids=" ".join)
-def test_mtp_drafts_of_itself_and_can_be_told_not_to(flags, runs, capsys):
-    for more, told in (([], True), (["--no-speculate"], False)):
-        sample.main(["--out_dir", "out/mtp", "--prompt", "x", "--max_new_tokens", "9", *flags, *more])
-        assert ("bytes a pass" in capsys.readouterr().err) == told
-
-
-@pytest.mark.parametrize("prompt", [["--prompt", "a[MASK]"], []], ids=["a prompt", "none"])
-def test_each_objective_has_its_own_order_and_shift(prompt, runs, capsys, monkeypatch):
+def test_each_objective_has_its_own_order_and_shift(runs, capsys, monkeypatch):
     seen, plain = [], sample.unmask
     spy = lambda *a, **how: seen.append((a[3], how["order"])) or plain(*a, **how)
     monkeypatch.setattr(sample, "unmask", spy)
     for name in ("mlm", "mdlm", "sedd", "hybrid"):
-        say(capsys, name, *prompt)
+        say(capsys, name, "--prompt", "a[MASK]")
     assert seen == [(IN_PLACE, "confident")] + [(IN_PLACE, "ancestral")] * 2 + [(SHIFTED, "confident")]
 
 
 @pytest.mark.parametrize("name, flags, usual", [
-    ("mlm", ["a[MASK]"], 0), ("mlm", ["a[MASK]", "--num_samples", "2"], 0.8), ("mdlm", ["a[MASK]"], 0),
-    ("mdlm", ["a"], 0.8), ("span", [HOLE], 0), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
+    ("mlm", ["a[MASK]"], 0), ("mlm", ["a[MASK]", "--num_samples", "2"], 0.8), ("mdlm", ["a"], 0.8),
+    ("span", [HOLE], 0), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
     ("bart", ["a", "--temperature", "0.3"], 0.3), ("clm", ["a"], 0.8)])
 def test_what_has_one_best_answer_is_not_drawn(name, flags, usual, runs, capsys, monkeypatch):
     seen, plain = set(), sample.distribution
@@ -700,20 +553,19 @@ def test_a_short_run_is_told_what_a_longer_one_does(runs, capsys, monkeypatch):
 def test_a_mixture_does_what_its_members_do(runs, capsys):
     mixture = "clm_.5+mlm_.5"
     assert say(capsys, mixture, "--prompt", "import ").startswith("import ")
-    assert "a" in say(capsys, mixture, "--objective", "mlm", "--prompt", "a[MASK]")
-    assert "replaced with" in say(capsys, "mixed", "--prompt", "a text")
-    assert say(capsys, "mixed", "--objective", "mtp", "--prompt", "import ").startswith("import ")
+    assert len(say(capsys, mixture, "--objective", "mlm", "--prompt", "a[MASK]")) < 9
 
 
 # ---- what the model is given
 
 @pytest.fixture
-def given(runs, monkeypatch):  # [(ids, mask)] of each pass
+def given(runs, monkeypatch):  # [(ids, mask, are documents kept apart?)] of each pass
     seen, forward = [], Transformer.forward
 
-    def spy(self, idx, mask, *args, **kwargs):
-        seen.append((idx.tolist(), mask if isinstance(mask, str) else mask.tolist()))
-        return forward(self, idx, mask, *args, **kwargs)
+    def spy(self, x, mask, doc=None, **kwargs):
+        apart = doc is not None and torch.equal(doc, document_ids(x))
+        seen.append((x.tolist(), mask if isinstance(mask, str) else mask.tolist(), apart))
+        return forward(self, x, mask, doc, **kwargs)
     monkeypatch.setattr(Transformer, "forward", spy)
     return seen
 
@@ -722,19 +574,13 @@ BOTH = "bidirectional"
 GIVEN = [                                       # in a block of 32
     ("clm", ["--prompt", "abc"], [*b"abc"], "causal"),
     ("prefix", ["--prompt", "abc"], [*b"abc"], [3]),
-    ("ul2", ["--prompt", HOLE], [MODE_R, 97, SENTINEL, 98, SENTINEL + 1, SEP, SENTINEL], [6]),
     ("ul2", ["--prompt", "abc"], [MODE_S, *b"abc", SEP], [5]),
     ("span", ["--prompt", HOLE], [97, SENTINEL, 98, SENTINEL + 1, SEP, SENTINEL], [5]),
-    ("span", ["--prompt", "a<extra_id_0>"], [97, SENTINEL, SEP, SENTINEL], [3]),
-    ("fim", ["--prompt", HOLE], [PRE, SUF, 98, MID, 97], "causal"),
     ("fim", SIDES, [PRE, SUF, 98, MID, 97], "causal"),
-    ("psm", SIDES, [PRE, 97, SUF, 98, MID], "causal"),
     # of long sides what is nearest to the hole stays
-    ("psm", ["--prefix", LONG + "123", "--suffix", "456" + LONG],
-     [PRE, *b"xxxx123", SUF, *b"456xxxx", MID], "causal"),
-    ("fim", ["--prompt", "abc"], [*b"abc"], "causal"),
+    ("fim", ["--prefix", LONG + "123", "--suffix", "456" + LONG],
+     [PRE, SUF, *b"456xxxx", MID, *b"xxxx123"], "causal"),
     ("bart", ["--prompt", "ab[MASK]"], [97, 98, MASK, SEP], [4]),
-    ("nsp", SIDES, [CLS, 97, SEP, 98, SEP], BOTH),
     # a long first text counts with its last bytes, a long second one without its first few, as in training
     ("nsp", ["--prefix", LONG + "123", "--suffix", "z"], [CLS, *b"xxxxxxxxxxx123", SEP, 122, SEP], BOTH),
     ("nsp", ["--prefix", "a", "--suffix", "12345678" + "x" * 12], [CLS, 97, SEP, *b"x" * 12, SEP], BOTH),
@@ -745,16 +591,13 @@ GIVEN = [                                       # in a block of 32
     ("hybrid", ["--prompt", LONG + "[MASK]"], [EOT, *b"x" * 30, MASK], BOTH),
     ("hybrid", ["--prompt", "abc"], [*b"abc"], "causal"),
     ("mdlm", ["--prompt", "abc", "--max_new_tokens", "2"], [*b"abc", MASK, MASK], BOTH),
-    ("electra", ["--prompt", "abc"], [*b"abc"], BOTH),
-    ("contrastive", ["--prompt", "abc"], [*b"abc"], BOTH),
-    ("rotation", ["--prompt", "abc"], [*b"abc"], BOTH),
 ]
 
 
 @pytest.mark.parametrize("run, flags, row, mask", GIVEN, ids=lambda v: v if isinstance(v, str) else "")
 def test_a_prompt_is_read_as_its_objective_was_trained(run, flags, row, mask, given, capsys):
     say(capsys, run, *flags)
-    assert given[0] == ([row], mask)
+    assert given[0] == ([row], mask, False)
 
 
 def fork(monkeypatch, run, **entry):  # a run of an objective that is not ours -> its name
@@ -766,9 +609,6 @@ def test_a_fork_that_works_in_place_is_shown_filled_and_scored_as_it_says(given,
     run = fork(monkeypatch, "mlm", make=OBJECTIVES["mlm"]["make"], window=lambda T, hp: T - 3, mode="fill",
                fills=lambda hp: FRAMED, orders=("left",))
     before, after, _ = FRAMED
-    say(capsys, run, "--prompt", "a[MASK:2]b")
-    assert given[0] == ([[*before, 97, MASK, MASK, 98, *after]], "bidirectional")
-    assert [given[1][0][0].index(MASK), given[1][0][0].count(MASK)] == [4, 1], "from the left"
     for flags in ([], ["--prompt", LONG + "[MASK]"], ["--score", "short.txt"]):
         given.clear()
         out = say(capsys, run, *flags)
@@ -783,10 +623,10 @@ def test_a_fork_that_writes_a_target_is_shown_and_repaired_as_it_says(given, cap
                make=lambda x, g, hp: seq2seq(x.flip(1), every(x), x, every(x), hp.block_size))
     held_out = load_checkpoint("out/bart")["held_out"][:10].tolist()
     say(capsys, run)
-    assert given[0] == ([held_out[::-1] + [SEP]], [11])
+    assert given[0][:2] == ([held_out[::-1] + [SEP]], [11])
     given.clear()
     say(capsys, run, "--prompt", "x" * 22 + "a[MASK]")
-    firsts = [(row, mask) for [row], mask in given if SEP in row]
+    firsts = [(row, mask) for [row], mask, _ in given if SEP in row]
     assert firsts == [([120] * 10 + [SEP], [11])] * 2 + [([120, 120, 97, MASK, SEP], [5])]
 
 
@@ -822,7 +662,7 @@ def watched(monkeypatch):  # to open what has no end is a failure, where a progr
     plain = open
 
     def opens(file, *args, **kwargs):
-        assert os.path.basename(str(file)) not in ("pipe", "zero")
+        assert os.path.basename(str(file)) != "pipe"
         return plain(file, *args, **kwargs)
     monkeypatch.setattr("builtins.open", opens)
 
@@ -839,13 +679,8 @@ def test_the_files_of_a_folder_are_passages(runs, watched, tmp_path, capsys):
     assert "similarity 1.000" in out
 
 
-RAW, NEAT = "a\x1b[31mb\x07c\x08d", "a\\x1b[31mb\\x07c\\x08d"
 ECHO = dict.fromkeys(["clm", "prefix", "mtp", "mdlm", "electra", "rotation"], RAW)
 ECHO |= {"mlm": RAW + "[MASK]", "fim": RAW + "<extra_id_0>"}
-
-
-def controls(out):  # but for what marks the new parts
-    return re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", re.sub(r"\x1b\[[07]m", "", out))
 
 
 @pytest.mark.parametrize("name", ECHO)
@@ -860,43 +695,32 @@ def test_control_bytes_reach_a_pipe_but_no_terminal(name, runs, capsys, monkeypa
     assert ("\x1b[7m" in out) == (name in ("mlm", "mdlm", "fim")), "what is new stands out"
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_held_out_text_reaches_a_terminal_without_control_bytes(name, runs, capsys, monkeypatch):
-    held_out = torch.tensor([*(RAW.encode() * 99)], dtype=torch.uint8)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert not controls(say(capsys, altered(name, "raw", held_out=held_out)))
-
-
 # ---- scores of the command
 
-def test_a_run_with_document_masks_is_scored_with_them(runs, capsys, monkeypatch):
-    given, plain = [], sample.score
-    monkeypatch.setattr(sample, "score", lambda *a: given.append(a[-1]) or plain(*a))
-    for run in ("clm", altered("clm", "masked", dict(doc_mask=True))):
-        say(capsys, run, "--score", "short.txt")
-    assert given == [False, True]
+@pytest.mark.parametrize("name", ["clm", "mlm", "mdlm"])
+def test_scores_keep_documents_apart_where_training_did(name, given, capsys):
+    for run, wanted in ((name, False), (altered(name, "masked", dict(doc_mask=True)), True)):
+        given.clear()
+        say(capsys, run, "--score", "ends.txt")
+        assert {apart for _, _, apart in given} == {wanted}
 
 
-@pytest.mark.parametrize("name", ["clm", "prefix", "mtp", "fim", "hybrid", "mdlm", "sedd", "mlm", "nsp"])
+@pytest.mark.parametrize("name", ["clm", "hybrid", "sedd", "mlm", "nsp"])
 def test_score_prints_bits_per_byte_beside_compressors(name, runs, capsys):
-    exact = name not in ("mdlm", "sedd", "mlm", "nsp")
+    exact = name in ("clm", "hybrid")
     out = say(capsys, name, "--score", "short.txt", *(["--stride", "32"] if exact else []))
     assert 2 < float(out.split(": ")[1].split()[0]) < 9.5
-    assert "nats" in out
     assert "lzma" in out
     assert ("stride 32" in out) == exact
-    assert (f"{name}'s bound" in out) == (name in ("mdlm", "sedd"))
+    assert (f"{name}'s bound" in out) == (name == "sedd")
     assert ("pseudo" in out) == (name in ("mlm", "hybrid", "nsp"))
 
 
 # ---- texts from standard input and from files
 
-READS = pytest.mark.parametrize("name, flag, more", [
+@pytest.mark.parametrize("name, flag, more", [
     ("clm", "--prompt", []), ("mlm", "--prompt", []), ("fim", "--suffix", []), ("contrastive", "--query", []),
     ("nsp", "--prefix", ["--suffix", "b"]), ("clm", "--score", []), ("contrastive", "--corpus", [])])
-
-
-@READS
 def test_a_text_may_come_from_standard_input_or_a_file(name, flag, more, runs, capsys, monkeypatch, tmp_path):
     text, path = b"\xffa b[MASK]\nc\xc3\xa9\n", str(tmp_path / "a text")
     with open(path, "wb") as f:
@@ -908,50 +732,24 @@ def test_a_text_may_come_from_standard_input_or_a_file(name, flag, more, runs, c
     assert files or say(capsys, name, flag, f"FILE:{path}", *more) == want
 
 
-@READS
-def test_a_text_that_cannot_be_read_is_one_line(name, flag, more, runs, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert "is a terminal" in refuse(capsys, name, flag, "-", *more)
-    for path in ("nowhere", ".", "a\0b"):
-        assert f"{flag} FILE:{path}" in refuse(capsys, name, flag, f"FILE:{path}", *more)
-
-
-@pytest.mark.parametrize("path", ["pipe", "/dev/zero"])
-def test_what_has_no_end_is_never_opened(path, runs, watched, capsys):
-    assert f"--corpus {path}" in refuse(capsys, "contrastive", "--corpus", path)
-    assert f"--score {path}" in refuse(capsys, "clm", "--score", path)
-    assert f"--prompt FILE:{path}" in refuse(capsys, "clm", "--prompt", f"FILE:{path}")
-
-
-def test_a_file_that_may_not_be_read_is_one_line(runs, capsys, monkeypatch):
+def test_a_text_that_cannot_be_read_is_one_line(runs, capsys, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied", path)
     monkeypatch.setattr(sample, "read_file", denied)
     assert "--corpus text.txt" in refuse(capsys, "contrastive", "--corpus", "text.txt")
     assert "--prompt FILE:text.txt" in refuse(capsys, "clm", "--prompt", "FILE:text.txt")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    for name, flag in (("clm", "--prompt"), ("clm", "--score"), ("contrastive", "--corpus")):
+        assert "is a terminal" in refuse(capsys, name, flag, "-")
 
 
 # ---- what is refused
 
-@pytest.mark.parametrize("part", ["model", "heads"])
-def test_a_run_whose_weights_are_not_finite_is_refused(part, runs, capsys):
-    weights = load_checkpoint("out/mtp")[part]
-    next(iter(weights.get("mtp", weights).values())).view(-1)[3] = math.nan
-    assert "not finite" in refuse(capsys, altered("mtp", "nan", **{part: weights}))
-
-
 BAD = {
-    "a flag that is not there": ("", ["--temprature", "1"], "--temperature"),
-    "a temperature below 0": ("", ["--temperature", "-1"], "--temperature"),
     "a temperature that is no number": ("", ["--temperature", "nan"], "--temperature"),
-    "top_p above 1": ("", ["--top_p", "2"], "--top_p"),
-    "no sample": ("", ["--num_samples", "0"], "--num_samples"),
-    "no run": ("nowhere", [], "no checkpoint"),
-    "no checkpoint": ("../text.txt", [], "not a checkpoint"),
     "an objective that was not trained": ("clm", ["--objective", "mlm"], "Try --objective clm"),
     "score without a likelihood": ("bart", ["--score", "text.txt"], "clm mlm prefix"),
-    "score of nothing": ("clm", ["--score", "nothing.txt"], "nothing.txt"),
     "a score of no name": ("clm", ["--score", ""], "no such file"),
     "an empty score": ("clm", ["--score", "void.txt"], "is empty"),
     "a stride beyond the block": ("clm", ["--score", "text.txt", "--stride", "33"], "--stride 32"),
@@ -960,33 +758,27 @@ BAD = {
     "a score with a prompt": ("clm", ["--score", "text.txt", "--prompt", "x"], "--prompt: not used"),
     "nothing to fill": ("mlm", ["--prompt", "no hole"], "[MASK]"),
     "a hole of no byte": ("mlm", ["--prompt", "a[MASK:0]"], "1 to 999999"),
-    "a hole of too many bytes": ("mdlm", ["--prompt", "a[MASK:9999999]"], "1 to 999999"),
     "a hole of more digits than Python reads": ("bart", ["--prompt", f"a[MASK:{'9' * 5000}]"], "1 to 999999"),
     "an unknown order": ("mlm", ["--order", "sideways"], "confident or left"),
-    "an order of others": ("mdlm", ["--order", "left"], "ancestral or confident"),
     "an order where there is no hole": ("hybrid", ["--prompt", "x", "--order", "left"], "--order"),
-    "bytes to write into holes": ("mdlm", ["--prompt", "[MASK]", "--max_new_tokens", "3"], "by mdlm here"),
     "a text and its sides": ("fim", ["--prompt", "a<extra_id_0>", "--prefix", "b"], "without --prefix"),
-    "two holes for fim": ("fim", ["--prompt", "<extra_id_0><extra_id_1>"], "2 holes"),
-    "no hole for span": ("span", ["--prompt", "no hole"], "<extra_id_0>"),
     "too many holes": ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"),
     "a text too long for its block": ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"),
     "a flag of another objective": ("clm", ["--suffix", "x"], "fim nsp"),
     "an embedding and a search": ("contrastive", ["--prompt", "x", "--query", "y"], "without --query"),
-    "a corpus that is not there": ("contrastive", ["--corpus", "nowhere"], "--corpus nowhere"),
     "an empty corpus": ("contrastive", ["--corpus", "blank.txt"], "no line"),
+    "a corpus that is no file": ("contrastive", ["--corpus", "pipe"], "--corpus pipe"),
+    "a score of no file": ("clm", ["--score", "pipe"], "--score pipe"),
+    "a text in no file": ("clm", ["--prompt", "FILE:pipe"], "--prompt FILE:pipe"),
+    "a text in a folder": ("fim", ["--suffix", "FILE:."], "--suffix FILE:."),
+    "a text with a NUL in its name": ("mlm", ["--prompt", "FILE:a\0b"], "--prompt FILE:a"),
     "a corpus with a NUL in its name": ("contrastive", ["--corpus", "a\0b"], "--corpus a"),
     "no text to mark": ("electra", ["--prompt", ""], "--prompt: is empty"),
-    "no text to roll back": ("rotation", ["--prompt", ""], "--prompt: is empty"),
-    "no text to embed": ("contrastive", ["--prompt", ""], "--prompt: is empty"),
-    "nothing to look for": ("contrastive", ["--query", ""], "--query: is empty"),
-    "no first text": ("nsp", ["--prefix", "", "--suffix", "b"], "--prefix: is empty"),
-    "no second text": ("nsp", ["--prefix", "a", "--suffix", ""], "--suffix: is empty"),
     "a first text alone": ("nsp", ["--prefix", "a"], "--suffix: is missing"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line(case, runs, capsys):
+def test_bad_input_is_one_line(case, runs, watched, capsys):
     run, flags, hint = BAD[case]
     assert hint in refuse(capsys, run, *flags)
