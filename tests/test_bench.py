@@ -27,27 +27,25 @@ def count(name, C, T=20, *more):
     return bench.count_flops(get_config(sizes + own))
 
 
-@pytest.mark.parametrize("name", ["clm", "mlm"])
-@pytest.mark.parametrize("C", [2, 4, 8, 16])
-def test_flops_are_counted_as_by_hand(name, C):
+@pytest.mark.parametrize("name, T, told", [("clm", 20, 20), ("mlm", 20, 3), ("clm", 8, 8), ("mlm", 8, 1)])
+def test_flops_are_counted_as_by_hand(name, T, told):
     """What the mask hides is computed all the same: a causal row's blocks cost what a bidirectional one's do. Logits
     are computed where there is a target."""
-    told = {"clm": 20, "mlm": 3}
-    for layers in (1, 3):
-        want = products(4, C, 20, layers) + 6 * 4 * told[name] * C * 512
-        assert count(name, C, 20, "--n_layer", str(layers)) == want
-    assert count(name, C, 8) == products(4, C, 8) + 6 * 4 * {"clm": 8, "mlm": 1}[name] * C * 512
-    both = products(4, C, 20) + 6 * 2 * (20 + 3) * C * 512
-    assert count("clm:.5,mlm:.5", C) == both, "of a mixture each member's rows"
+    for C in (2, 16):
+        assert count(name, C, T, "--n_layer", "3") == products(4, C, T, 3) + 6 * 4 * told * C * 512
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+def test_of_a_mixture_each_members_rows_cost():
+    assert count("clm:.5,mlm:.5", 8) == products(4, 8, 20) + 6 * 2 * (20 + 3) * 8 * 512
+
+
+@pytest.mark.parametrize("n", [1, 4])
 def test_far_heads_cost_their_maps_and_their_logits(n):
     far = 6 * 4 * 20 * (8 * 8 + 8 * 512)
     assert count("mtp", 8, 20, "--mtp_heads", str(n)) == count("clm", 8) + (n - 1) * far
 
 
-@pytest.mark.parametrize("C", [4, 8, 16])
+@pytest.mark.parametrize("C", [4, 16])
 def test_a_generator_costs_its_blocks_and_its_logits_at_the_masks(C):
     """Of 20 bytes 3 are masked; the discriminator reads one number off each position."""
     found = count("electra", 16, 20, "--gen_scale", str(C / 16))
@@ -55,11 +53,6 @@ def test_a_generator_costs_its_blocks_and_its_logits_at_the_masks(C):
 
 
 # ---- the other parts
-
-def test_the_loss_part_trains(text, capsys):
-    bench.main([*SMALL, "--parts", "loss", "--data", text, "--max_iters", "2"])
-    assert "median" in capsys.readouterr().out
-
 
 @pytest.mark.parametrize("flags, hint", [
     (["--parts", "fly"], "train,decode"), (["--parts", "loss"], "--data"),

@@ -1,6 +1,5 @@
 """A run's settings, device, folder and checkpoints; command lines that cannot be."""
 import contextlib
-import copy
 import math
 import os
 import pickle
@@ -15,18 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TINY
-from test_train import ALONE, HOME, assert_same_run, equal, fit, on_posix, on_step
+from test_train import ALONE, HOME, assert_same_run, equal, fit, on_posix, resume
 
 import run
 import sample
 import train
-from data import generator
 from objectives import OBJECTIVES
-from run import get_config, load_checkpoint, newest_run, save_checkpoint
-
-
-def resume(out, *flags):
-    assert train.main(["--resume", "--out_dir", out, *flags]) == 0
+from run import get_config, load_checkpoint, save_checkpoint
 
 
 def failed(capsys, program, *flags):  # -> the one line that says why
@@ -71,17 +65,6 @@ def test_help_names_every_objective_and_flag(capsys):
         assert word in out, word
 
 
-def test_a_forks_choices_are_checked_too(capsys, monkeypatch):
-    monkeypatch.setitem(OBJECTIVES["clm"], "settings", {"flavour": ("sweet", "of it", ("sweet", "sour"))})
-    assert get_config(["--device", "cpu", "--flavour", "sour"]).flavour == "sour"
-    assert "Try sweet or sour" in refused(capsys, train, "--flavour", "bitter")
-
-
-def test_a_mixture_may_be_quoted_with_spaces(text):
-    assert train.main([*TINY, "--data", text, "--objective", "clm:.5, mlm:.5", "--max_iters", "1"]) == 0
-    assert os.listdir("out") == ["clm_.5+mlm_.5"]
-
-
 # ---- devices
 
 @pytest.fixture
@@ -99,35 +82,16 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(run, "WORLD", 2)
 
 
-def saved_on(device, text):
+def test_a_run_goes_on_with_the_device_of_its_process_not_of_its_checkpoint(text, two_gpus):
     fit(text, "a", "--max_iters", "1")
     ckpt = load_checkpoint("a")
-    ckpt["config"]["device"] = device
+    ckpt["config"]["device"] = "cuda:99"
     save_checkpoint("a/ckpt.pt", ckpt)
-
-
-@pytest.mark.parametrize("flags", [[], ["--device", "auto"], ["--device", "cuda"]])
-def test_of_torchruns_processes_each_resumes_on_its_own_gpu(flags, text, two_gpus):
-    saved_on("cuda:0", text)
-    assert get_config(["--resume", "--out_dir", "a", *flags]).device == "cuda:1"
-    assert get_config(["--resume", "--out_dir", "a", "--device", "cuda:0"]).device == "cuda:0"
-
-
-def test_a_run_goes_on_where_its_gpu_is_not(text):
-    saved_on("cuda:99", text)
-    resume("a", "--max_iters", "2", "--device", "auto")
-    resume("a", "--max_iters", "3")
+    for flags, device in ([], "cuda:1"), (["--device", "auto"], "cuda:1"), (["--device", "cuda:0"], "cuda:0"):
+        assert get_config(["--resume", "--out_dir", "a", *flags]).device == device
 
 
 # ---- the folder
-
-def test_the_newest_run_may_hold_best_alone(text):
-    for i, name in enumerate(("ckpt.pt", "best.pt")):
-        os.makedirs(f"out/{i}")
-        with open(f"out/{i}/{name}", "wb"):
-            os.utime(f"out/{i}/{name}", (i, i))
-    assert newest_run() == os.path.join("out", "1")
-
 
 @on_posix
 def test_a_folder_holds_one_run_at_a_time(text, capsys):
@@ -152,7 +116,7 @@ def full_disk(limit):  # files may not grow beyond so many bytes
 
 
 @on_posix
-@pytest.mark.parametrize("limit", [400, 2000, 60000])           # two lines of the log, the checkpoint
+@pytest.mark.parametrize("limit", [400, 60000])                 # a line of the log, the checkpoint
 def test_a_full_disk_leaves_the_checkpoint_before_it(limit, text, capsys):
     fit(text, "a", "--eval_interval", "5", "--max_iters", "5")
     before = load_checkpoint("a")
@@ -200,19 +164,14 @@ def test_best_alone_is_a_run(text, monkeypatch, capsys):
     assert_same_run("whole", "out/a")
 
 
-def test_a_damaged_checkpoint_names_best_which_goes_on_bit_for_bit(text, monkeypatch, capsys):
-    flags = ["--max_iters", "20", "--eval_interval", "10"]
-    fit(text, "whole", *flags)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        on_step(14, lambda: 1 / 0, patch)
-        fit(text, "a", *flags)
+def test_a_damaged_checkpoint_names_best_which_goes_on(text, capsys):
+    fit(text, "a", "--max_iters", "2")
     with open("a/ckpt.pt", "r+b") as f:
         f.truncate(50000)
     best = os.path.join("a", "best.pt")
     assert f"Try {best}\n" in refused(capsys, train, "--resume", "--out_dir", "a")
-    assert load_checkpoint(best)["step"] == 10
-    resume(best)
-    assert_same_run("whole", "a")
+    resume(best, "--max_iters", "3")
+    assert load_checkpoint("a")["step"] == 3
 
 
 def test_a_checkpoint_cut_anywhere_is_refused(text, capsys):
@@ -243,34 +202,29 @@ def test_flipped_bits_are_refused(text, capsys):
 
 
 @pytest.fixture
-def crafted(text, capsys):  # -> changes a checkpoint, offers it to every program, yields what they say
-    fit(text, "a", "--objective", "electra", "--max_iters", "1")
-    ckpt = load_checkpoint("a")
+def crafted(place, monkeypatch, capsys):  # -> changes a checkpoint, offers it to every program, yields what they say
+    monkeypatch.chdir(place)
     def attempt(change, init=True):
-        new = copy.deepcopy(ckpt)
-        change(new)
-        save_checkpoint("a/ckpt.pt", new)
-        again = ["--resume", "--out_dir", "a", "--max_iters", "2"]
-        yield refused(capsys, train, *again)
-        yield refused(capsys, sample, "--out_dir", "a")
+        ckpt = load_checkpoint("run")
+        change(ckpt)
+        save_checkpoint("crafted/ckpt.pt", ckpt)
+        yield refused(capsys, train, "--resume", "--out_dir", "crafted", "--max_iters", "2")
+        yield refused(capsys, sample, "--out_dir", "crafted")
         if init:
-            yield refused(capsys, train, *TINY, "--data", text, "--init_from", "a")
+            yield refused(capsys, train, *TINY, "--data", "text.txt", "--init_from", "crafted")
     return attempt
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("n_layer", "two"), ("n_layer", 0), ("n_embd", True), ("n_embd", 16.0), ("n_embd", 18), ("accum", True),
-    ("data", "text.txt"), ("data", [3]), ("doc_mask", 1), ("lr_decay", math.nan), ("optimizer", "sgd"),
-    ("n_head", [2]), ("objective", None), ("mask_rate", 2.0), ("dtype", "float8"), ("init_from", 0)])
-def test_a_crafted_config_is_refused(flag, value, crafted):
-    for line in crafted(lambda ckpt: ckpt["config"].update({flag: value})):
-        assert f"--{flag}" in line or "do not fit" in line
-
-
-@pytest.mark.parametrize("step", [-5, "many", 1.5])
-def test_a_crafted_step_is_refused(step, crafted):
-    for line in crafted(lambda ckpt: ckpt.update(step=step)):
-        assert "step" in line or "not a checkpoint" in line
+@pytest.mark.parametrize("key, value", [
+    ("n_layer", "two"), ("n_layer", 0), ("accum", True), ("n_embd", 16.0), ("n_embd", 18), ("data", "text.txt"),
+    ("data", [3]), ("doc_mask", 1), ("lr_decay", math.nan), ("optimizer", "sgd"), ("objective", None),
+    ("mask_rate", 2.0), ("step", -5), ("step", "many"), ("step", 1.5)])
+def test_a_crafted_checkpoint_is_refused(key, value, crafted):
+    def change(ckpt):
+        part = ckpt if key == "step" else ckpt["config"]
+        part[key] = value
+    for line in crafted(change):
+        assert any(words in line for words in (f"--{key}", "do not fit", "is at step", "not a checkpoint"))
 
 
 @pytest.mark.parametrize("part, value", [("model", math.nan), ("model", math.inf), ("heads", math.nan)])
@@ -281,17 +235,9 @@ def test_weights_that_are_not_finite_are_refused(part, value, crafted):
     assert all("not finite" in line for line in crafted(spoil, init=part == "model"))
 
 
-def test_a_head_that_is_missing_may_be_fresh_only_where_training_begins(text, crafted):
+def test_a_head_that_is_missing_may_be_fresh_only_where_training_begins(crafted, tmp_path):
     assert all("do not fit" in line for line in crafted(lambda ckpt: ckpt.update(heads={}), init=False))
-    fit(text, "b", "--objective", "electra", "--max_iters", "1", "--init_from", "a")
-
-
-def test_every_load_is_of_weights_only():
-    for name in os.listdir(HOME):
-        if name.endswith(".py"):
-            with open(os.path.join(HOME, name), encoding="utf-8") as f:
-                for line in f:
-                    assert "torch.load(" not in line or "weights_only=True" in line, f"{name}: {line}"
+    fit("text.txt", str(tmp_path / "b"), "--objective", "electra", "--max_iters", "1", "--init_from", "crafted")
 
 
 # ---- what cannot be
@@ -302,24 +248,14 @@ BAD = {  # name: flags, what the line says
     "empty objective": ("--objective ''", "Try one of clm"),
     "two words": ("--objective clm:.5, mlm:.5", "stray word 'mlm:.5'. Try quotes"),
     "not a number": ("--max_iters many", "max_iters"),
-    "missing value": ("--data", "--data"),
     "rate too high": ("--objective mlm --mask_rate 1.5", "--mask_rate 1.5"),
-    "rate not a number": ("--objective mlm --mask_rate nan", "--mask_rate"),
-    "a negative rate": ("--learning_rate -1", "--learning_rate"),
     "setting of another objective": ("--mask_rate .2", "--objective mlm"),
     "no layers": ("--n_layer 0", "--n_layer 0"),
     "odd width": ("--n_embd 15", "--n_embd 16"),
-    "no rows": ("--batch_size 0", "--batch_size"),
-    "unknown dtype": ("--dtype float8", "Try auto or float32 or bfloat16"),
-    "unknown optimizer": ("--optimizer sgd", "Try muon or adamw"),
     "unknown negatives": ("--objective nsp --nsp_negatives hard", "Try random or swap"),
-    "a member without a row": ("--objective clm:.9,mlm:.1 --batch_size 4", "--batch_size 10"),
     "a member twice": ("--objective clm:.5,clm:.5", "different names"),
     "a vanishing weight": ("--objective clm:1e-320,mlm:1", "positive weights"),
     "endless weights": ("--objective clm:1e308,mlm:1e308", "positive weights"),
-    "rows that cannot be": ("--objective prefix --prefix_min .9 --prefix_max .1", "--prefix_min"),
-    "one row to contrast": ("--objective clm:.75,contrastive:.25", "has 1. Try a larger --batch_size"),
-    "one row of nsp": ("--objective clm:.75,nsp:.25", "2 rows a step"),
     "no row of a denoiser": ("--objective clm:.75,ul2:.25 --batch_size 8", "one of 2 rows"),
     "denoisers too uneven": ("--objective ul2 --batch_size 256 --ul2_weights R:.98,S:.01,X:.01",
                              "more even weights\n"),
@@ -329,10 +265,8 @@ BAD = {  # name: flags, what the line says
     "tiny file": ("--data tiny.txt", "--block_size"),
     "folder without text": ("--data bare", "no text file"),
     "a pipe": ("--data pipe", "not a regular file"),
-    "block larger than the data": ("--block_size 100000", "Try a smaller --block_size"),
     "weight of data": ("--data text.txt:-1", "positive number"),
     "an endless weight": ("--data text.txt:inf", "positive number"),
-    "endless weights of data": ("--data text.txt:1e308 other.txt:1e308", "positive number"),
     "no such device": ("--device cuda:99", "--device cpu"),
     "no device at all": ("--device toaster", "--device cpu"),
     "a device that holds nothing": ("--device meta", "--device cpu"),
@@ -345,7 +279,7 @@ BAD = {  # name: flags, what the line says
     "resume nothing": ("--resume --out_dir bare", "no checkpoint"),
     "fewer steps than done": ("--resume --out_dir run --max_iters 0", "at step 1 already"),
     "resume another width": ("--resume --out_dir run --n_embd 32", "--n_embd 32"),
-    "resume another objective": ("--resume --out_dir run --objective mlm", "--objective mlm"),
+    "resume another objective": ("--resume --out_dir run --objective clm", "--objective clm"),
     "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
     "resume other weights": ("--resume --out_dir run --data text.txt other.txt:.1", "not those of the run"),
     "resume other sizes": ("--resume --out_dir sizes", "do not fit"),
@@ -355,24 +289,22 @@ BAD = {  # name: flags, what the line says
     "init from a newer version": ("--init_from newer.pt", "the version that wrote it"),
     "init from an older version": ("--init_from older.pt", "the version that wrote it"),
 } | {f"init from {file}": (f"--init_from {file}", "not a checkpoint") for file in (
-    "text.txt", "empty.txt", "parts.pt", "payload.pt", "bare.pkl", "other.zip", "random.pt")}
+    "text.txt", "parts.pt", "payload.pt", "bare.pkl", "other.zip")}
 
 
 @pytest.fixture(scope="module")
-def bad_place(tmp_path_factory):  # a folder with a run, and with everything that can be wrong
+def place(tmp_path_factory):  # a folder with a run, and with everything that can be wrong
     place, here = tmp_path_factory.mktemp("bad"), os.getcwd()
     os.chdir(place)
     with open(shlex.__file__, "rb") as f:
         words = f.read()
-    noise = bytes(torch.randint(0, 256, (5000,), generator=generator("random")).tolist())
     for name, content in (("text.txt", words), ("other.txt", words[::-1]), ("empty.txt", b""),
-                          ("tiny.txt", b"tiny text, too short"), ("random.pt", noise),
-                          ("bare.pkl", pickle.dumps(Payload()))):
+                          ("tiny.txt", b"tiny text, too short"), ("bare.pkl", pickle.dumps(Payload()))):
         with open(name, "wb") as f:
             f.write(content)
-    fit("text.txt", "run", "--max_iters", "1")
+    fit("text.txt", "run", "--objective", "electra", "--max_iters", "1")
     ckpt = load_checkpoint("run")
-    for name in ("bare", "gone", "sizes", "state"):
+    for name in ("bare", "crafted", "gone", "sizes", "state"):
         os.mkdir(name)
     shutil.copy("run/metrics.jsonl", "gone")
     save_checkpoint("newer.pt", ckpt | {"version": run.VERSION + 1})
@@ -397,8 +329,8 @@ class Payload:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_changes_nothing(case, bad_place, monkeypatch, capsys, recwarn):
-    monkeypatch.chdir(bad_place)
+def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, capsys, recwarn):
+    monkeypatch.chdir(place)
     flags, hint = BAD[case]
     if case == "a pipe" and not hasattr(os, "mkfifo"):
         pytest.skip("an operating system without named pipes")
@@ -408,8 +340,7 @@ def test_bad_input_is_one_line_and_changes_nothing(case, bad_place, monkeypatch,
 
 
 @pytest.mark.parametrize("command, hint", [
-    ("train.py --max_iter 3", "Try --max_iters"), ("sample.py --promt x", "Try --prompt"),
-    ("sample.py", "no run under out/"), ("train.py --data nowhere", "no such file"),
+    ("train.py --data nowhere", "no such file"), ("sample.py", "no run under out/"),
     ("compare.py --sweep nothing=1", "no such setting")])
 def test_bad_input_is_one_line_of_a_real_process(command, hint, text):
     program, *flags = command.split()

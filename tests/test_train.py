@@ -35,8 +35,14 @@ on_linux = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="rea
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 
 
-def fit(text, out, *flags, code=0):
-    assert train.main([*TINY, "--data", text, "--out_dir", out, *flags]) == code
+def fit(text, out, *flags, code=0):  # without what a finished run shows
+    with mock.patch.object(train, "finish", return_value=0):
+        assert train.main([*TINY, "--data", text, "--out_dir", out, *flags]) == code
+
+
+def resume(out, *flags):
+    with mock.patch.object(train, "finish", return_value=0):
+        assert train.main(["--resume", "--out_dir", out, *flags]) == 0
 
 
 def write(path, content):
@@ -117,24 +123,20 @@ def test_the_learning_rate_rises_holds_and_falls():
     assert train.learning_rate(0, hp) == 1, "a run of one step takes it whole"
 
 
-def test_muon_equals_torch_for_every_shape_at_once():
-    hp = get_config(["--device", "cpu", "--dtype", "bfloat16", "--weight_decay", "0.1"])
-    shapes = [(16, 16, 3), (16, 64, 1), (64, 16, 1), (16, 64, 1)]
-    module = torch.nn.Module()
-    module.blocks = torch.nn.ModuleList(model.Linear(*shape) for shape in shapes)
-    ours = [layer.weight for layer in randomize(module).blocks]
+def test_muon_equals_torch_for_every_shape_at_once(text):
+    s = start("--data", text, "--dtype", "bfloat16", "--weight_decay", "0.1")
+    assert sorted(len(momentum) for _, momentum in s.opt["muon"].values()) == [2 * (1 + 1), 2 * (3 + 1)]
+    ours = [p for params, _ in s.opt["muon"].values() for p in params]
     theirs = [torch.nn.Parameter(m.detach().clone()) for p in ours for m in p]
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=train.MOMENTUM,
                                  adjust_lr_fn="match_rms_adamw", ns_steps=train.NS_STEPS)
-    opt = train.make_optimizer(torch.nn.Embedding(4, 4), torch.nn.ModuleDict({"x": module}), hp)
-    assert sorted(len(m) for _, m in opt["muon"].values()) == [3, 3]
     for step in range(3):
         for i, p in enumerate(ours):
             p.grad = torch.randn(p.shape, generator=generator(f"gradient {step} {i}"))
         for p, g in zip(theirs, [g for mine in ours for g in mine.grad]):
             p.grad = g.clone()
-        for params, momentum in opt["muon"].values():
-            train.muon_step(params, momentum, torch.tensor(0.02), torch.tensor(False), hp)
+        for params, momentum in s.opt["muon"].values():
+            train.muon_step(params, momentum, torch.tensor(0.02), torch.tensor(False), s.hp)
         reference.step()
     off = torch.cat([(a - b).flatten() for a, b in zip([m for p in ours for m in p], theirs)])
     assert off.abs().max() < 2e-3               # bfloat16 inside both
@@ -151,12 +153,11 @@ class Convolving(model.Block):  # a fork's block, with layers that are not the m
         return x + self.plain(x) + self.conv(x.mT).mT
 
 
-@pytest.mark.parametrize("block", [model.Block, Convolving])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_every_parameter_has_one_optimizer(block, optimizer, text, monkeypatch):
+def test_every_parameter_has_one_optimizer_and_hidden_matrices_alone_decay(optimizer, text, monkeypatch):
     """Muon has the model's own Linear layers inside blocks, AdamW all others, whatever their shape."""
-    monkeypatch.setattr(model, "Block", block)
-    s = start("--data", text, "--objective", "mlm", "--optimizer", optimizer)
+    monkeypatch.setattr(model, "Block", Convolving)
+    s = start("--data", text, "--objective", "nsp", "--optimizer", optimizer, "--weight_decay", "0.5")
     adamw = s.opt["adamw"]
     assert adamw.defaults["betas"] == (0.9, 0.95) and adamw.defaults["eps"] == 1e-10
     in_muon = [id(p) for params, _ in s.opt["muon"].values() for p in params]
@@ -165,21 +166,14 @@ def test_every_parameter_has_one_optimizer(block, optimizer, text, monkeypatch):
     assert len(hidden) == 2 * 4 and sorted(in_muon) == sorted(hidden if optimizer == "muon" else [])
     assert sorted(in_muon + in_adamw) == sorted(map(id, s.params))
     before = [p.detach().clone() for p in s.params]
+    for p in s.params:
+        p.grad = torch.zeros_like(p)
+    s.opt["lr"].fill_(0.1)
+    train.optimizer_step(s.opt, torch.tensor(False), s.hp)
+    for p, old in zip(s.params, before):
+        torch.testing.assert_close(p.detach(), old * (0.95 if id(p) in hidden else 1.0))
     take(s, 0, 1, 2)                            # head, then what starts at zero, then the rest
     assert int(s.first_bad) == -1 and not any(map(torch.equal, before, s.params))
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_weight_decay_is_of_hidden_matrices_alone(optimizer):
-    hp = get_config([*TINY, "--optimizer", optimizer, "--weight_decay", "0.5"])
-    net, heads = build(hp)
-    opt, before = train.make_optimizer(net, heads, hp), {k: v.clone() for k, v in net.state_dict().items()}
-    for p in net.parameters():
-        p.grad = torch.zeros_like(p)
-    opt["lr"].fill_(0.1)
-    train.optimizer_step(opt, torch.tensor(False), hp)
-    for k, v in net.state_dict().items():
-        torch.testing.assert_close(v, before[k] * (0.95 if "blocks." in k else 1.0))
 
 
 # ---- equalities
@@ -187,49 +181,64 @@ def test_weight_decay_is_of_hidden_matrices_alone(optimizer):
 INDEPENDENT = [name for name in OBJECTIVES if name != "contrastive"]                # which compares rows
 
 
-@pytest.mark.parametrize("name", INDEPENDENT)
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_8_rows_equal_4_micro_batches_of_2(name, optimizer, text):
-    for out, batch, accum in (("whole", "8", "1"), ("parts", "2", "4")):
-        fit(text, out, "--objective", name, "--max_iters", "4", "--optimizer", optimizer,
-            "--batch_size", batch, "--accum", accum, "--learning_rate", "0.002")
-    for field in ("loss", "grad_norm", "targets"):
-        assert losses("parts", field) == pytest.approx(losses("whole", field), rel=2e-4)
-    whole, parts = (torch.cat([p.flatten() for p in load_checkpoint(out)["model"].values()])
-                    for out in ("whole", "parts"))
-    assert (whole - parts).norm() < 1e-3 * whole.norm()
+@pytest.mark.parametrize("name", ["clm:3,mlm:1", *INDEPENDENT])
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_micro_batches_give_the_gradient_of_the_total_by_hand(name, clip, text, monkeypatch):
+    """Weights of members, coefficients of terms, counts of the whole batch; then the norm is cut."""
+    ratio = ["--hybrid_ratio", "0.25"] if name == "hybrid" else []
+    s = start("--data", text, "--objective", name, "--accum", "2", "--grad_clip", str(clip), *ratio)
+    grads, (net, heads) = [], build(s.hp)
+    for module in (s.model, s.heads, net, heads):
+        randomize(module)
+    monkeypatch.setattr(train, "optimizer_step", lambda *args: grads.extend(p.grad for p in s.params))
+    _, loss, norm = take(s, 0)
+    batch = train.draw_batch(s.entry, s.corpus, "train", 8, f"{s.hp.seed},0", s.hp)
+    total = 0.0
+    for weight, m in s.entry["members"]:
+        part = part_of(batch, m) or batch
+        terms, sums = m["terms"](part, s.hp), m["loss"](net, heads, part, s.hp)
+        total += weight * sum(terms[k][1] * x / terms[k][0] for k, x in sums.items())
+    want = torch.autograd.grad(total, [*net.parameters(), *heads.parameters()], allow_unused=True)
+    length = float(torch.stack([w.norm() for w in want if w is not None]).norm())
+    assert (float(loss), float(norm)) == pytest.approx((float(total.detach()), length), rel=1e-4)
+    scale = min(1.0, clip / length) if clip else 1.0
+    for g, w in zip(grads, want, strict=True):
+        if w is None:
+            assert g is None or not g.any()
+        else:
+            assert torch.allclose(g, w * scale, rtol=1e-3, atol=1e-5 * length * scale)
 
 
 def test_a_mean_of_means_would_not_pass(text, monkeypatch):
     """What most training loops do: each micro-batch divided by its own count."""
-    flags = ["--objective", "prefix", "--max_iters", "4"]
-    fit(text, "right", *flags, "--batch_size", "8")
-    entry, terms, loss = OBJECTIVES["prefix"], OBJECTIVES["prefix"]["terms"], OBJECTIVES["prefix"]["loss"]
-    def mean_of_means(model, heads, batch, hp):
-        return {"nll": loss(model, heads, batch, hp)["nll"] / terms(batch, hp)["nll"][0] / 4}
-    monkeypatch.setitem(entry, "terms", lambda batch, hp: {"nll": (torch.tensor(1.0), 1.0)})
-    monkeypatch.setitem(entry, "loss", mean_of_means)
-    fit(text, "wrong", *flags, "--batch_size", "2", "--accum", "4")
-    assert losses("wrong", "grad_norm") != pytest.approx(losses("right", "grad_norm"), rel=2e-4)
+    plain = train.training_step
+    def mean_of_means(s):
+        terms, loss = s.entry["terms"], s.loss
+        s.entry = s.entry | {"terms": lambda batch, hp: {"nll": (torch.tensor(2.0), 1.0)}}
+        s.loss = lambda net, heads, part, hp: {"nll": loss(net, heads, part, hp)["nll"] / terms(part, hp)["nll"][0]}
+        return plain(s)
+    monkeypatch.setattr(train, "training_step", mean_of_means)
+    with pytest.raises(AssertionError):
+        test_micro_batches_give_the_gradient_of_the_total_by_hand("prefix", 0.0, text, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, MIXTURE])
 def test_a_killed_run_resumes_bit_for_bit(name, text, monkeypatch):
-    flags = ["--objective", name, "--max_iters", "20", "--eval_interval", "10"]
+    flags = ["--objective", name, "--max_iters", "8", "--eval_interval", "4"]
     fit(text, "whole", *flags)
-    on_step(14, die, monkeypatch)
+    on_step(6, die, monkeypatch)
     with pytest.raises(Killed):
         fit(text, "killed", *flags)
-    assert load_checkpoint("killed")["step"] == 10
-    assert train.main(["--resume", "--out_dir", "killed"]) == 0
+    assert load_checkpoint("killed")["step"] == 4
+    resume("killed")
     assert_same_run("whole", "killed")
 
 
 @on_posix
-@pytest.mark.parametrize("at", [7, 10])
-@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize("name, code, at", [("SIGINT", 130, 7), ("SIGTERM", 143, 10), ("SIGHUP", 129, 3)])
 def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch, capsys):
-    flags, number = ["--max_iters", "20", "--eval_interval", "10"], getattr(signal, name)
+    """One of them before an evaluation that is due."""
+    flags, number = ["--max_iters", "12", "--eval_interval", "5"], getattr(signal, name)
     fit(text, "whole", *flags)
     on_step(at, lambda: os.kill(os.getpid(), number), monkeypatch)
     before = signal.signal(number, die)
@@ -240,15 +249,15 @@ def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch,
         signal.signal(number, before)
     assert "python train.py --resume --out_dir stopped" in capsys.readouterr().out
     assert load_checkpoint("stopped")["step"] == at
-    assert train.main(["--resume", "--out_dir", "stopped"]) == 0
+    resume("stopped")
     assert_same_run("whole", "stopped")
 
 
 def test_evaluation_never_changes_training(text):
-    fit(text, "often", "--max_iters", "20", "--eval_interval", "5")
-    fit(text, "never", "--max_iters", "20", "--eval_interval", "1000", "--eval_iters", "2")
+    fit(text, "often", "--max_iters", "8", "--eval_interval", "2")
+    fit(text, "never", "--max_iters", "8", "--eval_interval", "1000", "--eval_iters", "2")
     assert losses("often") == losses("never")
-    assert losses("often", "step", "val") == [0, 5, 10, 15, 20]
+    assert losses("often", "step", "val") == [0, 2, 4, 6, 8]
 
 
 def test_validation_does_not_depend_on_batch_size_seed_or_other_sources(text):
@@ -261,28 +270,26 @@ def test_validation_does_not_depend_on_batch_size_seed_or_other_sources(text):
     assert not equal(alone, first_batches(0, ["other.txt:3", text]))
 
 
-def test_equal_seeds_give_equal_bits_and_other_seeds_other_data(text):
-    for out, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        fit(text, out, "--max_iters", "6", "--objective", "electra", "--seed", seed)
-    assert_same_run("a", "b")
-    assert losses("a") != losses("c")
-    hp = get_config(TINY)
-    draws = [train.draw_batch(find_objective(hp), open_corpus([text]), "train", 4, f"{seed},2", hp)["inp"]
-             for seed in (1, 2)]
-    assert not torch.equal(*draws)
+def test_other_seeds_have_other_weights_and_other_data(text):
+    a, b = (start("--data", text, "--seed", seed) for seed in "12")
+    assert not torch.equal(a.model.embed.weight, b.model.embed.weight)
+    assert not torch.equal(take(a, 0)[0]["inp"], take(b, 0)[0]["inp"])
 
 
 # ---- what a run says and leaves behind
 
-def test_a_run_is_a_folder_with_all_it_needs(text, capsys):
-    for _ in range(2):
-        assert train.main([*TINY, "--data", text, "--max_iters", "3", "--objective", "prefix"]) == 0
+def test_a_run_is_a_folder_with_all_it_needs(text, capsys, monkeypatch):
+    matplotlib = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    for name in ("clm:.5, mlm:.5", "prefix", "prefix"):
+        assert train.main([*TINY, "--data", text, "--max_iters", "3", "--objective", name]) == 0
     out = capsys.readouterr().out
-    assert sorted(os.listdir("out")) == ["prefix", "prefix-2"]
+    assert sorted(os.listdir("out")) == ["clm_.5+mlm_.5", "prefix", "prefix-2"]
     assert newest_run() == os.path.join("out", "prefix-2")
     assert {"ckpt.pt", "best.pt", "metrics.jsonl"} <= set(os.listdir("out/prefix"))
-    for words in ("the first row", "prefix inp", "prefix tgt", "positions see each other", "lzma",
-                  "bits/byte", "perplexity", "the model's continuation"):
+    assert matplotlib.pyplot.savefig.call_args.args == (os.path.join("out", "prefix-2", "loss.png"),)
+    for words in ("the first row", "prefix inp", "prefix tgt", "positions see each other", "longer than the run",
+                  "lzma", "bits/byte", "perplexity", "the model's continuation"):
         assert words in out, words
     line, val = (metrics("out/prefix", split, clock=True)[0] for split in ("train", "val"))
     assert set(line) == {"step", "split", "data", "objective", "loss", "bpb", "targets", "lr", "grad_norm",
@@ -291,47 +298,24 @@ def test_a_run_is_a_folder_with_all_it_needs(text, capsys):
     assert 0.3 < line["targets"] < 0.7
 
 
-@pytest.mark.parametrize("name, threads, steps", [("mlm", 1, 9), ("clm", 2, 20)])
-def test_what_is_said_is_so(name, threads, steps, text, capsys, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+@pytest.mark.parametrize("name", ["mlm", "clm"])
+def test_bits_per_byte_are_told_where_there_are_any_but_not_of_the_untrained_model(name, text, capsys, monkeypatch):
     clock = SimpleNamespace(perf_counter=itertools.count(0.0, 10.0).__next__)       # a line of text each step
     monkeypatch.setattr(train, "time", clock)
-    fit(text, "a", "--objective", name, "--max_iters", str(steps), "--eval_interval", "5")
-    out = capsys.readouterr().out
-    header, lines = out.split("the first row")[0], out.splitlines()
-    assert "error" not in header                # for those who search a log for it
-    assert f"cpu, {threads} thread{'s' if threads == 2 else ''} |" in header
-    assert ("--warmup_iters 20: longer than the run" in header) == (steps < 20)
-    assert ("compressors on" in out) == (name == "clm"), "beside bits per byte alone"
-    assert lines[-1] == "more of it: python sample.py --out_dir a"
+    fit(text, "a", "--objective", name, "--max_iters", "9", "--eval_interval", "5")
+    lines = capsys.readouterr().out.splitlines()
     told = ["bits/byte on validation" in line for line in lines if "k positions/s" in line]
-    assert told == [name == "clm" and step >= 5 for step in range(steps)], "not those of the untrained model"
-
-
-def test_a_damaged_log_costs_a_finished_run_its_picture_alone(text, monkeypatch, capsys):
-    matplotlib = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-    fit(text, "a", "--max_iters", "2")
-    assert matplotlib.pyplot.savefig.call_args.args == (os.path.join("a", "loss.png"),)
-    with open("a/metrics.jsonl", "r+b") as f:
-        f.readline()
-        f.write(b"not JSON")
-    capsys.readouterr()
-    assert train.main(["--resume", "--out_dir", "a", "--max_iters", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "no loss.png: JSONDecodeError" in out and "the model's continuation" in out
+    assert told == [name == "clm" and step >= 5 for step in range(9)]
 
 
 def test_validation_text_is_held_out(text):
     write("split.txt", b"a" * 9000 + b"b" * 1000)
-    fit("split.txt", "a", "--max_iters", "3")
+    fit("split.txt", "a", "--max_iters", "1")
     assert set(load_checkpoint("a")["held_out"].tolist()) == {ord("b")}
-    hp = get_config(TINY)
-    entry, corpus = find_objective(hp), open_corpus(["split.txt"])
-    [(_, _, _, batches, _)] = train.validation_list(entry, corpus, hp)
-    batch = train.draw_batch(entry, corpus, "train", 8, "1,1", hp)
+    s = start("--data", "split.txt")
+    [(_, _, _, batches, _)] = train.validation_list(s.entry, s.corpus, s.hp)
     assert set(batches[0]["inp"].flatten().tolist()) == {ord("b")}
-    assert set(batch["inp"].flatten().tolist()) == {ord("a")}
+    assert set(take(s, 0)[0]["inp"].flatten().tolist()) == {ord("a")}
 
 
 def test_best_is_the_least_loss_by_the_weights_of_members_and_sources(text):
@@ -353,7 +337,7 @@ def test_standard_input_is_read_anew_until_there_is_a_run(text, monkeypatch):
         fit("-", "a")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"long enough " * 200)))
     fit("-", "a", "--max_iters", "2")
-    assert train.main(["--resume", "--out_dir", "a", "--max_iters", "3"]) == 0
+    resume("a", "--max_iters", "3")
 
 
 def test_the_process_is_left_as_it_was(text):
@@ -363,22 +347,20 @@ def test_the_process_is_left_as_it_was(text):
 
 
 def test_old_domain_and_new_are_both_followed(text):
-    """Continual pre-training: at step 0 the old domain's loss is the parent's last one; then an objective
-    follows another."""
+    """Continual pre-training: at step 0 the old domain's loss is the parent's last one."""
     write("new.txt", b"An entirely different text, again and again. " * 300)
     fit(text, "parent", "--max_iters", "5", "--objective", "mlm")
-    flags = ["--init_from", "parent", "--max_iters", "20"]
-    fit(text, "child", *flags, "--objective", "mlm", "--data", "new.txt", text + ":.25")
+    fit(text, "child", "--init_from", "parent", "--max_iters", "20", "--objective", "mlm",
+        "--data", "new.txt", text + ":.25")
     first = metrics("child", "val")[:2]
     assert [r["data"] for r in first] == ["new.txt", text]
     assert first[1]["loss"] == pytest.approx(losses("parent", split="val")[-1], rel=1e-6)
     assert losses("child", split="val")[-2] < first[0]["loss"] - 0.5
-    fit(text, "other", *flags, "--objective", "contrastive", "--max_iters", "3")
 
 
 def test_a_run_may_be_prolonged_and_a_block_lengthened(text, capsys):
     fit(text, "a", "--max_iters", "4")
-    assert train.main(["--resume", "--out_dir", "a", "--max_iters", "6"]) == 0
+    resume("a", "--max_iters", "6")
     assert "4 steps were planned, now 6" in capsys.readouterr().out
     assert load_checkpoint("a")["step"] == 6
     assert train.main(["--init_from", "a", "--data", text, "--out_dir", "b", "--block_size", "64",
@@ -389,23 +371,9 @@ def test_a_run_may_be_prolonged_and_a_block_lengthened(text, capsys):
 
 def test_a_masked_end_of_document_does_not_show_in_the_mask(text):
     write("nul.txt", b"ab\0" * 2000)
-    hp = get_config([*TINY, "--objective", "mdlm", "--doc_mask"])
-    batch = train.draw_batch(find_objective(hp), open_corpus(["nul.txt"]), "train", 64, "1,1", hp)
+    batch, *_ = take(start("--data", "nul.txt", "--objective", "mdlm", "--doc_mask", "--batch_size", "64"), 0)
     ends = (batch["inp"] == 0).long()
     assert (batch["tgt"] == 0).any() and torch.equal(batch["doc"], ends.cumsum(1) - ends)
-
-
-def test_document_masks_reach_training_and_validation(text):
-    os.mkdir("many")
-    for i in range(40):
-        write(f"many/{i}.txt", b"document %d " % i * 3)
-    flags = ["--objective", "clm:.5,mdlm:.5", "--max_iters", "12", "--learning_rate", ".05"]
-    fit("many", "plain", *flags)
-    fit("many", "masked", *flags, "--doc_mask")
-    assert losses("plain")[1:] != losses("masked")[1:]
-    for member in (0, 1):
-        plain, masked = (losses(out, split="val")[member::2] for out in ("plain", "masked"))
-        assert plain[1:] != masked[1:]
 
 
 @pytest.mark.parametrize("name", [name for name, entry in OBJECTIVES.items() if entry["bpb"] == "causal"])
@@ -419,19 +387,8 @@ def test_bits_per_byte_are_clms_on_plain_windows(name, text):
     assert losses("clm", "loss", "val")[0] / math.log(2) == pytest.approx(bpb)
 
 
-@pytest.mark.parametrize("mixture, batch, rows", [
-    ("clm:.5,mlm:.5", 8, [4, 4]), ("clm:3,mlm:1", 8, [6, 2]), ("clm:.5,mlm:.5", 3, [2, 1]),
-    ("clm:.5,mlm:.3,prefix:.2", 7, [4, 2, 1])])
-def test_a_mixture_holds_fixed_rows_of_each(mixture, batch, rows, text):
-    s = start("--data", text, "--objective", mixture, "--batch_size", str(batch), "--accum", "2")
-    for step in range(2):
-        made, *_ = take(s, step)
-        parts = [train.micro_batch(made, i, 2) for i in range(2)]
-        assert [[len(part_of(part, m)["inp"]) for _, m in s.entry["members"]] for part in parts] == [rows] * 2
-
-
 def test_a_mixture_logs_its_total_and_evaluates_each_member(text):
-    fit(text, "mix", "--objective", MIXTURE, "--max_iters", "3")
+    fit(text, "mix", "--objective", MIXTURE, "--max_iters", "3", "--accum", "2")
     val, line = metrics("mix", "val"), metrics("mix", "train")
     said = [(r["step"], r["objective"], r["bpb"] is None) for r in val]
     assert said == [(0, "clm", False), (0, "mlm", True), (3, "clm", False), (3, "mlm", True)]
@@ -449,11 +406,12 @@ def entropy(counts):  # nats
 
 @every
 def test_a_short_run_beats_the_trivial_baseline(name, text):
-    """On the standard library's source: the unigram entropy of the targets, or chance, or the prior."""
-    T, steps = {"rotation": (32, 600), "nsp": (64, 400)}.get(name, (64, 150))       # one label a row: longer
-    flags = ["--data", "stdlib", "--objective", name, "--block_size", str(T), "--batch_size", "16",
-             "--n_embd", "64", "--max_iters", str(steps), "--eval_interval", str(steps), "--eval_iters", "3"]
-    assert train.main([*TINY, *flags, "--out_dir", "a"]) == 0
+    """The unigram entropy of the targets, or chance, or the prior."""
+    slow = {"rotation": (text, 16, 120), "nsp": ("stdlib", 64, 250), "electra": (text, 32, 250)}
+    data, T, steps = slow.get(name, (text, 32, 120))
+    flags = ["--data", data, "--objective", name, "--block_size", str(T), "--batch_size", "16",
+             "--n_embd", "32", "--max_iters", str(steps), "--eval_interval", str(steps), "--eval_iters", "3"]
+    fit(data, "a", *flags)
     (first, last), hp = metrics("a", "val"), get_config([*TINY, *flags])
     [(_, _, _, batches, _)] = train.validation_list(find_objective(hp), open_corpus(hp.data), hp)
     terms, limits = last["terms"], {"seam": math.log(T) - 0.02, "nsp": math.log(2) - 0.01}
@@ -497,13 +455,13 @@ def test_a_compiler_that_fails_is_one_line(text, capsys, monkeypatch):
 
 def test_a_step_reads_nothing_but_its_tensors(text):
     """What a graph would replay: other windows, seeds, rate and number give what a fresh batch gives."""
-    s = start("--data", text, "--objective", "ul2", "--max_iters", "9")
+    s = start("--data", text, "--objective", "ul2", "--max_iters", "9", "--seed", "2")
     def places():
         return [t.data_ptr() for t in (s.step, s.first_bad, s.opt["lr"], *s.where)]
     before = places()
     for step in range(4):
         batch, *_ = take(s, step)
-        want = train.draw_batch(s.entry, s.corpus, "train", 4, f"{s.hp.seed},{step}", s.hp)
+        want = train.draw_batch(s.entry, s.corpus, "train", 4, f"2,{step}", s.hp)
         assert equal(batch, want)
         rate = s.opt["adamw"].param_groups[0]["lr"]
         assert float(rate) == pytest.approx(train.learning_rate(step, s.hp))
@@ -552,9 +510,8 @@ def meta(monkeypatch):  # -> takes a step with all tensors on a device whose val
 
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, MIXTURE])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_step_needs_no_value_on_the_host(name, optimizer, text, meta):
-    flags = [*TINY, "--data", text, "--objective", name, "--optimizer", optimizer, "--accum", "2"]
+def test_a_step_needs_no_value_on_the_host(name, text, meta):
+    flags = [*TINY, "--data", text, "--objective", name, "--n_layer", "1", "--accum", "2"]
     packs = find_objective(get_config(flags))["packs"]
     for more in [[], ["--doc_mask"]] if packs else [[]]:
         s, (batch, loss, norm) = meta(get_config([*flags, *more]))
@@ -604,49 +561,23 @@ def test_a_run_on_a_gpu_resumes(more, text, monkeypatch):
     with pytest.raises(Killed):
         fit(text, "part", *flags)
     monkeypatch.setattr(train, "set_step", plain)
-    assert train.main(["--resume", "--out_dir", "part", *more]) == 0
+    resume("part", *more)
     assert losses("part", "step") == [*range(20)]
     assert losses("part")[10:] == pytest.approx(losses("whole")[10:], rel=1e-4)
 
 
 @on_cuda
-@pytest.mark.parametrize("name", [*OBJECTIVES, MIXTURE])
-def test_a_step_never_waits_for_the_gpu(name, text):
-    s = start(*WIDE, "--data", text, "--objective", name)
+def test_a_step_never_waits_for_the_gpu(text):
+    """Nor what the host does before it; every objective's own part is captured above, where none may wait."""
+    s = start(*WIDE, "--data", text)
     train.move_corpus(s.corpus, s.hp)
     s = train.prepare(s.entry, s.corpus, s.hp)
-    for step in range(3):
-        torch.cuda.set_sync_debug_mode("error" if step else "default")
-        try:
-            take(s, step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("name", ["clm:3,mlm:1", "electra", "hybrid", "nsp"])
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_the_gradient_is_that_of_the_total_by_hand(name, clip, text, monkeypatch):
-    """Weights of members, coefficients of terms, counts of the whole batch; then the norm is cut."""
-    ratio = ["--hybrid_ratio", "0.25"] if name == "hybrid" else []
-    s = start("--data", text, "--objective", name, "--accum", "2", "--grad_clip", str(clip), *ratio)
-    grads = []
-    monkeypatch.setattr(train, "optimizer_step", lambda *args: grads.extend(p.grad for p in s.params))
     take(s, 0)
-    net, heads = build(s.hp)
-    batch = train.draw_batch(s.entry, s.corpus, "train", 8, f"{s.hp.seed},0", s.hp)
-    total = 0.0
-    for weight, m in s.entry["members"]:
-        part = part_of(batch, m) or batch
-        terms, sums = m["terms"](part, s.hp), m["loss"](net, heads, part, s.hp)
-        total += weight * sum(terms[k][1] * x / terms[k][0] for k, x in sums.items())
-    want = torch.autograd.grad(total, [*net.parameters(), *heads.parameters()], allow_unused=True)
-    norm = torch.stack([w.norm() for w in want if w is not None]).norm()
-    scale = min(1.0, clip / float(norm)) if clip else 1.0
-    for g, w in zip(grads, want, strict=True):
-        if w is None:
-            assert g is None or not g.any()
-        else:
-            assert torch.allclose(g, w * scale, rtol=1e-3, atol=1e-6 * scale)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        take(s, 1, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- what goes wrong
@@ -669,7 +600,7 @@ def test_a_non_finite_step_never_reaches_the_weights(where, log, seen, text, mon
     assert signal.getsignal(signal.SIGINT) is before
     ckpt = load_checkpoint("a")
     assert ckpt["step"] == 7 and all(p.isfinite().all() for p in ckpt["model"].values())
-    assert train.main(["--resume", "--out_dir", "a"]) == 0
+    resume("a")
     assert losses("a", "step") == [*range(0, 30, log)]
 
 
@@ -691,17 +622,14 @@ def test_after_a_bad_step_nothing_moves_any_more(optimizer, bad, text):
     assert not equal(before, snapshot(s))
 
 
-ANY = {
-    "random": bytes(torch.randint(0, 256, (3000,), generator=generator("any")).tolist()),
-    "all values": bytes(range(256)) * 12, "empty lines": b"\n" * 3000, "one byte": b"a" * 3000,
-    "NUL alone": b"\0" * 3000, "CRLF": b"a line\r\n" * 400, "UTF-16": ("text " * 300).encode("utf-16"),
-    "half an emoji": "🙂".encode()[:2] * 1500}
+ANY = {"random": bytes(torch.randint(0, 256, (3000,), generator=generator("any")).tolist()),
+       "NUL alone": b"\0" * 3000, "one byte": b"a" * 3000}
 
 
 @pytest.mark.parametrize("kind", ANY)
 def test_any_bytes_are_data(kind, text, capsys):
     write("any.bin", ANY[kind])
-    for name in OBJECTIVES if kind in ("random", "NUL alone") else ("clm", "bart"):
+    for name in OBJECTIVES:
         fit("any.bin", name, "--objective", name, "--max_iters", "2")
         assert all(math.isfinite(x) for x in losses(name)), name
     assert sample.main(["--out_dir", "clm", "--score", "any.bin"]) is None
@@ -743,7 +671,7 @@ def test_a_reader_that_goes_away_stops_the_run_which_is_saved(text):
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(60) == 141
     step = load_checkpoint("a")["step"]
-    assert train.main(["--resume", "--out_dir", "a", "--max_iters", str(step + 1)]) == 0
+    resume("a", "--max_iters", str(step + 1))
 
 
 @on_posix
@@ -765,26 +693,6 @@ def wait_for(condition, seconds=90):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
-
-
-@pytest.mark.slow
-@on_posix
-@pytest.mark.parametrize("signals, code, saved", [
-    ([signal.SIGTERM], 143, True), ([signal.SIGINT], 130, True), ([signal.SIGINT] * 2, -2, False),
-    *([([signal.SIGHUP], 129, True)] if hasattr(signal, "SIGHUP") else [])])
-def test_a_real_process_ends_as_it_is_told(signals, code, saved, text):
-    slow = "import sys, time, train; step = train.training_step\n" \
-           "train.training_step = lambda s: (time.sleep(0.5), step(s))[1]\nsys.exit(train.main(sys.argv[1:]))"
-    args = [sys.executable, "-c", slow, *TINY, "--data", text, "--out_dir", "a", "--max_iters", "1000",
-            "--eval_interval", "1000"]
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, text=True, env=ALONE)
-    wait_for(lambda: os.path.exists("a/metrics.jsonl") and len(metrics("a")) > 3)
-    for number in signals:
-        process.send_signal(number)
-        time.sleep(0.1)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == code and ("--resume --out_dir a" in out) == saved
-    assert (load_checkpoint("a")["step"] > 0) == saved
 
 
 @pytest.mark.slow
@@ -833,7 +741,7 @@ def test_a_signal_to_any_process_ends_all_and_leaves_a_checkpoint(rank, number, 
         launcher.kill()
     step = load_checkpoint("a")["step"]
     assert step > 0
-    assert train.main(["--resume", "--out_dir", "a", "--max_iters", str(step + 5)]) == 0
+    resume("a", "--max_iters", str(step + 5))
 
 
 RESIDENT = """
