@@ -535,15 +535,19 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, its j
         base, better = column(rows[first], m), METRICS[m][2]
         pairs = [value - base[seed] for seed, value in column(seeds, m).items() if seed in base]
         return mean_and_error(pairs, 3, standard_error, "+") if len(pairs) > 1 and better is not None else ""
+
+    def paired(seeds):
+        return {seed: metrics for seed, metrics in seeds.items() if seed in rows[first]}
     first, *others = rows
     parts = ["Bits per byte where nothing else is said; mean over seeds ± their standard deviation.\n",
              table(rows, spread), job_table(rows)]
-    n = max((len(set(rows[name]) & set(rows[first])) for name in others), default=0)
-    if n > 1:
+    others = {name: paired(rows[name]) for name in others if len(paired(rows[name])) > 1}
+    if others:
+        n = max(map(len, others.values()))
         clear = T975[min(n, len(T975) + 1) - 2]
         parts += [f"Difference from {first}, paired by seed: mean ± standard error over the runs, the held-out text "
                   f"being the same. With {n} seeds one of {clear} standard errors is clear (95%).\n",
-                  table({name: rows[name] for name in others}, difference)]
+                  table(others, difference)]
     return "\n".join(part for part in parts if part)
 
 

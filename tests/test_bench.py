@@ -21,13 +21,13 @@ def products(rows, C, T, layers=1):  # of blocks of width C: 12 C^2 weights a po
     return 6 * rows * T * 12 * C * C * layers + 6 * rows * T * T * 2 * C * layers
 
 
-def count(name, C, T=20, *more):
+def count(name, C, T=40, *more):
     sizes = ["--n_layer", "1", "--n_head", "1", "--n_embd", str(C), "--block_size", str(T)]
     own = ["--objective", name, "--batch_size", "4", "--device", "cpu", "--dtype", "float32", *more]
     return bench.count_flops(get_config(sizes + own))
 
 
-@pytest.mark.parametrize("name, T, told", [("clm", 20, 20), ("mlm", 20, 3), ("clm", 8, 8), ("mlm", 8, 1)])
+@pytest.mark.parametrize("name, T, told", [("clm", 40, 40), ("mlm", 40, 12), ("clm", 32, 32), ("mlm", 32, 10)])
 def test_flops_are_counted_as_by_hand(name, T, told):
     """What the mask hides is computed all the same: a causal row's blocks cost what a bidirectional one's do. Logits
     are computed where there is a target."""
@@ -36,26 +36,26 @@ def test_flops_are_counted_as_by_hand(name, T, told):
 
 
 def test_of_a_mixture_each_members_rows_cost():
-    assert count("clm:.5,mlm:.5", 8) == products(4, 8, 20) + 6 * 2 * (20 + 3) * 8 * 512
+    assert count("clm:.5,mlm:.5", 8) == products(4, 8, 40) + 6 * 2 * (40 + 6) * 8 * 512
 
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_far_heads_cost_their_maps_and_their_logits(n):
-    far = 6 * 4 * 20 * (8 * 8 + 8 * 512)
-    assert count("mtp", 8, 20, "--mtp_heads", str(n)) == count("clm", 8) + (n - 1) * far
+    far = 6 * 4 * 40 * (8 * 8 + 8 * 512)
+    assert count("mtp", 8, 40, "--mtp_heads", str(n)) == count("clm", 8) + (n - 1) * far
 
 
 @pytest.mark.parametrize("C", [4, 16])
 def test_a_generator_costs_its_blocks_and_its_logits_at_the_masks(C):
-    """Of 20 bytes 3 are masked; the discriminator reads one number off each position."""
-    found = count("electra", 16, 20, "--gen_scale", str(C / 16))
-    assert found == products(4, 16, 20) + 6 * 4 * 20 * 16 + products(4, C, 20) + 6 * 4 * 3 * C * 512
+    """Of 40 bytes 6 are masked; the discriminator reads one number off each position."""
+    found = count("electra", 16, 40, "--gen_scale", str(C / 16))
+    assert found == products(4, 16, 40) + 6 * 4 * 40 * 16 + products(4, C, 40) + 6 * 4 * 6 * C * 512
 
 
 # ---- the other parts
 
 @pytest.mark.parametrize("flags, hint", [
-    (["--parts", "fly"], "train,decode"), (["--parts", "loss"], "--data"),
+    (["--parts", "fly"], "train,decode"), (["--parts", "loss", "--data", "nowhere"], "nowhere"),
     (["--objectives", "mml"], "clm"), (["--nanogpt", "nowhere"], "model.py"),
     (["--new", "0"], "--new 0"), (["--repeats", "0"], "--repeats 0"), (["--steps", "-1"], "--steps -1"),
     (["--parts", "loss", "--data", __file__, "--block_size", "20000"], "--block_size")])

@@ -256,9 +256,7 @@ BAD = {  # name: flags, what the line says
     "a member twice": ("--objective clm:.5,clm:.5", "different names"),
     "a vanishing weight": ("--objective clm:1e-320,mlm:1", "positive weights"),
     "endless weights": ("--objective clm:1e308,mlm:1e308", "positive weights"),
-    "no row of a denoiser": ("--objective clm:.75,ul2:.25 --batch_size 8", "one of 2 rows"),
-    "denoisers too uneven": ("--objective ul2 --batch_size 256 --ul2_weights R:.98,S:.01,X:.01",
-                             "more even weights\n"),
+    "no row of a denoiser": ("--objective clm:.75,ul2:.25 --batch_size 8", "has 2"),
     "documents where order is lost": ("--objective bart --doc_mask", "--doc_mask"),
     "missing file": ("--data nowhere.txt", "nowhere.txt"),
     "empty file": ("--data empty.txt", "is empty"),
@@ -341,7 +339,7 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, cap
 
 @pytest.mark.parametrize("command, hint", [
     ("train.py --data nowhere", "no such file"), ("sample.py", "no run under out/"),
-    ("compare.py --sweep nothing=1", "no such setting")])
+    ("compare.py --sweep nothing=1", "wants a setting")])
 def test_bad_input_is_one_line_of_a_real_process(command, hint, text):
     program, *flags = command.split()
     done = subprocess.run([sys.executable, os.path.join(HOME, program), *flags], capture_output=True,

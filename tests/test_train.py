@@ -407,7 +407,7 @@ def entropy(counts):  # nats
 @every
 def test_a_short_run_beats_the_trivial_baseline(name, text):
     """The unigram entropy of the targets, or chance, or the prior."""
-    slow = {"rotation": (text, 16, 120), "nsp": ("stdlib", 64, 250), "electra": (text, 32, 250)}
+    slow = {"rotation": (text, 32, 250), "nsp": ("stdlib", 64, 250), "electra": (text, 32, 250)}
     data, T, steps = slow.get(name, (text, 32, 120))
     flags = ["--data", data, "--objective", name, "--block_size", str(T), "--batch_size", "16",
              "--n_embd", "32", "--max_iters", str(steps), "--eval_interval", str(steps), "--eval_iters", "3"]
