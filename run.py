@@ -383,11 +383,13 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     try:
         with warnings.catch_warnings(), zipfile.ZipFile(path) as z:
             warnings.simplefilter("ignore")     # of foreign files
-            assert z.testzip() is None
+            if z.testzip():
+                raise ValueError("checksum")
             # weights_only: a checkpoint is data, a pickle is a program
             ckpt = torch.load(path, map_location="cpu", weights_only=True)
         version = int(ckpt["version"])
-        assert version != VERSION or all(isinstance(ckpt[part], kind) for part, kind in PARTS.items())
+        if version == VERSION and not all(isinstance(ckpt[part], kind) for part, kind in PARTS.items()):
+            raise ValueError("layout")
         config = defaults() | ckpt["config"] | {"resume": False}                    # a fork may have brought new flags
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         best = os.path.join(os.path.dirname(path), "best.pt")

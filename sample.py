@@ -278,9 +278,10 @@ def unmask(model, ids, gens, frame, steps=0, order="confident", **how):  # (N, n
         logits = fill_logits(model, ids, frame)                 # (N, n, V)
         new = pick(logits, gens, **how)
         if order in ("ancestral", "analytic"):  # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
-            u = uniforms(ids.shape[1:], gens).to(ids.device) * (steps - i)
-            ratios = (logits[..., :N_BYTES].double() - math.log(N_BYTES)).exp().sum(-1)             # near 1
-            now = u < (1 if order == "ancestral" or i == steps - 1 else ratios)
+            share = torch.ones((), device=ids.device)
+            if order == "analytic" and i < steps - 1:
+                share = (logits[..., :N_BYTES].double() - math.log(N_BYTES)).exp().sum(-1)          # near 1
+            now = uniforms(ids.shape[1:], gens).to(ids.device) * (steps - i) < share
         else:
             sure = logits[..., :N_BYTES].float().softmax(-1).amax(-1)               # (N, n)
             urgency = sure if order == "confident" else -at.float().expand(ids.shape)
@@ -312,20 +313,16 @@ def fill_long(model, ids, T, gens, frame, seen=None, **how):  # (1, n) of any le
 def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> bytes of each hole, did all end?
     """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to
     the next; EOT ends one too."""
-    spans, x = [], torch.tensor([ids], device=model.embed.weight.device)
-    for k in range(holes):
-        end, span = entry["ends"](k), []
-        spans.append(span)
-        left = min(max_new_tokens - sum(map(len, spans)), T + 1 - x.size(1))
+    spans, x = [[] for _ in range(holes)], torch.tensor([ids], device=model.embed.weight.device)
+    for k, span in enumerate(spans):
+        end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), T + 1 - x.size(1))
         extra = [end] if end >= N_BYTES else []
-        if left <= 0:
-            return spans + [[] for _ in range(holes - k - 1)], False
-        for i in generate(model, x, left, T, gens, P, extra, entry["positions"], **how):
+        for i in generate(model, x, left, T, gens, P, extra, entry["positions"], **how) if left > 0 else []:
             if int(i) in (end, EOT):
                 break
             span.append(int(i))
         else:
-            return spans + [[] for _ in range(holes - k - 1)], False
+            return spans, False
         x = torch.cat((x, x.new_tensor([span + [end]])), dim=1)
     return spans, True
 
@@ -470,10 +467,10 @@ def show_frame(ids):
 
 
 def each_sample(flags):  # -> yields a list of one generator for each sample, after a heading where there are several
-    for i in range(flags.num_samples):
+    for i, g in enumerate(sample_generators(flags.seed, flags.num_samples)):
         if flags.num_samples > 1:
             print(f"--- sample {i + 1}")
-        yield [generator(f"{flags.seed},{i},sample")]
+        yield [g]
 
 
 def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
@@ -738,10 +735,11 @@ def score_mode(model, heads, entry, hp, flags, held_out):
         fail(f"--stride: {name} scores windows of the block as a whole. Try without it")
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
-    if not len(data) or not (exact or entry["bounds"] or frame):
+    if not exact and not entry["bounds"] and not frame:
         those = " ".join(n for n, e in OBJECTIVES.items() if e["bpb"] or e["fills"](hp))
-        fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}" if len(data) else
-             "--score -: is empty. Try some text")
+        fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
+    if not len(data):
+        fail(f"--score {flags.score}: is empty. Try some text")
 
     def say(bits, note):
         bits /= len(data)

@@ -247,9 +247,7 @@ def evaluate(model, heads, validation, hp):  # -> one record for each source and
     records = []
     for source, _, m, batches, causal in validation:
         figures, loss = means(m, model, heads, batches, hp)
-        nats = loss
-        if causal:
-            nats = means(CAUSAL, model, heads, causal, hp)[1]
+        nats = means(CAUSAL, model, heads, causal, hp)[1] if causal else loss
         positions = EVAL_ROWS * hp.block_size
         share = sum(share_of_targets(m, b, hp, positions) for b in batches) / len(batches)
         records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,

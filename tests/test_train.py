@@ -397,6 +397,15 @@ def test_a_mixture_logs_its_total_and_evaluates_each_member(text):
     assert line[0]["targets"] == pytest.approx((1 + 5 / 32) / 2) and line[0]["bpb"] is None
 
 
+@pytest.mark.parametrize("flags, hint", [("--accum 3", "Try --accum 4"), ("--accum 2 --data -", "--data -")])
+def test_what_processes_cannot_share_is_refused(flags, hint, monkeypatch, capsys):
+    monkeypatch.setattr(train, "WORLD", 2)
+    with pytest.raises(SystemExit) as e:
+        train.main([*TINY, *flags.split()])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and hint in err
+
+
 # ---- learning
 
 def entropy(counts):  # nats
@@ -602,6 +611,20 @@ def test_a_non_finite_step_never_reaches_the_weights(where, log, seen, text, mon
     assert ckpt["step"] == 7 and all(p.isfinite().all() for p in ckpt["model"].values())
     resume("a")
     assert losses("a", "step") == [*range(0, 30, log)]
+
+
+def test_little_text_is_the_first_bytes_of_the_training_split(text, monkeypatch, capsys):
+    seen, prepare = [], train.prepare
+    monkeypatch.setattr(train, "prepare", lambda entry, corpus, hp: seen.append(corpus[0]) or prepare(entry, corpus, hp))
+    fit(text, "a", "--train_bytes", "100", "--max_iters", "2")
+    resume("a", "--max_iters", "3")
+    [whole] = open_corpus([text])
+    for source in seen:
+        assert torch.equal(source["train"], whole["train"][:100]) and torch.equal(source["val"], whole["val"])
+    assert len(seen) == 2
+    with pytest.raises(SystemExit):
+        train.main(["--resume", "--out_dir", "a", "--train_bytes", "99"])
+    assert "--train_bytes 99" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [0, 2])
