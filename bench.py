@@ -48,6 +48,9 @@ FLAGS = {
 }
 
 
+OWN = {"objective", "seed", "out_dir", "resume", "init_from"}    # of train.py's flags
+
+
 def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds}
     """A function that returns a number is charged for each of so many units."""
     times = {name: [] for name in sides}
@@ -94,8 +97,10 @@ def random_corpus(hp):
     return [dict(name="random", weight=1.0, train=text, val=text)]
 
 
-def settings(flags, name, *more):  # -> train.py's settings
-    return get_config(["--objective", name, *flags.rest, *more])
+def settings(flags, name, *more):  # -> train.py's settings, in rows of the first objective's number and length
+    first = get_config(["--objective", flags.objectives.split(",")[0], *flags.rest])
+    sizes = ["--batch_size", str(first.batch_size), "--block_size", str(first.block_size)]
+    return get_config(["--objective", name, *flags.rest, *sizes, *more])
 
 
 def training_step(hp):  # -> a function that takes one step, or None where torch cannot compile
@@ -183,19 +188,20 @@ def bench_train(flags, hp, names):
         hps[f"{names[0]}, muon"] = settings(flags, names[0], "--optimizer", "muon")
     steps = {name: step for name, hp in hps.items() if (step := training_step(hp))}
     flops = {name: count_flops(hps[name]) for name in steps}
+    rows = {name: hps[name].batch_size * hps[name].accum for name in steps}
     if flags.nanogpt:
-        steps["nanoGPT"], hps["nanoGPT"] = at_highest(nanogpt_step(flags.nanogpt, hp)[0]), hp
+        steps["nanoGPT"], rows["nanoGPT"] = at_highest(nanogpt_step(flags.nanogpt, hp)[0]), hp.batch_size
     sides = {name: lambda step=step: len([step() for _ in range(flags.steps)]) for name, step in steps.items()}
     device = torch.device(hp.device)
     seconds = take_turns(sides | {"GEMM": gemm(device, getattr(torch, hp.dtype))}, flags.repeats, device)
     rate = 1 / seconds.pop("GEMM")
-    speed = {name: hps[name].batch_size * hps[name].block_size / s for name, s in seconds.items()}
+    speed = {name: rows[name] * hp.block_size / s for name, s in seconds.items()}
 
     print(f"GEMM probe, {hp.dtype}: {rate / 1e9:.0f} GFLOP/s")
     peer = "  to nanoGPT" if flags.nanogpt else ""
     print(f"{'training':20s} {'positions/s':>12s} {'to ' + names[0]:>14s} {'of GEMM':>8s}{peer}")
     for name, v in speed.items():
-        share = f"{flops[name] / seconds[name] / rate:8.1%}" if name in flops else ""
+        share = f"{flops[name] * hp.accum / seconds[name] / rate:8.1%}" if name in flops else ""
         ratio = f" {v / speed['nanoGPT']:11.2f}" if flags.nanogpt else ""
         print(f"{name:20s} {v:12.0f} {v / speed[names[0]]:14.2f} {share:>8s}{ratio}")
 
@@ -244,7 +250,8 @@ def bench_decode(flags, hp, names):
         sides["nanoGPT"] = at_highest(generate)
     speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, x.device).items()}
     peer = "  to nanoGPT" if flags.nanogpt else ""
-    print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}{peer}   batch 1, {hp.dtype}, a prompt of {len(prompt)}")
+    print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}{peer}   batch 1, {hp.dtype}, a prompt of {len(prompt)}, "
+          f"{hp.n_layer} layers, width {hp.n_embd}")
     for name, v in speed.items():
         ratio = f" {v / speed['nanoGPT']:11.1f}" if flags.nanogpt else ""
         print(f"{name:12s} {v:8.0f} {v / speed['plain']:9.2f}{ratio}")
@@ -258,7 +265,10 @@ def bench_decode(flags, hp, names):
 def bench_loss(flags, hp, names):
     """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then
     nanoGPT once, and whether our median loss is no worse than its."""
+    if len(hp.data) > 1 or hp.data == ["-"] or hp.objective != "clm":
+        fail("--parts loss: trains clm on one text. Try --objectives clm, and --data with one file")
     [source], T = open_corpus(hp.data), hp.block_size
+    source["train"] = source["train"][:hp.train_bytes or None]
 
     def nats(model, text):
         return sample.score(model, text, T, T) * math.log(2) / len(text)
@@ -320,6 +330,9 @@ def main(argv=None):
     given, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     flags = Namespace(**{flag: spec[0] for flag, spec in FLAGS.items()} | vars(given), rest=rest)
     check(vars(flags), FLAGS)
+    for flag in rest:
+        if flag.startswith("--") and flag[2:].partition("=")[0] in OWN:
+            fail(f"{flag}: is set by bench.py itself. Try its own flags, python bench.py --help")
     names = flags.objectives.split(",")
     for words, known, flag in ((flags.parts.split(","), PARTS, "parts"), (names, OBJECTIVES, "objectives")):
         for name in words:

@@ -163,24 +163,26 @@ def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass
 # more of it where the job has another side to it; {} where these rows cannot be asked
 
 def halves(model, heads, entry, hp, text):  # bits a byte of the second half of a window, given the first
-    """The rule: lzma on all of the held-out text."""
+    """The rule: lzma on the held-out text as one stream."""
     n = hp.block_size // 2 - 2                  # room for what stands around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves")
     logits = left_logits(model, entry, hp, x, n, n)
     if logits is None:
         return {}
-    return {"done": bits(logits, x[:, n:]), "rule": 8 * len(lzma.compress(to_bytes(text))) / len(text)}
+    some = to_bytes(text[:train.COMPRESSED])
+    return {"done": bits(logits, x[:, n:]), "rule": 8 * len(lzma.compress(some)) / len(some)}
 
 
 def lines(model, heads, entry, hp, text):  # share of the lines it writes that are tokens of Python
-    """Each line by itself, after prompts of 32 bytes; the last, which is cut, does not count. The rule: lines of the
-    held-out text."""
-    if entry["bpb"] != "bound":                 # the MASKs of others may not be anywhere
+    """Each line by itself, after prompts of 32 bytes; the last, which is cut, does not count. The rule: bytes drawn one
+    by one from the text's distribution."""
+    if entry["bpb"] != "bound" or hp.block_size < 128:          # the MASKs of others may not be anywhere
         return {}
     x = windows(text, hp.block_size, ROWS // 2, "lines")
-    holes, gens = F.pad(x[:, :32], (0, x.size(1) - 32), value=MASK), sample.sample_generators(1, len(x))
-    *_, written = sample.unmask(model, holes, gens, entry["fills"](hp), order=entry["orders"][0], temperature=0.8)
-    return {"done": well_formed(written[:, 32:]), "rule": well_formed(x[:, 32:])}
+    gaps, gens = F.pad(x[:, :32], (0, x.size(1) - 32), value=MASK), sample.sample_generators(1, len(x))
+    written = sample.fill(model, gaps, gens, entry["fills"](hp), order=entry["orders"][0], temperature=0.8)
+    drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=generator("compare,lines"))]
+    return {"done": well_formed(written[:, 32:]), "rule": well_formed(drawn)}
 
 
 def well_formed(rows):  # (N, n) -> share of the whole lines in them
@@ -213,7 +215,7 @@ def repairs(model, heads, entry, hp, text):  # edit distance to the clean text, 
         steps = sample.generate(model, source, hp.block_size + 1 - P, hp.block_size, gens, P, temperature=0)
         left += edit_distance([i for i in map(int, steps) if i != EOT], clean)
         before += edit_distance(row[:P - 1], clean)
-    return {"done": left / before, "rule": 1.0}
+    return {"done": left / before, "rule": 1.0} if before else {}
 
 
 def edit_distance(a, b):  # of Levenshtein: bytes inserted, deleted and replaced
@@ -245,12 +247,12 @@ def typos(model, heads, entry, hp, text):  # share of texts whose one wrong lett
 
 def recalls(model, heads, entry, hp, text):  # share of 256 half passages nearest to their other half
     """The rule: cosines of histograms of bytes."""
-    halves = windows(text, hp.block_size // 2 * 2, 256, "recalls").unflatten(1, (2, -1))            # (256, 2, n)
+    pairs = windows(text, hp.block_size // 2 * 2, 256, "recalls").unflatten(1, (2, -1))             # (256, 2, n)
     def recall(e):  # (256, 2, C) -> share
         e = F.normalize(e, dim=-1)
         return float(((e[:, 0] @ e[:, 1].T).argmax(1) == torch.arange(256)).float().mean())
-    embedded = torch.stack([entry["answer"](model, heads, halves[:, i]) for i in range(2)], dim=1)
-    histograms = torch.zeros(256, 2, 256).scatter_add(2, halves, torch.ones(halves.shape))
+    embedded = torch.stack([entry["answer"](model, heads, pairs[:, i]) for i in range(2)], dim=1)
+    histograms = torch.zeros(256, 2, 256).scatter_add(2, pairs, torch.ones(pairs.shape))
     return {"done": recall(embedded), "rule": recall(histograms)}
 
 
@@ -264,7 +266,7 @@ def answers(model, heads, entry, hp, text):  # share of 512 rows answered right;
 
 JOBS = {                                        # of sample.py's modes: (in words, how it is measured)
     "continue": ("second half of a window, bits/byte (lzma)", halves),
-    "fill": ("written lines that tokenize (of held-out text)", lines),
+    "fill": ("written lines that tokenize (bytes by their frequency)", lines),
     "infill": ("edit distance of a hole of 16 bytes (left empty)", holes),
     "repair": ("edit distance left (of the noisy text)", repairs),
     "mark": ("typos that are its first mark (the rarest pair of bytes)", typos),
@@ -308,6 +310,8 @@ def byte_classes(text):  # bytes -> (n,) long: index into CLASSES of every byte;
     try:
         for token in tokenize.generate_tokens(iter(lines).__next__):
             kind = kinds.get(token_kinds.tok_name[token.type])
+            if token.type == token_kinds.ERRORTOKEN:            # before Python 3.12 no error
+                return None
             if kind:
                 first, last = (starts[row - 1] + column for row, column in (token.start, token.end))
                 labels[first:last] = 1 if keyword.iskeyword(token.string) else kind
@@ -392,7 +396,7 @@ def cells(flags, rest):  # -> [(table, row, budget, seed, argv, argv of the run 
     if flags.sweep and (not all(values) or not own and setting not in set(specs()) - CELL):
         fail(f"--sweep {flags.sweep}: wants a setting of train.py's, or replay, and values, as in mask_rate=.1,.15,.3")
     for flag in rest:
-        if flag.lstrip("-").partition("=")[0] in CELL:
+        if flag.startswith("--") and flag[2:].partition("=")[0] in CELL | {setting}:
             fail(f"{flag}: is set by compare.py itself. Try its own flags, python compare.py --help")
     names = flags.objectives.split(",") if flags.objectives else (own[:1] or [*OBJECTIVES])
     for name in names:
@@ -433,7 +437,7 @@ def trained(argv, crc, flags):  # -> folder of the finished run of this command 
         return folder
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        code = train.main([*(["--resume"] if begun else argv), "--out_dir", folder])
+        code = train.main([*argv, *(["--resume"] if begun else []), "--out_dir", folder])
     if code > 1:                                # a signal
         print(f"stopped, saved in {folder}. The same command goes on")
         sys.exit(code)
@@ -475,7 +479,8 @@ def measure(folder, shared):  # -> {column: number}; on the CPU, wherever the ru
 
 def logged(folder):  # -> {column: number} that metrics.jsonl and the settings hold
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
-        val = [r for r in map(json.loads, f) if r.get("split") == "val"][-1]
+        records = [r for r in map(json.loads, f) if r.get("split") == "val"]
+    val = next(r for r in records if r["step"] == records[-1]["step"])              # of the first source
     hp = Namespace(**load_checkpoint(folder)["config"] | {"device": "cpu", "dtype": "float32"})
     return {"loss": val["loss"], "bound" if find_objective(hp)["bpb"] == "bound" else "bpb": val["bpb"],
             "targets": val["targets"] * hp.block_size, "seconds": val["seconds"],
@@ -503,6 +508,8 @@ def mean_and_error(values, digits, error, sign=""):  # -> "mean ± error" in wor
 
 def table(rows, say):  # {row: {seed: metrics}}, (seeds, column) -> str -> Markdown without empty columns
     columns = [m for m in METRICS if any(say(seeds, m) for seeds in rows.values())]
+    if not columns:
+        return ""
     lines = ["| | " + " | ".join(METRICS[m][0] for m in columns) + " | seeds |", "|---" * (len(columns) + 2) + "|"]
     for name, seeds in rows.items():
         ran = [f"{seed}{'' if metrics else ' diverged'}" for seed, metrics in seeds.items()]
@@ -537,13 +544,13 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, its j
         return mean_and_error(pairs, 3, standard_error, "+") if len(pairs) > 1 and better is not None else ""
 
     def paired(seeds):
-        return {seed: metrics for seed, metrics in seeds.items() if seed in rows[first]}
+        return {seed: metrics for seed, metrics in seeds.items() if metrics and rows[first].get(seed)}
     first, *others = rows
     parts = ["Bits per byte where nothing else is said; mean over seeds ± their standard deviation.\n",
              table(rows, spread), job_table(rows)]
     others = {name: paired(rows[name]) for name in others if len(paired(rows[name])) > 1}
     if others:
-        n = max(map(len, others.values()))
+        n = min(map(len, others.values()))
         clear = T975[min(n, len(T975) + 1) - 2]
         parts += [f"Difference from {first}, paired by seed: mean ± standard error over the runs, the held-out text "
                   f"being the same. With {n} seeds one of {clear} standard errors is clear (95%).\n",
@@ -566,6 +573,8 @@ def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why 
                 values = column(seeds, m).values()
                 if values:
                     curves.setdefault(m, {}).setdefault(name, []).append((steps, statistics.fmean(values)))
+    if not curves:
+        return "no picture: nothing to draw"
     across, down = min(4, len(curves)), -(-len(curves) // 4)
     figure, axes = plt.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False)
     for axis in axes.flat[len(curves):]:
@@ -587,6 +596,18 @@ def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why 
     return path
 
 
+def check_folders(flags):
+    """Fails where results cannot be kept, would be read as text, or the text can be read once alone."""
+    if flags.data == "-" or flags.new_data == "-":
+        fail("--data -: every run reads the text anew. Try a file")
+    if os.path.isfile(flags.out_dir):
+        fail(f"--out_dir {flags.out_dir}: is a file. Try another name")
+    for folder in (flags.data, flags.new_data):
+        inside = os.path.isdir(folder) and os.path.commonpath(map(os.path.realpath, (folder, flags.out_dir)))
+        if inside == os.path.realpath(folder):
+            fail(f"--out_dir {flags.out_dir}: lies inside the corpus {folder}. Try a folder outside it")
+
+
 def main(argv=None):
     """Trains what is not finished, measures it, draws the tables. Ctrl-C saves the run in progress."""
     parser = make_parser("compare.py", __doc__, {"flags, beside train.py's": FLAGS})
@@ -594,15 +615,15 @@ def main(argv=None):
     flags = Namespace(**{flag: spec[0] for flag, spec in FLAGS.items()} | vars(given))
     check(vars(flags), FLAGS)
     todo, replay = cells(flags, rest), flags.sweep.startswith("replay=")
-    if flags.data == "-" or os.path.isfile(flags.out_dir):
-        fail(f"--data {flags.data} --out_dir {flags.out_dir}: want a text that every run can read, and a folder")
+    check_folders(flags)
     sources = open_corpus([flags.data, *([flags.new_data or CPP_HEADERS] if replay else [])])
     if len(sources[0]["val"]) < 1 << 12:
         fail(f"--data {flags.data}: has {len(sources[0]['val'])} bytes to validate on, the yardsticks want 4096. "
              "Try more text")
-    for words in {words[1]: words for *_, words, _ in todo}.values():
+    for *_, words, _ in todo:
         hp = get_config(words)
-        check_sizes(sources, find_objective(hp)["n"], hp.block_size)
+        cut = [source | {"train": source["train"][:hp.train_bytes or None]} for source in sources]
+        check_sizes(cut, find_objective(hp)["n"], hp.block_size)
     shared = dict(sources=sources, text=sources[0]["val"], probe=probe_data(256) if flags.data == "stdlib" else None)
     found, finished, crc = {}, 0, [source["crc"] for source in sources]
     for i, (stem, row, steps, seed, words, first) in enumerate(todo):

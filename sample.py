@@ -280,8 +280,8 @@ def unmask(model, ids, gens, frame, steps=0, order="confident", **how):  # (N, n
         if order in ("ancestral", "analytic"):  # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
             share = torch.ones((), device=ids.device)
             if order == "analytic" and i < steps - 1:
-                share = (logits[..., :N_BYTES].double() - math.log(N_BYTES)).exp().sum(-1)          # near 1
-            now = uniforms(ids.shape[1:], gens).to(ids.device) * (steps - i) < share
+                share = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)           # near 1
+            now = uniforms(ids.shape[1:], gens).float().to(ids.device) * (steps - i) < share
         else:
             sure = logits[..., :N_BYTES].float().softmax(-1).amax(-1)               # (N, n)
             urgency = sure if order == "confident" else -at.float().expand(ids.shape)
@@ -389,16 +389,20 @@ def read_text(flag, path):  # a file, or - for standard input -> bytes
     """Fails where it cannot be read."""
     if path == "-" and (sys.stdin is None or sys.stdin.isatty()):
         fail(f"--{flag} -: standard input is a terminal. Try: cat text.txt | python sample.py --{flag} -")
+    if path == "-":
+        return sys.stdin.buffer.read()
     try:
-        with sys.stdin.buffer if path == "-" else open(path, "rb") as f:
+        with open(path, "rb") as f:
             return f.read()
     except (OSError, ValueError) as e:          # a path with a NUL in it
         fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
 
 
 def given_text(flag, value):  # what a flag was given -> ids, or None
-    if value is None or not value.startswith("FILE:") and value != "-":
-        return None if value is None else encode(value)
+    if value is None:
+        return None
+    if value != "-" and not value.startswith("FILE:"):
+        return encode(value)
     return list(read_text(flag, value.removeprefix("FILE:")))
 
 

@@ -413,7 +413,9 @@ def train(hp, stop, stack):  # -> exit code
     log.bar.close()
     bad = int(s.first_bad)
     if bad >= 0:                                # since then nothing has moved
+        log.pause()
         save(s, log, "ckpt.pt", bad, sources)
+        any_says(False)                         # none ends before it is written
     metrics.close()
     if bad >= 0:
         print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the state before it. "
@@ -527,6 +529,7 @@ def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl
                              "python": platform.python_version(), "processes": WORLD, "threads": threads,
                              "parameters": size, "sources": sources})
     names = ", ".join(f"{name} {n:,} bytes" for name, n, _, _ in sources)
+    names += f", the first {hp.train_bytes:,} to train on" if hp.train_bytes else ""
     many = f"{threads} thread{'s' * (threads > 1)}" + (f", {WORLD} processes" if WORLD > 1 else "")
     print(f"{hp.objective} | {size:,} parameters | {names} | {hp.out_dir}")
     print(f"{hp.device}, {many} | activations {hp.dtype}, {precision}")

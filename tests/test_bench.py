@@ -15,6 +15,12 @@ def test_a_short_run_prints_every_part(capsys):
     assert "nanoGPT" not in out
 
 
+def test_all_objectives_are_measured_in_rows_of_the_first(monkeypatch):
+    flags = bench.Namespace(objectives="clm,rotation", rest=["--accum", "2"])
+    rows = [bench.settings(flags, name) for name in ("clm", "rotation")]
+    assert [(hp.batch_size, hp.block_size, hp.accum) for hp in rows] == [(16, 256, 2)] * 2
+
+
 # ---- FLOPs: of a product (m, k) x (k, n) forward 2 m k n, and backward as many for each of its factors
 
 def products(rows, C, T, layers=1):  # of blocks of width C: 12 C^2 weights a position, T keys a query
@@ -36,7 +42,7 @@ def test_flops_are_counted_as_by_hand(name, T, told):
 
 
 def test_of_a_mixture_each_members_rows_cost():
-    assert count("clm:.5,mlm:.5", 8) == products(4, 8, 40) + 6 * 2 * (40 + 6) * 8 * 512
+    assert count("clm:.5,mlm:.5", 8) == products(4, 8, 40) + 6 * 2 * (40 + 12) * 8 * 512
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -57,6 +63,8 @@ def test_a_generator_costs_its_blocks_and_its_logits_at_the_masks(C):
 @pytest.mark.parametrize("flags, hint", [
     (["--parts", "fly"], "train,decode"), (["--parts", "loss", "--data", "nowhere"], "nowhere"),
     (["--objectives", "mml"], "clm"), (["--nanogpt", "nowhere"], "model.py"),
+    (["--objective", "mlm"], "itself"), (["--parts", "loss", "--data", "a", "b"], "one file"),
+    (["--parts", "loss", "--objectives", "mlm"], "--objectives clm"),
     (["--new", "0"], "--new 0"), (["--repeats", "0"], "--repeats 0"), (["--steps", "-1"], "--steps -1"),
     (["--parts", "loss", "--data", __file__, "--block_size", "20000"], "--block_size")])
 def test_bad_flags_are_one_line(flags, hint, capsys):

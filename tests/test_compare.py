@@ -99,9 +99,25 @@ def test_the_second_half_is_read_after_the_first(monkeypatch):
 
 
 def test_lines_are_python_or_not():
-    rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\ncut"], [*b"no line at all here, that is, none"][:26]][:1])
-    assert compare.well_formed(rows) == pytest.approx(2 / 3)
+    rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\nit's\ncut"]])
+    assert compare.well_formed(rows) == 1 / 2
     assert compare.well_formed(torch.tensor([[*b"no whole line"]])) == 0
+
+
+def test_lines_drawn_byte_by_byte_are_worse_than_lines_of_a_text(monkeypatch):
+    with open(compare.__file__, "rb") as f:
+        text = compare.from_bytes(f.read())
+    mdlm, hp = OBJECTIVES["mdlm"], settings("mdlm", 128)
+    monkeypatch.setattr(compare.sample, "fill", lambda *args, **how: compare.windows(text, 128, 32, "lines"))
+    found = compare.lines(None, {}, mdlm, hp, text)
+    assert found["done"] > found["rule"] + 0.2
+    assert compare.lines(None, {}, mdlm, settings("mdlm", 64), text) == {}
+
+
+def test_what_needs_no_repair_is_none(monkeypatch):
+    entry = OBJECTIVES["bart"] | {"n": 31}
+    hp = settings("bart", 64, bart_noise="permute")
+    assert compare.repairs(randomized(), {}, entry, hp, compare.from_bytes(b"word " * 400)) == {}
 
 
 def test_every_mode_with_a_job_has_its_row(text, capsys, monkeypatch):
@@ -162,6 +178,7 @@ def test_the_picture_has_a_curve_over_the_budgets(tmp_path):
     budgets = {n: {"clm": {1: {"bpb": 1 + 1 / n}}, "mlm": {1: {"infill_4": 2.0}}} for n in (10, 100)}
     path = compare.picture(budgets, str(tmp_path / "compare.png"))
     assert os.path.getsize(path) > 5000
+    assert "nothing to draw" in compare.picture({10: {"mlm": {1: {}}}}, path)
 
 
 def test_a_sweep_has_a_row_for_each_value_in_which_a_plus_is_a_comma(text, capsys):
@@ -219,10 +236,14 @@ def test_what_was_killed_goes_on_or_before_its_first_checkpoint_begins_anew(save
     (["--objectives", "mlm", "--sweep", "replay=0"], "clm"), (["--objectives", "mml"], "clm,"),
     (["--seeds", "one"], "--seed"), (["--budgets", "1e3"], "--max_iters"), (["--seed", "7"], "itself"),
     (["--data", "short.txt"], "4096"), (["--data", "-"], "--data -"),
-    (["--out_dir", "text.txt"], "--out_dir text.txt"), (["--objectives", "clm", "--tau", ".1"], "--tau")])
+    (["--out_dir", "text.txt"], "--out_dir text.txt"), (["--data", "corpus", "--out_dir", "corpus/out"], "inside"),
+    (["--objectives", "clm", "--sweep", "block_size=64,200000"], "200000"),
+    (["--sweep", "mask_rate=.1", "--mask_rate", ".2"], "itself"), (["--objectives", "clm", "--tau", ".1"], "--tau")])
 def test_bad_flags_are_one_line_before_anything_runs(flags, hint, text, capsys):
-    with open("short.txt", "wb") as f:
-        f.write(b"words " * 500)
+    os.makedirs("corpus")
+    for path, n in (("short.txt", 500), ("corpus/a.txt", 9000)):
+        with open(path, "wb") as f:
+            f.write(b"words " * n)
     with pytest.raises(SystemExit) as e:
         compare.main([*flags, *([] if "--data" in flags else ["--data", text])])
     err = capsys.readouterr().err
@@ -234,7 +255,7 @@ def test_bad_flags_are_one_line_before_anything_runs(flags, hint, text, capsys):
 
 def test_differences_are_paired_by_seed():
     rows = {"a": {1: {"bpb": 2.0}, 2: {"bpb": 3.0}, 3: {"bpb": 9.0}},
-            "b": {1: {"bpb": 2.1}, 2: {"bpb": 3.3}, 4: {"bpb": 0.0}}}
+            "b": {1: {"bpb": 2.1}, 2: {"bpb": 3.3}, 3: {}, 4: {"bpb": 0.0}}}
     out = compare.tables(rows | {"five raw bytes": {"-": {"classes": 0.5}}})
     assert "| b | +0.200 ± 0.100 | 1 2 |" in out, ".1 and .3, whose standard deviation is .141"
     assert "With 2 seeds one of 12.7 standard errors is clear" in out

@@ -1,4 +1,5 @@
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,15 @@ def test_the_leak_test_rejects_documents_that_are_ignored(monkeypatch):
     monkeypatch.setattr(M, "allow", lambda q, k, prefix, *doc: allow(q, k, prefix))
     with pytest.raises(AssertionError):
         check_leaks("causal", DOC)
+
+
+def test_the_readme_shows_the_rule():
+    with open(os.path.join(os.path.dirname(M.__file__), "README.md"), encoding="utf-8") as f:
+        readme = f.read()
+    seen = M.dense_mask(torch.tensor([0, 3, T]), torch.arange(T), T)[:, 0].tolist()
+    grids = [[" ".join("■" if may else "·" for may in row) for row in grid] for grid in seen]
+    for rows in zip(*grids):
+        assert (" " * 8).join(rows) in readme
 
 
 # ---- the forms of attention

@@ -509,7 +509,7 @@ def test_ul2_rows_are_what_their_mode_says():
         if mode == MODE_S:
             assert source[1:] + target == row[:98] and 24 <= len(source) - 1 <= 73, "from n/4 to 3n/4"
             continue
-        n, N, S = O.fit_spans(T, *((0.15, 3) if mode == MODE_R else (0.5, 32)), extra=1)
+        n, N, S = O.fit_spans(T, *((0.3, 3) if mode == MODE_R else (0.5, 32)), extra=1)
         raw, lengths = spliced(source[1:], target)
         assert raw == row[:n] and len(lengths) == S and sum(lengths) == N
         tail.append(source[-1] >= SENTINEL)
@@ -701,7 +701,7 @@ def test_electra_samples_follow_the_generator():
     p, x = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.full((2000, 8), 65)
     four = torch.full((2000, 8, 512), -60.0)
     four[..., 65:69] = p.log()
-    _, clean, fake = O.electra_fakes(says(four), O.electra(x, generator("e"), settings("electra", 8)))
+    _, clean, fake = O.electra_fakes(says(four), O.electra(x, generator("e"), settings("electra", 8, mask_rate=0.15)))
     assert fake.shape == (2000, 1) and (clean == 65).all()
     assert chi2(torch.bincount(fake[:, 0], minlength=69)[65:], 2000 * p) < 25       # 3 degrees of freedom
 
@@ -974,7 +974,7 @@ def test_hybrid_rows_are_masked_or_causal():
     check_clm(x[~masked], {k: batch[k][~masked] for k in ("inp", "tgt")})
     tgt = F.pad(batch["tgt"][masked], (1, 0), value=IGNORE)     # position i - 1 predicts byte i
     assert (tgt[:, T] == IGNORE).all() and (tgt[:, 1] != IGNORE).any(), "any byte but the first"
-    check_mlm(x[masked, :T], dict(inp=batch["inp"][masked], tgt=tgt[:, :T]), round(0.15 * T))
+    check_mlm(x[masked, :T], dict(inp=batch["inp"][masked], tgt=tgt[:, :T]), round(0.3 * T))
 
 
 @pytest.mark.parametrize("B, ratio", [(8, 0.0), (8, 1.0), (3, 1 / 3), (5, 0.58), (75, 0.84), (100, 0.29)])
@@ -1037,7 +1037,7 @@ def test_the_targets_of_a_mixture_are_those_of_its_members():
     entry, _, _, batch, hp = case("clm,mlm,mdlm,rotation", B=8)
     masked = int((batch["mdlm.tgt"] != IGNORE).sum())           # whose loss is divided by all positions
     share = O.share_of_targets(entry, batch, hp, 8 * T)
-    assert share == pytest.approx((2 * T + 2 * round(0.15 * T) + masked + 2) / (8 * T))
+    assert share == pytest.approx((2 * T + 2 * round(0.3 * T) + masked + 2) / (8 * T))
 
 
 def test_a_mixture_with_heads_of_its_own_trains(text):
