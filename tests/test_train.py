@@ -394,7 +394,7 @@ def test_a_mixture_logs_its_total_and_evaluates_each_member(text):
     assert said == [(0, "clm", False), (0, "mlm", True), (3, "clm", False), (3, "mlm", True)]
     assert [(r["step"], r["objective"]) for r in line] == [(0, MIXTURE), (1, MIXTURE), (2, MIXTURE)]
     assert line[0]["loss"] == pytest.approx(math.log(512), abs=1e-4)
-    assert line[0]["targets"] == pytest.approx((1 + 5 / 32) / 2) and line[0]["bpb"] is None
+    assert line[0]["targets"] == pytest.approx((1 + 10 / 32) / 2) and line[0]["bpb"] is None
 
 
 @pytest.mark.parametrize("flags, hint", [("--accum 3", "Try --accum 4"), ("--accum 2 --data -", "--data -")])
