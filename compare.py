@@ -9,7 +9,8 @@
 
 A cell is a command line of train.py, and its run's folder is named after it: what is finished is not trained again,
 what is begun goes on. What was measured lies beside the run in measured.json: delete that to measure anew. Tables
-are of the largest budget, the picture is of all. Flags that are not listed below are train.py's, such as --n_layer 6.
+are of the largest budget, the picture is of all. Holes and replaced bytes want rows of at least 128 positions. Flags
+that are not listed below are train.py's, such as --n_layer 6.
 """
 # N windows, n bytes of a window, a bytes left of a middle of m, C width, K classes, L layers
 import signal

@@ -175,8 +175,9 @@ def pack_weights(module):
 
 
 class Block(nn.Module):
-    """What a block must honour: `attend` holds the mask and the prefix; where there is a cache, `extend`
-    takes the new keys and values and returns all of them; activations stay in x's dtype."""
+    """What a block must honour: `attend` holds the mask, the prefix and the documents; where there is a cache, `extend`
+    takes the new keys and values and returns all of them (a StaticCache's stale ones too, which only `attend` hides);
+    activations stay in x's dtype."""
 
     def __init__(self, sizes):
         super().__init__()

@@ -425,7 +425,7 @@ def restore(model, heads, ckpt, path, fresh=False):
             if name in ckpt["heads"] or not fresh:
                 head.load_state_dict(ckpt["heads"][name])
     except (RuntimeError, KeyError, AttributeError) as e:
-        fail(f"{path}: its weights do not fit its settings ({type(e).__name__}). Try another checkpoint")
+        fail(f"{path}: its weights do not fit its settings, or this model.py ({type(e).__name__}). Try another run")
     if not all(bool(p.isfinite().all()) for module in (model, heads) for p in module.parameters()):
         fail(f"{path}: has weights that are not finite. Try best.pt beside it, or another run")
 

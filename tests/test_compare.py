@@ -271,9 +271,9 @@ def test_no_model_sees_the_byte_that_it_fills(name, ask):
     """Nor those after it in the middle; each sees the left side, and the right one where it is given."""
     net, hp, x, a, m = randomized().requires_grad_(False), settings(name, 64), ids(2, 20), 8, 4
     base = ask(net, OBJECTIVES[name], hp, x, a, m)
-    fills = {"mlm", "span", "ul2", "fim", "bart", "nsp", "mdlm", "sedd", "hybrid"}
-    continues = {"clm", "prefix", "ul2", "fim", "mtp", "hybrid"}
-    assert (base is not None) == (name in (fills if ask is compare.infill_logits else continues))
+    entry = OBJECTIVES[name]
+    fills = entry["fills"](hp) or entry["ask"](([1], [1]), 1, hp)
+    assert (base is not None) == bool(fills if ask is compare.infill_logits else entry["continues"](hp))
     if base is None:
         return
     assert base.shape == (2, m, 512)
