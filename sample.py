@@ -801,7 +801,8 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
 
 def say_how_far(entry, hp, step, path):  # on standard error, of a model that is not yet what its size can be
     steps, what = entry["reaches"] or (0, "")
-    if step < steps and all(getattr(hp, flag) == defaults()[flag] for flag in SETTINGS["model"]):
+    usual = defaults() | entry["defaults"]
+    if step < steps and all(getattr(hp, flag) == usual[flag] for flag in SETTINGS["model"]):
         print(f"--- {step:,} steps; after {steps:,} of the standard library {entry['name']} {what}. Go on with: "
               f"python train.py --resume --out_dir {path} --max_iters {steps}", file=sys.stderr)
 
