@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -88,16 +89,16 @@ def test_a_batch_is_a_function_of_its_generator(name):
 
 
 @every
-@pytest.mark.parametrize("T", [T, 64, 65, 66])
-def test_no_row_is_longer_than_its_block(name, T, monkeypatch):
+def test_no_row_is_longer_than_its_block(name):
     """What pack is given fits, EOT too: a window that is too long would lose the ends of full rows in silence."""
     pack = O.pack
 
     def watched(ids, keep, width):
         assert keep.sum(1).max() <= width
         return pack(ids, keep, width)
-    monkeypatch.setattr(O, "pack", watched)
-    make(name, B=8, T=T)
+    with mock.patch.object(O, "pack", watched):
+        for size in (T, 64, 65, 66):
+            make(name, B=8, T=size)
 
 
 @every
@@ -247,7 +248,7 @@ COEFFICIENTS = {
     "electra": {"generator": 1, "discriminator": 50, "auc": 0, "replaced": 0},
     "nsp": {"nll": 1, "nsp": 1, "accuracy": 0},
     "contrastive": {"info": 1, "top1": 0}, "mdlm": {"bound": 1}, "rotation": {"seam": 1, "accuracy": 0},
-    "hybrid": {"masked": 0.5, "causal": 0.5}}
+    "hybrid": {"masked": 0.25, "causal": 0.75}}
 COSTLY = {"electra": {"auc", "replaced"}, "nsp": {"accuracy"}}
 
 
