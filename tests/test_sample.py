@@ -15,7 +15,7 @@ import train
 from data import CLS, EOT, MASK, MID, MODE_S, PRE, SENTINEL, SEP, SUF, document_ids, generator
 from model import Sizes, Transformer
 from objectives import OBJECTIVES, USUAL, ParallelDrafter, embed, find_objective, mtp_drafter, seq2seq
-from run import load_checkpoint
+from run import build, load_checkpoint
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -674,6 +674,15 @@ def test_control_bytes_reach_a_pipe_but_no_terminal(name, runs, capsys, monkeypa
     assert NEAT in out
     assert not controls(out)
     assert ("\x1b[7m" in out) == (name in ("mlm", "mdlm", "fim")), "what is new stands out"
+
+
+@pytest.mark.parametrize("name", ["mdlm", "sedd"])
+def test_the_bound_of_an_untrained_model_is_8_bits_a_byte(name):
+    hp = settings(name, 32)
+    model, _ = build(hp)
+    bits, error = sample.score_bound(model, find_objective(hp), ids(100)[0].byte(), hp, 1)
+    assert bits == pytest.approx(800, rel=1e-5)
+    assert error == pytest.approx(0, abs=1e-3)
 
 
 # ---- scores of the command
