@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import V, fail, generator, open_corpus
@@ -30,7 +29,7 @@ import sample
 import train
 from model import Sizes, Transformer, pack_weights
 from objectives import OBJECTIVES, find_objective
-from run import Captured, build, check, get_config, load_run, make_parser, use_device
+from run import Captured, build, get_config, load_run, parse_beside, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,9 +45,7 @@ FLAGS = {
     "run": ("", "for decode: a trained run, which drafts where it can"),
     "peer_iters": (0, "for loss: nanoGPT's steps, 0 for those of its configuration", 0, 1 << 40),
 }
-
-
-OWN = {"objective", "seed", "out_dir", "resume", "init_from"}    # of train.py's flags
+OWN = {"objective", "seed", "out_dir", "resume", "init_from"}   # of train.py's flags
 
 
 def take_turns(sides, repeats, device):  # {name: function} -> {name: median seconds}
@@ -97,10 +94,8 @@ def random_corpus(hp):
     return [dict(name="random", weight=1.0, train=text, val=text)]
 
 
-def settings(flags, name, *more):  # -> train.py's settings, in rows of the first objective's number and length
-    first = get_config(["--objective", flags.objectives.split(",")[0], *flags.rest])
-    sizes = ["--batch_size", str(first.batch_size), "--block_size", str(first.block_size)]
-    return get_config(["--objective", name, *flags.rest, *sizes, *more])
+def settings(flags, name, *more):  # -> train.py's settings
+    return get_config(["--objective", name, *flags.rest, *more])
 
 
 def training_step(hp):  # -> a function that takes one step, or None where torch cannot compile
@@ -326,19 +321,15 @@ PARTS = dict(train=bench_train, decode=bench_decode, loss=bench_loss)
 
 
 def main(argv=None):
-    parser = make_parser("bench.py", __doc__, {"flags, beside train.py's": FLAGS})
-    given, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    flags = Namespace(**{flag: spec[0] for flag, spec in FLAGS.items()} | vars(given), rest=rest)
-    check(vars(flags), FLAGS)
-    for flag in rest:
-        if flag.startswith("--") and flag[2:].partition("=")[0] in OWN:
-            fail(f"{flag}: is set by bench.py itself. Try its own flags, python bench.py --help")
+    flags, rest = parse_beside("bench.py", __doc__, FLAGS, OWN, sys.argv[1:] if argv is None else argv)
     names = flags.objectives.split(",")
     for words, known, flag in ((flags.parts.split(","), PARTS, "parts"), (names, OBJECTIVES, "objectives")):
         for name in words:
             if name not in known:
                 fail(f"--{flag} {name}: unknown. Try some of {','.join(known)}")
-    hp, precision = settings(flags, names[0]), torch.get_float32_matmul_precision()
+    hp, precision = get_config(["--objective", names[0], *rest]), torch.get_float32_matmul_precision()
+    # all in rows of the first objective's number and length
+    flags.rest = [*rest, "--batch_size", str(hp.batch_size), "--block_size", str(hp.block_size)]
     print(f"torch {torch.__version__}, {hp.device}, {torch.get_num_threads()} threads, "
           f"{use_device(torch.device(hp.device))}; {hp.n_layer} layers, width {hp.n_embd}, block {hp.block_size}, "
           f"batch {hp.batch_size}")

@@ -38,7 +38,7 @@ import sample
 import train
 from model import norm
 from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, auc, find_objective
-from run import VERSION, build, check, get_config, load_checkpoint, load_run, make_parser, specs
+from run import VERSION, build, get_config, load_checkpoint, load_run, parse_beside, specs
 import torch
 import torch.nn.functional as F
 
@@ -387,7 +387,7 @@ def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states the by
 
 # ---- a cell: train, measure
 
-def cells(flags, rest):  # -> [(table, row, budget, seed, argv, argv of the run to begin with or None)]
+def cells(flags, rest):  # -> [(table, row, settings, argv, argv of the run to begin with or None)]
     """Fails on a flag or a setting that train.py would refuse, before anything runs."""
     setting, _, values = flags.sweep.partition("=")
     values = values.split(",") if setting else [""]
@@ -396,9 +396,6 @@ def cells(flags, rest):  # -> [(table, row, budget, seed, argv, argv of the run 
     own = coders if setting == "replay" else own
     if flags.sweep and (not all(values) or not own and setting not in set(specs()) - CELL):
         fail(f"--sweep {flags.sweep}: wants a setting of train.py's, or replay, and values, as in mask_rate=.1,.15,.3")
-    for flag in rest:
-        if flag.startswith("--") and flag[2:].partition("=")[0] in CELL | {setting}:
-            fail(f"{flag}: is set by compare.py itself. Try its own flags, python compare.py --help")
     names = flags.objectives.split(",") if flags.objectives else (own[:1] or [*OBJECTIVES])
     for name in names:
         if name not in OBJECTIVES:
@@ -415,8 +412,8 @@ def cells(flags, rest):  # -> [(table, row, budget, seed, argv, argv of the run 
         elif setting:
             words = isinstance(specs()[setting][0], str)        # 1e+1 is a number
             argv += [f"--{setting}", value.replace("+", ",") if words else value]
-        get_config(argv)
-        todo.append((f"sweep-{setting}-{name}" if setting else "compare", value or name, int(steps), seed, argv, first))
+        table = f"sweep-{setting}-{name}" if setting else "compare"
+        todo.append((table, value or name, get_config(argv), argv, first))
     return todo
 
 
@@ -431,10 +428,10 @@ def trained(argv, crc, flags):  # -> folder of the finished run of this command 
     """What it finds finished it leaves, what it finds begun it resumes."""
     # the corpus is in the folder's name: another one cannot resume it
     tag = zlib.crc32(json.dumps([VERSION, crc, argv]).encode())
-    name, steps = argv[1].replace(":", "_").replace(",", "+"), int(argv[5])
-    folder = os.path.join(flags.out_dir, "runs", f"{name}-{steps}-seed{argv[3]}-{tag:08x}")
+    hp = get_config(argv)
+    folder = os.path.join(flags.out_dir, "runs", f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}")
     begun = any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt"))
-    if begun and load_checkpoint(folder)["step"] == steps:
+    if begun and load_checkpoint(folder)["step"] == hp.max_iters:
         return folder
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
@@ -611,28 +608,28 @@ def check_folders(flags):
 
 def main(argv=None):
     """Trains what is not finished, measures it, draws the tables. Ctrl-C saves the run in progress."""
-    parser = make_parser("compare.py", __doc__, {"flags, beside train.py's": FLAGS})
-    given, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    flags = Namespace(**{flag: spec[0] for flag, spec in FLAGS.items()} | vars(given))
-    check(vars(flags), FLAGS)
-    todo, replay = cells(flags, rest), flags.sweep.startswith("replay=")
+    argv = sys.argv[1:] if argv is None else argv
+    flags, rest = parse_beside("compare.py", __doc__, FLAGS, CELL, argv)
+    setting = flags.sweep.partition("=")[0]
+    if any(word.partition("=")[0] == f"--{setting}" for word in rest):
+        fail(f"--{setting}: is what --sweep sets. Try without it")
+    todo, replay = cells(flags, rest), setting == "replay"
     check_folders(flags)
     sources = open_corpus([flags.data, *([flags.new_data or CPP_HEADERS] if replay else [])])
     if len(sources[0]["val"]) < 1 << 12:
         fail(f"--data {flags.data}: has {len(sources[0]['val'])} bytes to validate on, the yardsticks want 4096. "
              "Try more text")
-    for *_, words, _ in todo:
-        hp = get_config(words)
+    for _, _, hp, _, _ in todo:
         cut = [source | {"train": source["train"][:hp.train_bytes or None]} for source in sources]
         check_sizes(cut, find_objective(hp)["n"], hp.block_size)
     shared = dict(sources=sources, text=sources[0]["val"], probe=probe_data(256) if flags.data == "stdlib" else None)
     found, finished, crc = {}, 0, [source["crc"] for source in sources]
-    for i, (stem, row, steps, seed, words, first) in enumerate(todo):
+    for i, (stem, row, hp, words, first) in enumerate(todo):
         metrics = result(words, first, crc, flags, shared)
-        found.setdefault(stem, {}).setdefault(steps, {}).setdefault(row, {})[seed] = metrics
+        found.setdefault(stem, {}).setdefault(hp.max_iters, {}).setdefault(row, {})[hp.seed] = metrics
         finished += bool(metrics)
         said = f"loss {metrics['loss']:.4f}" if metrics else "diverged"
-        print(f"[{i + 1}/{len(todo)}] {row}, {steps} steps, seed {seed}: {said}", flush=True)
+        print(f"[{i + 1}/{len(todo)}] {row}, {hp.max_iters} steps, seed {hp.seed}: {said}", flush=True)
     for stem, budgets in found.items():
         rows, path = budgets[max(budgets)], os.path.join(flags.out_dir, stem)
         if shared["probe"] and not flags.sweep:

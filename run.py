@@ -114,6 +114,23 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {flag: spec}} -
     return parser
 
 
+def parse_beside(prog, doc, flags, own, argv):  # -> the program's flags, as a Namespace; the words that are train.py's
+    """For programs that train: flags are theirs, those of train.py are passed on but for own, which they set. Fails
+    on a flag that neither has."""
+    parser = make_parser(prog, doc, {"flags, beside train.py's": flags})
+    given, rest = parser.parse_known_args(argv)
+    for word in rest:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and name in own:
+            fail(f"--{name}: is set by {prog} itself. Try its own flags, python {prog} --help")
+        if word.startswith("--") and name not in specs():
+            near = difflib.get_close_matches(name, {*flags, *specs()} - own, 1)
+            fail(f"unknown argument --{name}. Try {f'--{near[0]}' if near else f'python {prog} --help'}")
+    values = {flag: spec[0] for flag, spec in flags.items()} | vars(given)
+    check(values, flags)
+    return argparse.Namespace(**values), rest
+
+
 def check(values, specs, where=""):
     """Fails where a value is not of its default's type, out of its range or not among its choices."""
     for flag, (default, _, *bounds) in specs.items():

@@ -317,7 +317,8 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
     for k, span in enumerate(spans):
         end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), T + 1 - x.size(1))
         extra = [end] if end >= N_BYTES else []
-        for i in generate(model, x, left, T, gens, P, extra, entry["positions"], **how) if left > 0 else []:
+        steps = generate(model, x, left, T, gens, P, extra, entry["positions"], **how) if left > 0 else []
+        for i in steps:
             if int(i) in (end, EOT):
                 break
             span.append(int(i))
@@ -387,9 +388,9 @@ def score_pseudo(model, data, T, frame, doc_mask=False):  # data (n,) uint8 -> b
 
 def read_text(flag, path):  # a file, or - for standard input -> bytes
     """Fails where it cannot be read."""
-    if path == "-" and (sys.stdin is None or sys.stdin.isatty()):
-        fail(f"--{flag} -: standard input is a terminal. Try: cat text.txt | python sample.py --{flag} -")
     if path == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            fail(f"--{flag} -: standard input is a terminal. Try: cat text.txt | python sample.py --{flag} -")
         return sys.stdin.buffer.read()
     try:
         with open(path, "rb") as f:

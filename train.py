@@ -416,11 +416,10 @@ def train(hp, stop, stack):  # -> exit code
         log.pause()
         save(s, log, "ckpt.pt", bad, sources)
         any_says(False)                         # none ends before it is written
-    metrics.close()
-    if bad >= 0:
         print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the state before it. "
               f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
         return 1
+    metrics.close()
     if halt and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
         return 128 + (stop or [signal.SIGTERM])[0]

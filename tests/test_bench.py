@@ -15,10 +15,14 @@ def test_a_short_run_prints_every_part(capsys):
     assert "nanoGPT" not in out
 
 
-def test_all_objectives_are_measured_in_rows_of_the_first(monkeypatch):
-    flags = bench.Namespace(objectives="clm,rotation", rest=["--accum", "2"])
-    rows = [bench.settings(flags, name) for name in ("clm", "rotation")]
-    assert [(hp.batch_size, hp.block_size, hp.accum) for hp in rows] == [(16, 256, 2)] * 2
+def test_all_objectives_are_measured_in_rows_of_the_first(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(bench, "training_step", lambda hp: seen.append(hp) or (lambda: None))
+    bench.main([*SMALL, "--parts", "train", "--objectives", "clm,rotation,contrastive", "--accum", "2"])
+    assert [(hp.batch_size, hp.block_size, hp.accum) for hp in seen] == [(4, 64, 2)] * 3
+    seen.clear()
+    bench.main(["--parts", "train", "--objectives", "clm,rotation", "--repeats", "1", "--steps", "1", "--n_embd", "16"])
+    assert len({(hp.batch_size, hp.block_size) for hp in seen}) == 1, "rotation's own rows are shorter"
 
 
 # ---- FLOPs: of a product (m, k) x (k, n) forward 2 m k n, and backward as many for each of its factors
@@ -63,7 +67,8 @@ def test_a_generator_costs_its_blocks_and_its_logits_at_the_masks(C):
 @pytest.mark.parametrize("flags, hint", [
     (["--parts", "fly"], "train,decode"), (["--parts", "loss", "--data", "nowhere"], "nowhere"),
     (["--objectives", "mml"], "clm"), (["--nanogpt", "nowhere"], "model.py"),
-    (["--objective", "mlm"], "itself"), (["--parts", "loss", "--data", "a", "b"], "one file"),
+    (["--objective", "mlm"], "itself"), (["--repeat", "2"], "--repeats"), (["--n_layr", "2"], "--n_layer"),
+    (["--parts", "loss", "--data", "a", "b"], "one file"),
     (["--parts", "loss", "--objectives", "mlm"], "--objectives clm"),
     (["--new", "0"], "--new 0"), (["--repeats", "0"], "--repeats 0"), (["--steps", "-1"], "--steps -1"),
     (["--parts", "loss", "--data", __file__, "--block_size", "20000"], "--block_size")])

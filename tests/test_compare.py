@@ -238,7 +238,9 @@ def test_what_was_killed_goes_on_or_before_its_first_checkpoint_begins_anew(save
     (["--data", "short.txt"], "4096"), (["--data", "-"], "--data -"),
     (["--out_dir", "text.txt"], "--out_dir text.txt"), (["--data", "corpus", "--out_dir", "corpus/out"], "inside"),
     (["--objectives", "clm", "--sweep", "block_size=64,200000"], "200000"),
-    (["--sweep", "mask_rate=.1", "--mask_rate", ".2"], "itself"), (["--objectives", "clm", "--tau", ".1"], "--tau")])
+    (["--sweep", "mask_rate=.1", "--mask_rate", ".2"], "what --sweep sets"),
+    (["--budget", "2"], "--budgets"), (["--n_layr", "2"], "--n_layer"),
+    (["--objectives", "clm", "--tau", ".1"], "--tau")])
 def test_bad_flags_are_one_line_before_anything_runs(flags, hint, text, capsys):
     os.makedirs("corpus")
     for path, n in (("short.txt", 500), ("corpus/a.txt", 9000)):

@@ -463,7 +463,8 @@ def test_every_run_shows_itself(name, runs, capsys, monkeypatch):
 
 
 def test_the_help_shows_every_mode_and_no_objective_that_is_none():
-    named = {word for line in sample.__doc__.splitlines() if " python " in line for word in line.split(" python ")[0].split()}
+    heads = [line.split(" python ")[0] for line in sample.__doc__.splitlines() if " python " in line]
+    named = set(" ".join(heads).split())
     known = named & set(OBJECTIVES)
     assert {OBJECTIVES[name]["mode"] for name in known} == set(sample.MODES)
     assert named - known == {"with", "a", "likelihood"}

@@ -615,7 +615,11 @@ def test_a_non_finite_step_never_reaches_the_weights(where, log, seen, text, mon
 
 def test_little_text_is_the_first_bytes_of_the_training_split(text, monkeypatch, capsys):
     seen, prepare = [], train.prepare
-    monkeypatch.setattr(train, "prepare", lambda entry, corpus, hp: seen.append(corpus[0]) or prepare(entry, corpus, hp))
+
+    def watched(entry, corpus, hp):
+        seen.append(corpus[0])
+        return prepare(entry, corpus, hp)
+    monkeypatch.setattr(train, "prepare", watched)
     fit(text, "a", "--train_bytes", "100", "--max_iters", "2")
     resume("a", "--max_iters", "3")
     [whole] = open_corpus([text])
