@@ -18,8 +18,10 @@ def test_a_short_run_prints_every_part(capsys):
 def test_all_objectives_are_measured_in_rows_of_the_first(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(bench, "training_step", lambda hp: seen.append(hp) or (lambda: None))
+    monkeypatch.setattr(bench, "take_turns", lambda sides, *rest: dict.fromkeys(sides, 0.5))
     bench.main([*SMALL, "--parts", "train", "--objectives", "clm,rotation,contrastive", "--accum", "2"])
     assert [(hp.batch_size, hp.block_size, hp.accum) for hp in seen] == [(4, 64, 2)] * 3
+    assert capsys.readouterr().out.count(" 1024 ") == 3, "4 * 2 rows of 64 positions in half a second"
     seen.clear()
     bench.main(["--parts", "train", "--objectives", "clm,rotation", "--repeats", "1", "--steps", "1", "--n_embd", "16"])
     assert len({(hp.batch_size, hp.block_size) for hp in seen}) == 1, "rotation's own rows are shorter"
