@@ -359,7 +359,7 @@ def probe_data(n):  # -> x (N, n), classes (N, n), split (N,), rows and cols of 
         labels, part = byte_classes(text), 2 if i % 10 == 9 else int(i % 5 == 0)
         if labels is None or len(text) < n:
             continue
-        count = min(9 if part == 2 else 3, len(text) // n)
+        count = min(9 if part == 2 else 1, len(text) // n)
         for k in range(count):                  # evenly spaced over the document
             a = (len(text) - n) * k // max(1, count - 1)
             x.append(from_bytes(text[a:a + n]).long())

@@ -26,6 +26,7 @@ class Sizes:
     n_head: int
     n_embd: int
     vocab_size: int = 512
+    attn_scale: float = 1.0                     # attention's logits are so many times q k / sqrt(D)
 
 
 # ---- who may see whom
@@ -122,14 +123,14 @@ def norm(x):  # (..., C) -> (..., C) of mean 0 and variance 1
     return F.layer_norm(x, (x.size(-1),))       # on the CPU one kernel, where F.rms_norm takes eight
 
 
-def rotations(at, D, dtype):  # positions (..., T) -> cos, sin (..., T, D)
+def rotations(at, D, dtype, scale=1.0):  # positions (..., T) -> cos, sin (..., T, D), times the root of scale
     freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=at.device, dtype=torch.float32) / D)
     angle = at[..., None].float() * freq                                            # (..., T, D / 2)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = angle.cos() * scale ** 0.5, angle.sin() * scale ** 0.5               # queries have it, and keys
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def rotate(x, cos, sin):  # (..., T, D) -> the same, each pair (i, i + D/2) turned by its position's angle
+def rotate(x, cos, sin):  # (..., T, D) -> the same, each pair (i, i + D/2) turned by its position's angle, and scaled
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
@@ -205,7 +206,8 @@ def run_blocks(blocks, x, sizes, mask, doc=None, cache=None, at=None):  # x (B, 
     B, T, _ = x.shape
     q = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                   # (T,)
     attend = choose_attention(mask, q, T if cache is None else cache.reach(T), B, sizes, x.dtype, doc, cache)
-    cos, sin = rotations(q if at is None else at[:, None], sizes.n_embd // sizes.n_head, x.dtype)
+    at = q if at is None else at[:, None]
+    cos, sin = rotations(at, sizes.n_embd // sizes.n_head, x.dtype, sizes.attn_scale)
     for i, block in enumerate(blocks):
         x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, q))
     if cache is not None:

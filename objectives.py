@@ -380,9 +380,10 @@ def span_ask(pieces, m, hp, mode=()):
 
 SPANS = {"span_rate": (0.3, "share of bytes in spans", 0.001, 0.999),
          "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
+SHARP = {"attn_scale": 2.0}                     # a target finds its place in the source sooner
 add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
     window=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], settings=SPANS, whole=True,
-    positions=span_positions, mode="infill", ask=span_ask,
+    positions=span_positions, mode="infill", ask=span_ask, defaults=SHARP,
     holes=N_SENTINELS - 1, ends=lambda k: SENTINEL + k + 1,
     reaches=(4000, "fills a hole of 4 bytes at 1.47 bits a byte"))
 
@@ -432,6 +433,7 @@ def ul2_ask(pieces, m, hp):
 
 add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
     window=ul2_window, settings=SPANS, whole=True, positions=span_positions, mode="infill", ask=ul2_ask,
+    defaults=SHARP,
     continues=lambda hp: ("prefix", [MODE_S], [SEP]), ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1,
     reaches=(4000, "fills a hole of 16 bytes at 1.46 bits a byte"))
 
@@ -819,7 +821,7 @@ def bart_ask(pieces, m, hp):
 
 
 add("bart", make=bart, help="a whole text from a noisy one", use="repair a text", mask="prefix",
-    window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=lambda k: EOT,
+    window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=lambda k: EOT, defaults=SHARP,
     reaches=(8000, "copies what is there, and still spoils as much as it repairs"),
     settings={"bart_noise": ("infill,permute", "any of " + ",".join(NOISES)),
               "bart_rate": (0.3, "share of bytes struck by mask, delete, infill and replace together", 0.001, 0.9),

@@ -44,6 +44,7 @@ SETTINGS = {
         "n_head": ({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
         "n_embd": ({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
         "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 32, 1 << 24),
+        "attn_scale": (1.0, "attention's logits are so many times q k / sqrt(D)", 0.01, 100.0),
     },
     "training": {
         "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),

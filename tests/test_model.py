@@ -268,6 +268,21 @@ def test_rope_turns_pair_i_by_t_over_10000_to_the_2i_over_D():
             assert (float(out[t, i]), float(out[t, i + 4])) == pytest.approx((turn.real, turn.imag), abs=1e-4)
 
 
+def test_attn_scale_multiplies_the_logits_of_attention(monkeypatch):
+    scores = []
+
+    def attend(q, k, v):
+        scores.append(q @ k.mT)
+        return v
+    monkeypatch.setattr(M, "choose_attention", lambda *args: attend)
+    net, far = randomized(n_layer=1), torch.arange(T).expand(B, T) * 2
+    for net.sizes.attn_scale in (1.0, 3.0):
+        net(ids(), "causal")
+        net(ids(), "causal", at=far)
+    near(scores[2], 3 * scores[0])
+    near(scores[3], 3 * scores[1])
+
+
 def test_fresh_weights_predict_every_id_alike_and_the_block_has_no_length_limit():
     torch.manual_seed(0)
     net = M.Transformer(M.Sizes(2, 2, 16))
