@@ -68,6 +68,8 @@ METRICS = {                                     # column: (heading, digits, is m
     "seconds": ("seconds", 0, None),
 }
 
+DASHED = {"bound": "bpb", **{f"left_{m}": f"infill_{m}" for m in MIDDLES}}          # drawn in the other's panel
+
 
 # ---- yardsticks
 
@@ -359,7 +361,7 @@ def probe_data(n):  # -> x (N, n), classes (N, n), split (N,), rows and cols of 
         labels, part = byte_classes(text), 2 if i % 10 == 9 else int(i % 5 == 0)
         if labels is None or len(text) < n:
             continue
-        count = min(9 if part == 2 else 1, len(text) // n)
+        count = min(9 if part == 2 else 3, len(text) // n)
         for k in range(count):                  # evenly spaced over the document
             a = (len(text) - n) * k // max(1, count - 1)
             x.append(from_bytes(text[a:a + n]).long())
@@ -557,37 +559,42 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, its j
 
 
 def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why there is none
-    """A panel for each metric that has a better side, over the budget; a line for each row."""
+    """A panel for each metric that has a better side, over the budget; a line for each row, dashed for what shares its
+    panel with another metric."""
     try:
         import matplotlib
     except ImportError:
         return "no picture: pip install matplotlib, and the next run draws it"
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    curves = {}                                 # {metric: {row: [(budget, mean)]}}
-    for steps, rows in sorted(budgets.items()):
-        for m in [m for m in METRICS if METRICS[m][2] is not None]:
-            for name, seeds in rows.items():
-                values = column(seeds, m).values()
-                if values:
-                    curves.setdefault(m, {}).setdefault(name, []).append((steps, statistics.fmean(values)))
-    if not curves:
-        return "no picture: nothing to draw"
-    across, down = min(4, len(curves)), -(-len(curves) // 4)
-    figure, axes = plt.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False)
-    for axis in axes.flat[len(curves):]:
-        axis.axis("off")
     names = [*dict.fromkeys(name for rows in budgets.values() for name in rows)]
-    for (m, lines), axis in zip(curves.items(), axes.flat):
-        for name, points in lines.items():
-            i = names.index(name)
-            axis.plot(*zip(*points), "o-v"[2 * (i > 9)] + "-", ms=4, color=f"C{i % 10}", label=name)
+    lines = []                                  # (panel, is dashed, row's number, budgets, means)
+    for m in [m for m in METRICS if METRICS[m][2] is not None]:
+        for i, name in enumerate(names):
+            values = {steps: column(rows.get(name, {}), m).values() for steps, rows in sorted(budgets.items())}
+            means = {steps: statistics.fmean(some) for steps, some in values.items() if some}
+            if means:
+                lines.append((DASHED.get(m, m), m in DASHED, i, [*means], [*means.values()]))
+    if not lines:
+        return "no picture: nothing to draw"
+    panels = [m for m in METRICS if any(m == panel for panel, *_ in lines)]
+    across, down = min(4, len(panels) + 1), -(-(len(panels) + 1) // 4)              # the last one holds the names
+    figure, axes = plt.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False)
+    for panel, dashed, i, x, y in lines:
+        style = "o-v"[2 * (i > 9)] + ("--" if dashed else "-")
+        axes.flat[panels.index(panel)].plot(x, y, style, ms=4, lw=1, color=f"C{i % 10}")
+    for m, axis in zip(panels, axes.flat):
+        also = "".join(f"; dashed: {METRICS[k][0]}" for k, panel in DASHED.items() if panel == m)
+        axis.set_title(f"{METRICS[m][0]} ({'more' if METRICS[m][2] else 'less'} is better{also})", fontsize=8)
         axis.set_xscale("log")
         axis.set_xticks([*budgets], [*budgets])
         axis.minorticks_off()
-        axis.set_title(f"{METRICS[m][0]} ({'more' if METRICS[m][2] else 'less'} is better)", fontsize=9)
-        axis.legend(fontsize=6)
         axis.grid(alpha=0.3)
+    for i, name in enumerate(names):
+        axes.flat[len(panels)].plot([], [], "o-v"[2 * (i > 9)] + "-", ms=4, lw=1, color=f"C{i % 10}", label=name)
+    axes.flat[len(panels)].legend(ncols=2, loc="center", frameon=False)
+    for axis in axes.flat[len(panels):]:
+        axis.axis("off")
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     plt.close(figure)
