@@ -7,10 +7,10 @@
     python compare.py --sweep bart_noise=mask,infill+permute        a + inside a value stands for a comma
     python compare.py --sweep replay=0,.05,.25          continual pre-training on C++ headers, Python as the old corpus
 
-A cell is a command line of train.py, and its run's folder is named after it: what is finished is not trained again,
-what is begun goes on. What was measured lies beside the run in measured.json: delete that to measure anew. Tables
-are of the largest budget, the picture is of all. Holes and replaced bytes want rows of at least 128 positions. Flags
-that are not listed below are train.py's, such as --n_layer 6.
+A cell is a command line of train.py, and its run's folder is named after all its settings: what is finished is not
+trained again, what is begun goes on. What was measured lies beside the run in measured.json: delete that to measure
+anew. Tables are of the largest budget, the picture is of all. Holes and replaced bytes want rows of at least 128
+positions. Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 # N windows, n bytes of a window, a bytes left of a middle of m, C width, K classes, L layers
 import signal
@@ -428,9 +428,9 @@ def as_share(value):
 
 def trained(argv, crc, flags):  # -> folder of the finished run of this command line, None where it diverged
     """What it finds finished it leaves, what it finds begun it resumes."""
-    # the corpus is in the folder's name: another one cannot resume it
-    tag = zlib.crc32(json.dumps([VERSION, crc, argv]).encode())
     hp = get_config(argv)
+    # all settings and the corpus are in the folder's name: with other defaults, or another text, it is another run
+    tag = zlib.crc32(json.dumps([VERSION, crc, vars(hp)]).encode())
     folder = os.path.join(flags.out_dir, "runs", f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}")
     begun = any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt"))
     if begun and load_checkpoint(folder)["step"] == hp.max_iters:

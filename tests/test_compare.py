@@ -161,7 +161,7 @@ def test_cells_are_trained_once_and_reported(text, capsys, monkeypatch):
     assert first == capsys.readouterr().out, "what is finished is neither trained nor measured again"
 
 
-def test_seeds_budgets_and_texts_are_runs_of_their_own(text, capsys):
+def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, monkeypatch):
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
     assert "±" in out and "[4/4] clm, 1 steps, seed 2: loss" in out
@@ -171,6 +171,9 @@ def test_seeds_budgets_and_texts_are_runs_of_their_own(text, capsys):
         f.write(b"# more\n")
     run("--objectives", "clm")
     assert len(all_runs()) == 5, "other text in the same file is another cell"
+    monkeypatch.setitem(compare.OBJECTIVES["clm"], "defaults", {"warmup_iters": 1})
+    run("--objectives", "clm")
+    assert len(all_runs()) == 6, "other defaults, too"
 
 
 def test_the_picture_has_a_curve_over_the_budgets(tmp_path):
