@@ -9,8 +9,8 @@
 
 A cell is a command line of train.py, and its run's folder is named after all its settings: what is finished is not
 trained again, what is begun goes on. What was measured lies beside the run in measured.json: delete that to measure
-anew. Tables are of the largest budget, the picture is of all. Holes and replaced bytes want rows of at least 128
-positions. Flags that are not listed below are train.py's, such as --n_layer 6.
+anew. Tables are of the largest budget, the last one and the picture of all of them. Holes and replaced bytes want rows
+of at least 128 positions. Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 # N windows, n bytes of a window, a bytes left of a middle of m, C width, K classes, L layers
 import signal
@@ -558,6 +558,24 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, its j
     return "\n".join(part for part in parts if part)
 
 
+def trends(budgets):  # {budget: {row: {seed: metrics}}} -> Markdown: a value at every budget; "" where there is but one
+    def along(name, m, digits):
+        values = [column(rows.get(name, {}), m).values() for _, rows in sorted(budgets.items())]
+        said = [f"{statistics.fmean(some):.{digits}f}" if some else "-" for some in values]
+        return " ".join(said) if any(values) else ""
+    names = [*dict.fromkeys(name for rows in budgets.values() for name in rows)]
+    columns = {heading: (m, digits) for m, (heading, digits, better) in METRICS.items() if better is not None}
+    columns["its job"] = "done", 3
+    found = {heading: [along(name, *what) for name in names] for heading, what in columns.items()}
+    found = {heading: said for heading, said in found.items() if any(said)}
+    if len(budgets) < 2 or not found:
+        return ""
+    lines = [f"Means after {', '.join(f'{steps:,}' for steps in sorted(budgets))} steps, each of a run of its own:\n",
+             "| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    lines += [f"| {' | '.join((name, *said))} |" for name, *said in zip(names, *found.values())]
+    return "\n".join(lines) + "\n"
+
+
 def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why there is none
     """A panel for each metric that has a better side, over the budget; a line for each row, dashed for what shares its
     panel with another metric."""
@@ -640,8 +658,8 @@ def main(argv=None):
     for stem, budgets in found.items():
         rows, path = budgets[max(budgets)], os.path.join(flags.out_dir, stem)
         if shared["probe"] and not flags.sweep:
-            rows |= {"five raw bytes": {"-": understanding(byte_features, shared["probe"])}}
-        text = tables(rows)
+            rows = rows | {"five raw bytes": {"-": understanding(byte_features, shared["probe"])}}
+        text = "\n".join(part for part in (tables(rows), trends(budgets)) if part)
         with open(path + ".md", "w", encoding="utf-8") as f:
             f.write(text)
         print(f"\n{path}.md, {picture(budgets, path + '.png')}\n\n{text}")

@@ -176,10 +176,21 @@ def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, mo
     assert len(all_runs()) == 6, "other defaults, too"
 
 
+CURVES = {n: {"clm": {1: {"bpb": 1 + 1 / n}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "done": n}}} for n in (100, 10)}
+
+
+def test_the_trends_have_a_value_for_each_budget():
+    curves = {n: dict(rows) for n, rows in CURVES.items()}
+    curves[10]["fim"] = {1: {"bpb": 3.0}, 2: {"bpb": 4.0}}
+    assert compare.trends(curves).splitlines()[2:] == [
+        "| | left to right | infill 4 | its job |", "|---|---|---|---|", "| clm | 1.100 1.010 |  |  |",
+        "| mlm |  | 2.00 2.00 | 10.000 100.000 |", "| fim | 3.500 - |  |  |"]
+    assert compare.trends({10: CURVES[10]}) == ""
+
+
 def test_the_picture_has_a_curve_over_the_budgets(tmp_path):
     pytest.importorskip("matplotlib")
-    budgets = {n: {"clm": {1: {"bpb": 1 + 1 / n}}, "mlm": {1: {"infill_4": 2.0}}} for n in (10, 100)}
-    path = compare.picture(budgets, str(tmp_path / "compare.png"))
+    path = compare.picture(CURVES, str(tmp_path / "compare.png"))
     assert os.path.getsize(path) > 5000
     assert "nothing to draw" in compare.picture({10: {"mlm": {1: {}}}}, path)
 
