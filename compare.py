@@ -7,10 +7,10 @@
     python compare.py --sweep bart_noise=mask,infill+permute        a + inside a value stands for a comma
     python compare.py --sweep replay=0,.05,.25          continual pre-training on C++ headers, Python as the old corpus
 
-A cell is a command line of train.py, and its run's folder is named after all its settings: what is finished is not
-trained again, what is begun goes on. What was measured lies beside the run in measured.json: delete that to measure
-anew. Tables are of the largest budget, the last one and the picture of all of them. Holes and replaced bytes want rows
-of at least 128 positions. Flags that are not listed below are train.py's, such as --n_layer 6.
+A cell is a run of train.py, in a folder named after its settings and its text: what is finished is not trained again,
+what is begun goes on, with other defaults it is another run. What was measured lies beside it in measured.json: delete
+that to measure anew. Tables are of the largest budget; the last table and the picture are of all. Holes and replaced
+bytes want rows of at least 128 positions. Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 # N windows, n bytes of a window, a bytes left of a middle of m, C width, K classes, L layers
 import signal
@@ -38,7 +38,7 @@ import sample
 import train
 from model import norm
 from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, auc, find_objective
-from run import VERSION, build, get_config, load_checkpoint, load_run, parse_beside, specs
+from run import SETTINGS, VERSION, build, get_config, load_checkpoint, load_run, parse_beside, specs
 import torch
 import torch.nn.functional as F
 
@@ -429,8 +429,7 @@ def as_share(value):
 def trained(argv, crc, flags):  # -> folder of the finished run of this command line, None where it diverged
     """What it finds finished it leaves, what it finds begun it resumes."""
     hp = get_config(argv)
-    # all settings and the corpus are in the folder's name: with other defaults, or another text, it is another run
-    tag = zlib.crc32(json.dumps([VERSION, crc, vars(hp)]).encode())
+    tag = zlib.crc32(json.dumps([VERSION, crc, what_it_reads(hp)], sort_keys=True).encode())
     folder = os.path.join(flags.out_dir, "runs", f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}")
     begun = any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt"))
     if begun and load_checkpoint(folder)["step"] == hp.max_iters:
@@ -442,6 +441,11 @@ def trained(argv, crc, flags):  # -> folder of the finished run of this command 
         print(f"stopped, saved in {folder}. The same command goes on")
         sys.exit(code)
     return None if code else folder
+
+
+def what_it_reads(hp):  # -> {setting: value} of a run; it may go on upon another device, but not in another dtype
+    own = {flag for flags in SETTINGS.values() for flag in flags} | set(find_objective(hp)["settings"])
+    return {flag: value for flag, value in vars(hp).items() if flag in own - {"device"}}
 
 
 def result(argv, first, crc, flags, shared):  # -> {column: number}, {} where the run diverged
@@ -558,22 +562,25 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, its j
     return "\n".join(part for part in parts if part)
 
 
+def along(budgets, name, m):  # -> {budget: mean over the seeds}, of the budgets that have one
+    values = {steps: column(rows.get(name, {}), m).values() for steps, rows in sorted(budgets.items())}
+    return {steps: statistics.fmean(some) for steps, some in values.items() if some}
+
+
 def trends(budgets):  # {budget: {row: {seed: metrics}}} -> Markdown: a value at every budget; "" where there is but one
-    def along(name, m, digits):
-        values = [column(rows.get(name, {}), m).values() for _, rows in sorted(budgets.items())]
-        said = [f"{statistics.fmean(some):.{digits}f}" if some else "-" for some in values]
-        return " ".join(said) if any(values) else ""
-    names = [*dict.fromkeys(name for rows in budgets.values() for name in rows)]
-    columns = {heading: (m, digits) for m, (heading, digits, better) in METRICS.items() if better is not None}
-    columns["its job"] = "done", 3
-    found = {heading: [along(name, *what) for name in names] for heading, what in columns.items()}
-    found = {heading: said for heading, said in found.items() if any(said)}
-    if len(budgets) < 2 or not found:
+    names, steps = [*dict.fromkeys(name for rows in budgets.values() for name in rows)], sorted(budgets)
+    columns = [["", *names]]
+    for m, (heading, digits, better) in (METRICS | {"done": ("its job, as above", 3, True)}).items():
+        means = [along(budgets, name, m) for name in names]
+        if better is None or not any(means):
+            continue
+        said = [[f"{found[n]:.{digits}f}" if n in found else "-" for n in steps] for found in means]
+        columns.append([heading, *(" ".join(words) if found else "" for words, found in zip(said, means))])
+    if len(steps) < 2 or len(columns) < 2:
         return ""
-    lines = [f"Means after {', '.join(f'{steps:,}' for steps in sorted(budgets))} steps, each of a run of its own:\n",
-             "| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
-    lines += [f"| {' | '.join((name, *said))} |" for name, *said in zip(names, *found.values())]
-    return "\n".join(lines) + "\n"
+    head, *lines = [f"| {' | '.join(row)} |" for row in zip(*columns)]
+    return "\n".join([f"After {' '.join(map(str, steps))} steps, means over the seeds that finished:\n",
+                      head, "|---" * len(columns) + "|", *lines, ""])
 
 
 def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why there is none
@@ -586,32 +593,31 @@ def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     names = [*dict.fromkeys(name for rows in budgets.values() for name in rows)]
-    lines = []                                  # (panel, is dashed, row's number, budgets, means)
+    looks = [dict(color=f"C{i % 10}", marker="ov"[i // 10 % 2], ms=4, lw=1) for i in range(len(names))]
+    panels = {}                                 # {metric: [(metric drawn, look, means)]}
     for m in [m for m in METRICS if METRICS[m][2] is not None]:
-        for i, name in enumerate(names):
-            values = {steps: column(rows.get(name, {}), m).values() for steps, rows in sorted(budgets.items())}
-            means = {steps: statistics.fmean(some) for steps, some in values.items() if some}
+        for name, look in zip(names, looks):
+            means = along(budgets, name, m)
             if means:
-                lines.append((DASHED.get(m, m), m in DASHED, i, [*means], [*means.values()]))
-    if not lines:
+                panels.setdefault(DASHED.get(m, m), []).append((m, look, means))
+    if not panels:
         return "no picture: nothing to draw"
-    panels = [m for m in METRICS if any(m == panel for panel, *_ in lines)]
-    across, down = min(4, len(panels) + 1), -(-(len(panels) + 1) // 4)              # the last one holds the names
+    across, down = min(4, len(panels) + 1), len(panels) // 4 + 1                    # the last one holds the names
     figure, axes = plt.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False)
-    for panel, dashed, i, x, y in lines:
-        style = "o-v"[2 * (i > 9)] + ("--" if dashed else "-")
-        axes.flat[panels.index(panel)].plot(x, y, style, ms=4, lw=1, color=f"C{i % 10}")
-    for m, axis in zip(panels, axes.flat):
-        also = "".join(f"; dashed: {METRICS[k][0]}" for k, panel in DASHED.items() if panel == m)
-        axis.set_title(f"{METRICS[m][0]} ({'more' if METRICS[m][2] else 'less'} is better{also})", fontsize=8)
+    for (panel, lines), axis in zip(panels.items(), axes.flat):
+        for m, look, means in lines:
+            axis.plot([*means], [*means.values()], "-" if m == panel else "--", **look)
+        also = "".join(f"; dashed: {METRICS[m][0]}" for m in dict.fromkeys(m for m, *_ in lines) if m != panel)
+        axis.set_title(f"{METRICS[panel][0]} ({'more' if METRICS[panel][2] else 'less'} is better{also})", fontsize=8)
         axis.set_xscale("log")
         axis.set_xticks([*budgets], [*budgets])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    for i, name in enumerate(names):
-        axes.flat[len(panels)].plot([], [], "o-v"[2 * (i > 9)] + "-", ms=4, lw=1, color=f"C{i % 10}", label=name)
-    axes.flat[len(panels)].legend(ncols=2, loc="center", frameon=False)
-    for axis in axes.flat[len(panels):]:
+    key, *_ = rest = axes.flat[len(panels):]
+    for name, look in zip(names, looks):
+        key.plot([], [], label=name, **look)
+    key.legend(ncols=2, loc="center", frameon=False)
+    for axis in rest:
         axis.axis("off")
     figure.tight_layout()
     figure.savefig(path, dpi=90)

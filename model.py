@@ -126,7 +126,7 @@ def norm(x):  # (..., C) -> (..., C) of mean 0 and variance 1
 def rotations(at, D, dtype, scale=1.0):  # positions (..., T) -> cos, sin (..., T, D), times the root of scale
     freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=at.device, dtype=torch.float32) / D)
     angle = at[..., None].float() * freq                                            # (..., T, D / 2)
-    cos, sin = angle.cos() * scale ** 0.5, angle.sin() * scale ** 0.5               # queries have it, and keys
+    cos, sin = angle.cos() * scale ** 0.5, angle.sin() * scale ** 0.5               # of queries and of keys
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 

@@ -164,7 +164,7 @@ def test_cells_are_trained_once_and_reported(text, capsys, monkeypatch):
 def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, monkeypatch):
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
-    assert "±" in out and "[4/4] clm, 1 steps, seed 2: loss" in out
+    assert "±" in out and "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 2 steps" in out
     losses = {line.split("loss")[1] for line in out.splitlines() if ": loss" in line}
     assert len(losses) == len(all_runs()) == 4
     with open(text, "ab") as f:
@@ -173,25 +173,35 @@ def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, mo
     assert len(all_runs()) == 5, "other text in the same file is another cell"
     monkeypatch.setitem(compare.OBJECTIVES["clm"], "defaults", {"warmup_iters": 1})
     run("--objectives", "clm")
-    assert len(all_runs()) == 6, "other defaults, too"
+    monkeypatch.setitem(compare.OBJECTIVES["mlm"]["settings"], "mask_rate", (0.2, "", 0.0, 1.0))
+    run("--objectives", "clm")
+    assert len(all_runs()) == 6, "other defaults, too, but not another objective's"
 
 
-CURVES = {n: {"clm": {1: {"bpb": 1 + 1 / n}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "done": n}}} for n in (100, 10)}
+CURVES = {n: {"clm": {1: {"bpb": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "done": n}},
+              "fim": {1: {"bpb": 3.0}, 2: {"bpb": 4.0}} if n == 10 else {1: {}}} for n in (100, 10)}
 
 
 def test_the_trends_have_a_value_for_each_budget():
-    curves = {n: dict(rows) for n, rows in CURVES.items()}
-    curves[10]["fim"] = {1: {"bpb": 3.0}, 2: {"bpb": 4.0}}
-    assert compare.trends(curves).splitlines()[2:] == [
-        "| | left to right | infill 4 | its job |", "|---|---|---|---|", "| clm | 1.100 1.010 |  |  |",
-        "| mlm |  | 2.00 2.00 | 10.000 100.000 |", "| fim | 3.500 - |  |  |"]
+    assert compare.trends(CURVES).splitlines()[2:] == [
+        "|  | left to right | 4 bytes from the left | infill 4 | its job, as above |", "|---|---|---|---|---|",
+        "| clm | 1.100 1.010 | 3.00 3.00 |  |  |", "| mlm |  |  | 2.00 2.00 | 10.000 100.000 |",
+        "| fim | 3.500 - |  |  |  |"]
     assert compare.trends({10: CURVES[10]}) == ""
 
 
-def test_the_picture_has_a_curve_over_the_budgets(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = compare.picture(CURVES, str(tmp_path / "compare.png"))
-    assert os.path.getsize(path) > 5000
+def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    path = str(tmp_path / "compare.png")
+    assert compare.picture(CURVES, path) == path and os.path.getsize(path) > 5000
+    bpb, infill, names = plt.gcf().axes[:3]
+    assert [axis.get_title() for axis in (bpb, infill)] == [
+        "left to right (less is better)", "infill 4 (less is better; dashed: 4 bytes from the left)"]
+    drawn = [(line.get_linestyle(), line.get_xydata().tolist()) for axis in (bpb, infill) for line in axis.lines]
+    assert drawn == [("-", [[10, 1.1], [100, 1.01]]), ("-", [[10, 3.5]]), ("--", [[10, 3.0], [100, 3.0]]),
+                     ("-", [[10, 2.0], [100, 2.0]])]
+    assert [text.get_text() for text in names.get_legend().get_texts()] == ["clm", "mlm", "fim"]
     assert "nothing to draw" in compare.picture({10: {"mlm": {1: {}}}}, path)
 
 

@@ -240,6 +240,24 @@ def test_a_head_that_is_missing_may_be_fresh_only_where_training_begins(crafted,
     fit("text.txt", str(tmp_path / "b"), "--objective", "electra", "--max_iters", "1", "--init_from", "crafted")
 
 
+def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):
+    """A checkpoint from before the setting has 1, whatever its objective's default; what starts from a run has the
+    run's, but may be told another."""
+    span, out = ["--objective", "span", "--max_iters"], str(tmp_path / "a")
+    assert {name: get_config(["--objective", name, "--device", "cpu"]).attn_scale for name in OBJECTIVES} == (
+        dict.fromkeys(OBJECTIVES, 1.0) | dict.fromkeys(["span", "ul2", "bart"], 2.0))
+    fit(text, out, *span, "1")
+    assert run.load_run(out)[0].sizes.attn_scale == 2.0
+    for flags, scale in ([], 2.0), (["--attn_scale", "3"], 3.0):
+        assert get_config([*TINY, *span, "1", "--init_from", out, *flags]).attn_scale == scale
+    ckpt = load_checkpoint(out)
+    del ckpt["config"]["attn_scale"]
+    for name in ("ckpt.pt", "best.pt"):
+        torch.save(ckpt, os.path.join(out, name))
+    assert run.load_run(out)[0].sizes.attn_scale == 1.0
+    assert get_config(["--resume", "--out_dir", out]).attn_scale == 1.0
+
+
 # ---- what cannot be
 
 BAD = {  # name: flags, what the line says
