@@ -191,7 +191,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     elif given.get("init_from"):
         config = load_checkpoint(given["init_from"])["config"]
         saved = {flag: config[flag] for flag in SETTINGS["model"]}
-        refuse_changes(given, saved, set(saved) - {"block_size", "attn_scale"}, f"the model in {given['init_from']} has")
+        weights = set(saved) - {"block_size", "attn_scale"}     # settings that say their shapes
+        refuse_changes(given, saved, weights, f"the model in {given['init_from']} has")
 
     # defaults of the device, of the optimizer, of the objective, then those two; the device is the machine's, not
     # the run's
