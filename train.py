@@ -340,9 +340,10 @@ def main(argv=None):  # -> exit code
             lacks = "out of memory", "allocate memory", "not enough memory"
             if not isinstance(e, torch.OutOfMemoryError) and not any(words in str(e) for words in lacks):
                 raise
+            less = f"--batch_size {max(1, hp.batch_size // 2)} --accum {2 * hp.accum}, or a smaller model"
             fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or a batch of {hp.batch_size} rows of "
                  f"{hp.block_size}, does not fit here ({str(e).splitlines()[0][:80]}). "
-                 f"Try --batch_size {max(1, hp.batch_size // 2)} --accum {2 * hp.accum}, or a smaller model")
+                 f"Try {'a device with more memory' if hp.resume else less}")
 
 
 def train(hp, stop, stack):  # -> exit code

@@ -299,6 +299,7 @@ BAD = {  # name: flags, what the line says
     "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
     "resume other weights": ("--resume --out_dir run --data text.txt other.txt:.1", "not those of the run"),
     "resume other sizes": ("--resume --out_dir sizes", "do not fit"),
+    "resume beyond all memory": ("--resume --out_dir huge", "Try a device with more memory"),
     "resume another optimizer's state": ("--resume --out_dir state", "does not fit"),
     "init from nothing": ("--init_from nowhere", "nowhere"),
     "init from another width": ("--init_from run --n_layer 5", "--n_layer 5"),
@@ -320,13 +321,15 @@ def place(tmp_path_factory):  # a folder with a run, and with everything that ca
             f.write(content)
     fit("text.txt", "run", "--objective", "electra", "--max_iters", "1")
     ckpt = load_checkpoint("run")
-    for name in ("bare", "crafted", "gone", "sizes", "state"):
+    for name in ("bare", "crafted", "gone", "huge", "sizes", "state"):
         os.mkdir(name)
     shutil.copy("run/metrics.jsonl", "gone")
     save_checkpoint("newer.pt", ckpt | {"version": run.VERSION + 1})
     save_checkpoint("older.pt", ckpt | {"version": run.VERSION - 1})
     save_checkpoint("parts.pt", dict(version=run.VERSION, config={}))
     save_checkpoint("sizes/ckpt.pt", ckpt | {"model": {k: v[..., :1] for k, v in ckpt["model"].items()}})
+    huge = ckpt["config"] | {"batch_size": 1 << 24, "accum": 1 << 24}
+    save_checkpoint("huge/ckpt.pt", ckpt | {"config": huge})
     save_checkpoint("state/ckpt.pt", ckpt | {"muon": ckpt["muon"][:1]})
     with zipfile.ZipFile("payload.pt", "w") as z:
         z.writestr("archive/data.pkl", pickle.dumps(Payload(), protocol=2))
