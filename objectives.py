@@ -380,7 +380,7 @@ def span_ask(pieces, m, hp, mode=()):
 
 SPANS = {"span_rate": (0.3, "share of bytes in spans", 0.001, 0.999),
          "span_mean": (3.0, "mean length of a span, in bytes", 1.0, 1e6)}
-SHARP = {"attn_scale": 2.0}                     # a target finds its place in the source sooner
+SHARP = {"attn_scale": 2.0}                     # what stands far off is found sooner
 add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
     window=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], settings=SPANS, whole=True,
     positions=span_positions, mode="infill", ask=span_ask, defaults=SHARP,
@@ -896,7 +896,7 @@ def nsp_answer(model, heads, first, second, hp):  # ids, ids -> 0-D log-odds tha
 add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
     window=nsp_window, heads=lambda sizes, hp: {"follows": readout(sizes.n_embd)}, terms=nsp_terms, loss=nsp_loss,
     whole=True, mode="follow", fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
-    defaults={"mask_rate": 0.15}, reaches=(2000, "answers three of four pairs right"),
+    defaults=SHARP | {"mask_rate": 0.15}, reaches=(2000, "answers three of four pairs right"),
     settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
                                             ("random", "swap"))})
 
