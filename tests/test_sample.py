@@ -545,7 +545,7 @@ def test_what_has_one_best_answer_is_not_drawn(name, flags, usual, runs, capsys,
 
 
 def test_a_short_run_is_told_what_a_longer_one_does(runs, capsys, monkeypatch):
-    sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=32)
+    sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=32, attn_scale=1.0)
     for steps, size, says in ((2, sizes, False), (4, sizes, True), (4, sizes | {"n_layer": 4}, False)):
         monkeypatch.setitem(OBJECTIVES["clm"], "reaches", (steps, "rhymes"))
         monkeypatch.setattr(sample, "defaults", lambda size=size: size)
