@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import V, fail, generator, open_corpus
@@ -29,7 +30,7 @@ import sample
 import train
 from model import Sizes, Transformer, pack_weights
 from objectives import OBJECTIVES, find_objective
-from run import Captured, build, get_config, load_run, parse_beside, use_device
+from run import Captured, build, get_config, load_run, parse_beside, process_as_it_was, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,8 +82,12 @@ def gemm(device, dtype):  # -> a function that multiplies square matrices and re
 def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and backward pass, as they are computed
     """Whatever the blocks are; what a mask hides is computed all the same, and counts. In eager mode: on a CPU logits
     of targets alone, which compiled and on a GPU are those of all positions."""
-    entry, (model, heads) = find_objective(hp), build(hp)
-    batch = train.draw_batch(entry, random_corpus(hp), "train", hp.batch_size, "flops", hp)
+    cpu = Namespace(**vars(hp) | {"device": "cpu"})
+    entry, (model, heads) = find_objective(cpu), build(cpu)
+    batch = train.draw_batch(entry, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
+    if hp.device != "cpu":                      # without values nothing is computed; a counter stops FlexAttention
+        model, heads = model.to("meta"), heads.to("meta")
+        batch = {k: v if isinstance(v, str) else v.to("meta") for k, v in batch.items()}
     with FlopCounterMode(display=False) as counter:
         sum(entry["loss"](model, heads, batch, hp).values()).backward()
     return counter.get_total_flops()
@@ -127,13 +132,12 @@ def load_nanogpt(folder):  # -> its model.py as a module
     return module
 
 
-def at_highest(side):  # on the CPU nanoGPT leaves torch's default precision, we do not
+def as_torch_has_it(side):  # nanoGPT leaves torch's settings as they are, we do not
+    @process_as_it_was()
     def run():
-        precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-        units = side()
-        torch.set_float32_matmul_precision(precision)
-        return units
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        return side()
     return run
 
 
@@ -185,7 +189,7 @@ def bench_train(flags, hp, names):
     flops = {name: count_flops(hps[name]) for name in steps}
     rows = {name: hps[name].batch_size * hps[name].accum for name in steps}
     if flags.nanogpt:
-        steps["nanoGPT"], rows["nanoGPT"] = at_highest(nanogpt_step(flags.nanogpt, hp)[0]), hp.batch_size
+        steps["nanoGPT"], rows["nanoGPT"] = as_torch_has_it(nanogpt_step(flags.nanogpt, hp)[0]), hp.batch_size
     sides = {name: lambda step=step: len([step() for _ in range(flags.steps)]) for name, step in steps.items()}
     device = torch.device(hp.device)
     seconds = take_turns(sides | {"GEMM": gemm(device, getattr(torch, hp.dtype))}, flags.repeats, device)
@@ -242,7 +246,7 @@ def bench_decode(flags, hp, names):
         def generate():
             with context:
                 return theirs.generate(x, flags.new, temperature=0.8).size(1) - len(prompt)
-        sides["nanoGPT"] = at_highest(generate)
+        sides["nanoGPT"] = as_torch_has_it(generate)
     speed = {name: 1 / s for name, s in take_turns(sides, flags.repeats, x.device).items()}
     peer = "  to nanoGPT" if flags.nanogpt else ""
     print(f"{'decoding':12s} {'bytes/s':>8s} {'to plain':>9s}{peer}   batch 1, {hp.dtype}, a prompt of {len(prompt)}, "
@@ -298,7 +302,7 @@ def bench_loss(flags, hp, names):
     table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, used, numbers)
     step, theirs = nanogpt_step(flags.nanogpt, hp, table[source["train"].long()], rate, len(used))
     begin = time.perf_counter()
-    at_highest(lambda: [step() for _ in range(n)])()
+    as_torch_has_it(lambda: [step() for _ in range(n)])()
     synchronize(torch.device(hp.device))
     seconds = time.perf_counter() - begin
     theirs.eval()
@@ -320,6 +324,7 @@ def bench_loss(flags, hp, names):
 PARTS = dict(train=bench_train, decode=bench_decode, loss=bench_loss)
 
 
+@process_as_it_was()
 def main(argv=None):
     flags, rest = parse_beside("bench.py", __doc__, FLAGS, OWN, sys.argv[1:] if argv is None else argv)
     names = flags.objectives.split(",")
@@ -327,17 +332,14 @@ def main(argv=None):
         for name in words:
             if name not in known:
                 fail(f"--{flag} {name}: unknown. Try some of {','.join(known)}")
-    hp, precision = get_config(["--objective", names[0], *rest]), torch.get_float32_matmul_precision()
+    hp = get_config(["--objective", names[0], *rest])
     # all in rows of the first objective's number and length
     flags.rest = [*rest, "--batch_size", str(hp.batch_size), "--block_size", str(hp.block_size)]
     print(f"torch {torch.__version__}, {hp.device}, {torch.get_num_threads()} threads, "
           f"{use_device(torch.device(hp.device))}; {hp.n_layer} layers, width {hp.n_embd}, block {hp.block_size}, "
           f"batch {hp.batch_size}")
-    try:
-        for part in flags.parts.split(","):
-            PARTS[part](flags, hp, names)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    for part in flags.parts.split(","):
+        PARTS[part](flags, hp, names)
 
 
 if __name__ == "__main__":

@@ -215,7 +215,8 @@ def repairs(model, heads, entry, hp, text):  # edit distance to the clean text, 
     for clean, row, P, tgt in zip(x.tolist(), *(batch[k].tolist() for k in ("inp", "mask", "tgt"))):
         clean = clean[:sum(i != IGNORE for i in tgt) - 1]       # EOT ends it
         source, gens = torch.tensor([row[:P]]), sample.sample_generators(1, 1)
-        steps = sample.generate(model, source, hp.block_size + 1 - P, hp.block_size, gens, P, temperature=0)
+        room, at = hp.block_size + 1 - P, entry["positions"]
+        steps = sample.generate(model, source, room, hp.block_size, gens, P, positions=at, temperature=0)
         left += edit_distance([i for i in map(int, steps) if i != EOT], clean)
         before += edit_distance(row[:P - 1], clean)
     return {"done": left / before, "rule": 1.0} if before else {}
@@ -485,7 +486,7 @@ def logged(folder):  # -> {column: number} that metrics.jsonl and the settings h
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         records = [r for r in map(json.loads, f) if r.get("split") == "val"]
     val = next(r for r in records if r["step"] == records[-1]["step"])              # of the first source
-    hp = Namespace(**load_checkpoint(folder)["config"] | {"device": "cpu", "dtype": "float32"})
+    hp = Namespace(**load_checkpoint(folder)["config"] | {"dtype": "float32"})
     return {"loss": val["loss"], "bound" if find_objective(hp)["bpb"] == "bound" else "bpb": val["bpb"],
             "targets": val["targets"] * hp.block_size, "seconds": val["seconds"],
             "tflop": bench.count_flops(hp) * hp.accum * val["step"] / 1e12}

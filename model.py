@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 ROPE_BASE = 10000.0
 NEAR = 4                                        # ids that an embedding is made of
+TRITON = importlib.util.find_spec("triton") is not None       # what FlexAttention is compiled with
 
 
 @dataclass
@@ -73,8 +74,8 @@ def choose_attention(mask, q, T_k, B, sizes, dtype, doc=None, cache=None):
         return functools.partial(F.scaled_dot_product_attention, is_causal=True)
     if cuda and named and doc is not None:      # a name and documents: one kernel for both
         mask, named = torch.full((B,), 0 if mask == "causal" else T_k, device=q.device), False
-    flex = cuda and torch.is_grad_enabled() and cache is None and sizes.n_embd // H >= 16
-    if flex and not named and importlib.util.find_spec("triton"):
+    flex = cuda and TRITON and torch.is_grad_enabled() and cache is None and 16 <= sizes.n_embd // H <= 256
+    if flex and not named:
         return functools.partial(flex_attention(), block_mask=block_mask(mask, T_q, doc))
 
     seen = None                                 # (B or 1, 1, T_q, T_k), or None where every key is seen

@@ -4,7 +4,9 @@ A run is a folder that holds ckpt.pt (the newest state), best.pt (that of the le
 metrics.jsonl and, where matplotlib is installed, loss.png.
 """
 import argparse
+import contextlib
 import difflib
+import gc
 import glob
 import json
 import math
@@ -254,6 +256,16 @@ def pick_dtype(name, device):  # -> "float32" or "bfloat16"; auto: the second wh
     return "bfloat16" if device.type == "cpu" and fast else "float32"
 
 
+@contextlib.contextmanager
+def process_as_it_was():  # a notebook, whose process this may be, finds it so again
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
 def use_device(device):  # -> how float32 products are computed, in words
     """Makes a GPU the current one, to which streams and graphs belong. On x86 "medium" hands float32 products
     to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where it would round the operands to
@@ -261,6 +273,7 @@ def use_device(device):  # -> how float32 products are computed, in words
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)             # plans anew for every length of a cache
     if device.type != "cpu":
         return "float32 products exact"
     a = torch.randn(256, 256, generator=generator("probe"))
@@ -294,7 +307,8 @@ class Captured:
             self.graph = torch.cuda.CUDAGraph()
             for g in self.gens:
                 self.graph.register_generator_state(g)
-            with torch.cuda.graph(self.graph):  # records, runs nothing
+            gc.collect()                        # a graph that is freed during a capture would end it
+            with torch.cuda.graph(self.graph, stream=self.stream):          # records, runs nothing
                 self.out = self.f()
         self.graph.replay()
         return self.out

@@ -34,12 +34,11 @@ from argparse import Namespace
 from data import EOT, MASK, SEP, decode, document_ids, encode, fail, from_bytes, generator, map_file
 from model import Cache, StaticCache
 from objectives import IGNORE, N_BYTES, OBJECTIVES, find_objective, random_bytes
-from run import DEVICE, SETTINGS, Captured, check, defaults, load_run, make_parser, newest_run
+from run import DEVICE, SETTINGS, Captured, check, defaults, load_run, make_parser, newest_run, process_as_it_was
 import torch
 import torch.nn.functional as F
 
 SCORE_ROWS = 64                                 # windows scored at once
-LOOK = 16                                       # on CUDA the host asks only so often whether all rows have ended
 BOUND_DRAWS = 16                                # strata of a bound
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
@@ -130,8 +129,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positio
     assert n > 0 and (n <= T or not prefix), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=device)
     start, fed, cache, byte = max(0, n - T), 0, None, None      # fed: ids from start on that the cache holds
-    patience = LOOK if device.type == "cuda" else 1
-    for i in range(max_new_tokens):
+    for _ in range(max_new_tokens):
         if ids.size(1) - start > T:             # the next T / 2 bytes are cheap again
             if prefix:
                 return
@@ -151,7 +149,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positio
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
         yield byte
-        if (i + 1) % patience == 0 and ended.all():
+        if ended.all():
             return
 
 
@@ -627,7 +625,8 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
         for a in range(0, len(noisy), n):
             ids = tensor(noisy[a:a + n] + [SEP], hp)
             left = min(most - len(out), T + 1 - ids.size(1))
-            steps = generate(model, ids, left, T, gens, prefix=ids.size(1), **drawing(flags, sure=True))
+            how = drawing(flags, sure=True)
+            steps = generate(model, ids, left, T, gens, ids.size(1), positions=entry["positions"], **how)
             out += [int(b) for b in steps if int(b) != EOT]
         print(shown(out) + (f"\n--- stopped after {most} bytes" if len(out) >= most else ""))
 
@@ -808,28 +807,26 @@ def say_how_far(entry, hp, step, path):  # on standard error, of a model that is
               f"python train.py --resume --out_dir {path} --max_iters {steps}", file=sys.stderr)
 
 
+@process_as_it_was()
 def main(argv=None):
     """Fails where something was asked that cannot be."""
     flags = parse(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    path, precision = flags.out_dir or newest_run(), torch.get_float32_matmul_precision()
-    try:
-        exact = flags.score is not None and flags.dtype == "auto"           # a score is worth the slower float32
-        model, heads, hp, ckpt = load_run(path, flags.device, "float32" if exact else flags.dtype)
-        members = {m["name"]: m for _, m in find_objective(hp)["members"]}
-        name = flags.objective or next(iter(members))
-        if name not in members:
-            fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
-        mode, read = choose_mode(members[name], hp, flags)
-        for flag in sorted(flags.given - read - COMMON):        # its silence would look like an effect
-            users = [n for n, e in OBJECTIVES.items() if flag in MODES[e["mode"]][1] and n != name]
-            hint = "with --score" if flag == "stride" else f"with {' '.join(users)}" if users else "without it"
-            fail(f"--{flag}: not used by {name} here. Try {hint}")
-        mode(model, heads, members[name], hp, flags, ckpt["held_out"])
-        say_how_far(members[name], hp, ckpt["step"], path)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    path = flags.out_dir or newest_run()
+    exact = flags.score is not None and flags.dtype == "auto"           # a score is worth the slower float32
+    model, heads, hp, ckpt = load_run(path, flags.device, "float32" if exact else flags.dtype)
+    members = {m["name"]: m for _, m in find_objective(hp)["members"]}
+    name = flags.objective or next(iter(members))
+    if name not in members:
+        fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
+    mode, read = choose_mode(members[name], hp, flags)
+    for flag in sorted(flags.given - read - COMMON):        # its silence would look like an effect
+        users = [n for n, e in OBJECTIVES.items() if flag in MODES[e["mode"]][1] and n != name]
+        hint = "with --score" if flag == "stride" else f"with {' '.join(users)}" if users else "without it"
+        fail(f"--{flag}: not used by {name} here. Try {hint}")
+    mode(model, heads, members[name], hp, flags, ckpt["held_out"])
+    say_how_far(members[name], hp, ckpt["step"], path)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from data import check_sizes, document_ids, draw, fail, gather, generator, glyph
 from model import Linear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, share_of_targets
 from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, cut_metrics, get_config
-from run import load_checkpoint, open_metrics, restore, save_checkpoint, use_device, write_line
+from run import load_checkpoint, open_metrics, process_as_it_was, restore, save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
 
@@ -176,7 +176,7 @@ def set_step(s, step):  # what the host has to say before a step
     new = draw(s.corpus, "train", s.entry["n"], hp.batch_size * hp.accum, generator(f"{hp.seed},{step},windows"),
                s.entry["whole"])
     for a, b in zip(s.where, new):              # copied, not replaced: a captured graph reads addresses
-        a.copy_(b.pin_memory() if a.is_cuda else b, non_blocking=True)
+        a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
     reseed(s.g, f"{hp.seed},{step},{s.entry['name']}")
     s.opt["lr"].fill_(learning_rate(step, hp))
     s.step.fill_(step)
@@ -323,14 +323,13 @@ def any_says(yes):  # -> does any process say so?
 
 # ---- the run
 
+@process_as_it_was()
 def main(argv=None):  # -> exit code
     """Puts signal handlers and the precision of products back, for notebooks and tests."""
     hp, stop = get_config(sys.argv[1:] if argv is None else argv), []
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
-    precision = torch.get_float32_matmul_precision()
-    with contextlib.ExitStack() as stack:       # a notebook gets its process back as it was
-        stack.callback(torch.set_float32_matmul_precision, precision)
+    with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(contextlib.redirect_stdout(nowhere if RANK else Output(stop)))
         try:

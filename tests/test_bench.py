@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 import bench
 from run import get_config
@@ -33,10 +34,14 @@ def products(rows, C, T, layers=1):  # of blocks of width C: 12 C^2 weights a po
     return 6 * rows * T * 12 * C * C * layers + 6 * rows * T * T * 2 * C * layers
 
 
-def count(name, C, T=40, *more):
+def settings(name, T, C=8, *more):
     sizes = ["--n_layer", "1", "--n_head", "1", "--n_embd", str(C), "--block_size", str(T)]
     own = ["--objective", name, "--batch_size", "4", "--device", "cpu", "--dtype", "float32", *more]
-    return bench.count_flops(get_config(sizes + own))
+    return get_config(sizes + own)
+
+
+def count(name, C, T=40, *more):
+    return bench.count_flops(settings(name, T, C, *more))
 
 
 @pytest.mark.parametrize("name, T, told", [("clm", 40, 40), ("mlm", 40, 12), ("clm", 32, 32), ("mlm", 32, 10)])
@@ -45,6 +50,14 @@ def test_flops_are_counted_as_by_hand(name, T, told):
     are computed where there is a target."""
     for C in (2, 16):
         assert count(name, C, T, "--n_layer", "3") == products(4, C, T, 3) + 6 * 4 * told * C * 512
+
+
+@pytest.mark.parametrize("name", ["clm", "mlm", "prefix"])
+def test_on_another_device_nothing_is_computed_and_every_position_has_its_logits(name):
+    """As on a GPU, where FlexAttention refuses the counter's mode."""
+    hp = settings(name, 40)
+    hp.device = "cuda"
+    assert bench.count_flops(hp) == products(4, 8, 40) + 6 * 4 * 40 * 8 * 512
 
 
 def test_of_a_mixture_each_members_rows_cost():
@@ -107,3 +120,12 @@ def test_a_peer_is_measured_beside(text, tmp_path, capsys):
                 "--data", text, "--nanogpt", str(tmp_path), "--max_iters", "2", "--peer_iters", "30"])
     out = capsys.readouterr().out
     assert out.count("to nanoGPT") == 2 and "30 steps without evaluation" in out and "clm, muon" in out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_training_and_decoding_are_timed_on_a_gpu(capsys):
+    small = ["--n_layer", "2", "--n_embd", "64", "--block_size", "64", "--batch_size", "4", "--device", "cuda"]
+    fast = ["--compile", "--cuda_graph", "--repeats", "1", "--steps", "1", "--new", "8"]
+    bench.main(["--objectives", "clm,prefix", *small, *fast])
+    out = capsys.readouterr().out
+    assert "prefix both" in out and "does not work here" not in out

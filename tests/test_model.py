@@ -1,6 +1,5 @@
 import math
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,16 +158,16 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("name", MASKS)
 def test_a_gpu_takes_flex_attention_for_prefixes_in_training_alone(name, doc, monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention as flex       # which a GPU compiles
-    find = SimpleNamespace(find_spec=lambda name: True)
-    monkeypatch.setattr(M, "importlib", SimpleNamespace(util=find))
+    monkeypatch.setattr(M, "TRITON", True)
     monkeypatch.setattr(M, "flex_attention", lambda: flex)
     mask, at = MASKS[name], torch.arange(T).as_subclass(OnGpu)
     forms = {"training": chosen(mask, at, doc=doc),
              "a cache": chosen(mask, at, doc=doc, cache=M.Cache(randomized(), B, T)),
-             "narrow heads": chosen(mask, at, doc=doc, sizes=M.Sizes(2, 4, 32))}
+             "narrow heads": chosen(mask, at, doc=doc, sizes=M.Sizes(2, 4, 32)),
+             "wide heads": chosen(mask, at, doc=doc, sizes=M.Sizes(2, 4, 2048))}
     with torch.no_grad():
         forms["evaluation"] = chosen(mask, at, doc=doc)
-    find.find_spec = lambda name: None
+    monkeypatch.setattr(M, "TRITON", False)
     forms["no Triton"] = chosen(mask, at, doc=doc)
     blocks = name.startswith("prefix") or doc is not None       # documents have no kernel of their own
     want = dict.fromkeys(forms, fused) | {"training": flex if blocks else fused}

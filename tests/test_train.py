@@ -344,6 +344,10 @@ def test_the_process_is_left_as_it_was(text):
     precision, rng = torch.get_float32_matmul_precision(), torch.get_rng_state()
     fit(text, "a", "--max_iters", "1")
     assert torch.get_float32_matmul_precision() == precision and torch.equal(torch.get_rng_state(), rng)
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    with train.process_as_it_was():
+        torch.backends.cuda.enable_cudnn_sdp(not cudnn)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
 
 
 def test_old_domain_and_new_are_both_followed(text):
