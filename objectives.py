@@ -495,11 +495,12 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), tgt_far (B, T, n - 1)
         tgt       h e   c a      head 1, the model's own
         tgt_far   e   c a t      head 2, and so on; each has loss at all T positions
 
-    mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head; the loss is the sum
-    over heads. Departure: the paper takes a transformer layer per head; its linear heads score nearly the same.
+    mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head. Departure: the paper
+    takes a transformer layer per head; its linear heads score nearly the same.
     sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (of the model, for the first) with the
-    embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head; the loss is
-    the model's plus mtp_weight / (n - 1) times the modules' sum. With mtp_heads 1 both are clm exactly."""
+    embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head.
+    The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's; Gloeckle's plain sum,
+    --mtp_weight 3 for 4 heads, costs a small model many bits. With mtp_heads 1 both kinds are clm exactly."""
     T = x.size(1) - hp.mtp_heads
     ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                 # (B, T, n): bytes t + 1 .. t + n
     return dict(clm(x[:, :T + 1], g, hp), tgt_far=ahead[:, :, 1:])
@@ -532,7 +533,7 @@ def mtp_ahead(heads, h):  # (..., C) -> (..., n - 1, C): what the byte head read
 
 def mtp_terms(batch, hp):
     N, far = batch["tgt"].numel(), hp.mtp_heads - 1
-    weight = 1.0 if hp.mtp_kind == "parallel" else hp.mtp_weight / max(1, far)
+    weight = hp.mtp_weight / max(1, far)
     return {"nll": (N, 1.0)} | {f"head{k + 2}": (N, weight) for k in range(far)}
 
 
@@ -607,7 +608,7 @@ add("mtp", make=mtp, help="several next bytes at once", use="continue, drafting 
     packs=True, continues=from_left, drafter=mtp_drafter,
     settings={"mtp_heads": (4, "bytes predicted at each position", 1, 64),
               "mtp_kind": ("parallel", "parallel heads or sequential modules", ("parallel", "sequential")),
-              "mtp_weight": (0.3, "weight of all sequential modules together", 0.0, 1e3)})
+              "mtp_weight": (0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)})
 
 
 # ---- electra: replaced token detection
@@ -700,8 +701,9 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
     bart_noise names any of NOISES, which follow each other in the order below. mask, delete, infill and
-    replace share bart_rate equally, each an exact number of bytes. Departures: replace is not BART's;
-    infilled spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a
+    replace share bart_rate equally, each an exact number of bytes. Departures: BART permutes sentences too
+    (infill,permute), which its ablations hardly miss and small models do not learn; replace is not BART's; infilled
+    spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a
     random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise; half
     of the rows hold as many, the others fewer: else EOT would be known by its place in the row."""
     B, L = x.shape
@@ -823,7 +825,7 @@ def bart_ask(pieces, m, hp):
 add("bart", make=bart, help="a whole text from a noisy one", use="repair a text", mask="prefix",
     window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=lambda k: EOT, defaults=SHARP,
     reaches=(2000, "copies what is there, and spoils a little more than it repairs"),
-    settings={"bart_noise": ("infill,permute", "any of " + ",".join(NOISES)),
+    settings={"bart_noise": ("infill", "any of " + ",".join(NOISES)),
               "bart_rate": (0.3, "share of bytes struck by mask, delete, infill and replace together", 0.001, 0.9),
               "poisson_lambda": (3.0, "mean length of an infilled span", 2.0, 20.0)})
 
