@@ -700,16 +700,17 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
 
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
-    bart_noise names any of NOISES, which follow each other in the order below. mask, delete, infill and
-    replace share bart_rate equally, each an exact number of bytes. Departures: BART permutes sentences too
+    bart_noise names any of NOISES, which follow each other in the order below. mask, delete, infill and replace share
+    a rate, uniform up to bart_rate and drawn per row: each strikes as many bytes. L = (T - 1) // 2 bytes fit a row
+    under every noise; half of the rows hold as many, the others fewer: else EOT would be known by its place.
+    Departures: BART strikes 30% of every text, which teaches to spoil a cleaner one; it permutes sentences too
     (infill,permute), which its ablations hardly miss and small models do not learn; replace is not BART's; infilled
-    spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a
-    random byte; a sentence also ends with a newline. L = (T - 1) // 2 bytes fit a row under every noise; half
-    of the rows hold as many, the others fewer: else EOT would be known by its place in the row."""
+    spans never overlap, where fairseq's do and miss their rate; all of them become MASK, none a random byte; a
+    sentence also ends with a newline."""
     B, L = x.shape
     m = lengths(B, min(8, L), L, g)                                                 # (B, 1) bytes of each row
     present = torch.arange(L, device=x.device) < m
-    k = bart_counts(m, hp)                                                          # (B, 1)
+    k = bart_counts(m, hp, g)                                                       # (B, 1)
     noisy, kept = x, present
     for name, noise in NOISES.items():
         if name in hp.bart_noise.split(","):
@@ -800,9 +801,10 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
     return (edge[:, :L].cumsum(1) == 0) & present, start, used
 
 
-def bart_counts(m, hp):  # bytes of the rows (B, 1) -> bytes that each of the noises with a rate strikes (B, 1)
+def bart_counts(m, hp, g):  # bytes of the rows (B, 1) -> bytes that each of the noises with a rate strikes (B, 1)
     rated = len({"mask", "delete", "infill", "replace"} & set(hp.bart_noise.split(",")))
-    return (m * (hp.bart_rate / max(1, rated)) + 0.5).long().clamp(min=1)
+    most = (m * (hp.bart_rate / max(1, rated)) + 0.5).long().clamp(min=1)
+    return 1 + (torch.rand(m.shape, generator=g, device=g.device) * most).long()
 
 
 def bart_window(T, hp):
@@ -826,7 +828,7 @@ add("bart", make=bart, help="a whole text from a noisy one", use="repair a text"
     window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=lambda k: EOT, defaults=SHARP,
     reaches=(2000, "copies what is there, and spoils a little more than it repairs"),
     settings={"bart_noise": ("infill", "any of " + ",".join(NOISES)),
-              "bart_rate": (0.3, "share of bytes struck by mask, delete, infill and replace together", 0.001, 0.9),
+              "bart_rate": (0.3, "largest share of bytes struck by mask, delete, infill and replace together", 0.001, 0.9),
               "poisson_lambda": (3.0, "mean length of an infilled span", 2.0, 20.0)})
 
 

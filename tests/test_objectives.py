@@ -748,21 +748,23 @@ def bart_case(noise, B=100, T=129, rate=0.3, text=None):  # -> [(clean text, sou
 
 @pytest.mark.parametrize("rate", [0.3, 0.001])
 @pytest.mark.parametrize("noise", ["mask", "delete", "replace", "mask,delete,replace"])
-def test_bart_strikes_exact_numbers_and_shares_its_rate(noise, rate):
-    noises, changed, most = noise.split(","), 0, 0
+def test_bart_strikes_any_number_up_to_its_rate_which_noises_share(noise, rate):
+    noises, shares = noise.split(","), []
     for row, source in bart_case(noise, rate=rate):
-        k = max(1, int(rate / len(noises) * len(row) + 0.5001))
-        assert source.count(MASK) == k * ("mask" in noises)
-        assert len(row) - len(source) == k * ("delete" in noises)
-        assert min(source) > 0 and max(source) <= MASK
+        most = max(1, int(rate / len(noises) * len(row) + 0.5001))
+        found = {"mask": source.count(MASK), "delete": len(row) - len(source)}
+        assert all(found[name] == 0 for name in {*found} - {*noises})
         if noise == "delete":
             rest = iter(row)
             assert all(i in rest for i in source), "the others stay in order"
-        elif "delete" not in noises:
-            differ = sum(a != b for a, b in zip(source, row))
-            changed, most = changed + differ, most + k
-            assert differ <= k
-    assert abs(changed - most * 254 / 255) <= 0.01 * most       # a random byte may be the old one
+        elif noise == "replace":
+            found["replace"] = sum(a != b for a, b in zip(source, row))
+        ks = {found[name] for name in noises if name in found}
+        assert len(ks) == 1 and max(ks) <= most and min(source) > 0 and max(source) <= MASK
+        assert min(ks) >= 1 or noise == "replace", "a random byte may be the old one"
+        shares.append(max(ks) / most)
+    assert 0.4 < sum(shares) / len(shares) < 0.65 or rate < 0.01
+    assert min(shares) < 0.2 and max(shares) > 0.9 or rate < 0.01
 
 
 def test_bart_noises_follow_in_one_order():
@@ -794,7 +796,7 @@ def test_bart_infilled_text_fits_its_holes():
     for row, source in bart_case("infill", text=text):
         pattern = b"".join(b"(.*?)" if i == MASK else re.escape(bytes([i])) for i in source)
         holes = re.fullmatch(pattern, bytes(row), re.DOTALL).groups()
-        assert sum(map(len, holes)) == int(0.3 * len(row) + 0.5)
+        assert 1 <= sum(map(len, holes)) <= int(0.3 * len(row) + 0.5)
 
 
 def test_bart_permutes_whole_sentences():
