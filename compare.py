@@ -183,7 +183,8 @@ def lines(model, heads, entry, hp, text):  # share of the lines it writes that a
         return {}
     x = windows(text, hp.block_size, ROWS // 2, "lines")
     gaps, gens = F.pad(x[:, :32], (0, x.size(1) - 32), value=MASK), sample.sample_generators(1, len(x))
-    written = sample.fill(model, gaps, gens, entry["fills"](hp), order=entry["orders"][0], temperature=0.8)
+    how = dict(order=entry["orders"][0], temperature=sample.WRITING)
+    written = sample.fill(model, gaps, gens, entry["fills"](hp), **how)
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=generator("compare,lines"))]
     return {"done": well_formed(written[:, 32:]), "rule": well_formed(drawn)}
 

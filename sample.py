@@ -40,6 +40,7 @@ import torch.nn.functional as F
 
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
+WRITING = 0.65                                  # temperature where many bytes are drawn at once
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
 FLAGS = {
@@ -57,7 +58,7 @@ FLAGS = {
     "how": {
         "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
         "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
-        "temperature": (0.8, "0: the most likely byte, as in a filling or repair without these flags", 0.0, 1e6),
+        "temperature": (0.8, "0: the likeliest byte, usual in fillings and repairs; diffusion writes at .65", 0.0, 1e6),
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
         "order": ("", "in which [MASK]s are filled: confident, left, ancestral or analytic, as the objective allows"),
@@ -480,8 +481,9 @@ def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
 
-def drawing(flags, sure=False):  # how bytes are drawn; sure: the most likely ones, unless a flag asks for others
-    temperature = 0.0 if sure and not DRAWING & flags.given else flags.temperature
+def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, unless a flag asks for another
+    asked = DRAWING if usual == 0 else DRAWING - {"num_samples"}            # at 0 all samples would be alike
+    temperature = flags.temperature if usual is None or asked & flags.given else usual
     return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
 
 
@@ -550,9 +552,9 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
     if order not in entry["orders"]:
         fail(f"--order {order}: unknown to {entry['name']}. Try {' or '.join(entry['orders'])}")
     ids = None if flags.prompt is None else masked(flags.prompt)
-    writes = ids is not None and MASK not in ids                # all of it is new, and would repeat itself at 0
+    writes = ids is not None and MASK not in ids                # all of it is new
     how = dict(steps=flags.steps, order=order, seen=show_frame if flags.show else None)
-    how |= drawing(flags, sure=not writes)
+    how |= drawing(flags, WRITING if writes else 0.0)
     if ids is None:
         x = tensor(held_out[:T - len(frame[0]) - len(frame[1])], hp)
         asked = torch.rand(x.shape, generator=generator("demonstration")).to(hp.device) < 0.15
@@ -601,7 +603,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
-        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, sure=True))
+        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, 0.0))
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]
@@ -625,7 +627,7 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
         for a in range(0, len(noisy), n):
             ids = tensor(noisy[a:a + n] + [SEP], hp)
             left = min(most - len(out), T + 1 - ids.size(1))
-            how = drawing(flags, sure=True)
+            how = drawing(flags, 0.0)
             steps = generate(model, ids, left, T, gens, ids.size(1), positions=entry["positions"], **how)
             out += [int(b) for b in steps if int(b) != EOT]
         print(shown(out) + (f"\n--- stopped after {most} bytes" if len(out) >= most else ""))
