@@ -80,8 +80,8 @@ def gemm(device, dtype):  # -> a function that multiplies square matrices and re
 
 
 def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and backward pass, as they are computed
-    """Whatever the blocks are; what a mask hides is computed all the same, and counts. In eager mode: on a CPU logits
-    of targets alone, which compiled and on a GPU are those of all positions."""
+    """Whatever the blocks are; what a mask hides counts all the same, though a GPU's kernels leave some of it out. In
+    eager mode: on a CPU logits of targets alone, which compiled and on a GPU are those of all positions."""
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     entry, (model, heads) = find_objective(cpu), build(cpu)
     batch = train.draw_batch(entry, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
@@ -132,7 +132,7 @@ def load_nanogpt(folder):  # -> its model.py as a module
     return module
 
 
-def as_torch_has_it(side):  # nanoGPT leaves torch's settings as they are, we do not
+def as_torch_has_it(side):  # nanoGPT leaves alone what we set
     @process_as_it_was()
     def run():
         torch.set_float32_matmul_precision("highest")
@@ -218,6 +218,7 @@ def bench_decode(flags, hp, names):
         for p in model.requires_grad_(False).parameters():      # at zero-init every byte is alike, EOT too
             p.normal_(0, 0.05)
         pack_weights(model)
+        torch.backends.cuda.enable_cudnn_sdp(False)             # as load_run does
         prompt = torch.randint(1, 256, (T // 2,), generator=generator("bench")).tolist()
     x, seeds, tally = torch.tensor([prompt], device=hp.device), itertools.count(), []
     drafter = entry["drafter"] and heads and entry["drafter"](model, heads, hp)

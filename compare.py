@@ -38,7 +38,7 @@ import sample
 import train
 from model import norm
 from objectives import EVAL_ROWS, IGNORE, OBJECTIVES, auc, find_objective
-from run import SETTINGS, VERSION, build, get_config, load_checkpoint, load_run, parse_beside, specs
+from run import SETTINGS, VERSION, build, get_config, load_checkpoint, load_run, parse_beside, process_as_it_was, specs
 import torch
 import torch.nn.functional as F
 
@@ -639,6 +639,7 @@ def check_folders(flags):
             fail(f"--out_dir {flags.out_dir}: lies inside the corpus {folder}. Try a folder outside it")
 
 
+@process_as_it_was()
 def main(argv=None):
     """Trains what is not finished, measures it, draws the tables. Ctrl-C saves the run in progress."""
     argv = sys.argv[1:] if argv is None else argv

@@ -273,7 +273,6 @@ def use_device(device):  # -> how float32 products are computed, in words
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)             # plans anew for every length of a cache
     if device.type != "cpu":
         return "float32 products exact"
     a = torch.randn(256, 256, generator=generator("probe"))
@@ -464,10 +463,12 @@ def restore(model, heads, ckpt, path, fresh=False):
 
 
 def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, checkpoint; for inference
-    """Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products."""
+    """Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products, and
+    switches cuDNN's attention off, which plans anew for every length of a cache."""
     ckpt = load_checkpoint(path)
     hp, device = argparse.Namespace(**ckpt["config"]), pick_device(device)
     use_device(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
     model, heads = build(hp)
     restore(model, heads, ckpt, path)

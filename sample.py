@@ -6,7 +6,7 @@
     mdlm sedd          python sample.py --prompt "class [MASK:40]:" --steps 20 --show
     span ul2           python sample.py --prompt "for i in <extra_id_0>: print(<extra_id_1>)"
     fim span ul2       python sample.py --prefix "def add(a, b):" --suffix "return c"
-    bart               python sample.py --prompt "a noizy tex"
+    bart               python sample.py --prompt "def main([MASK]) retu[MASK] 0"
     electra            python sample.py --prompt "a text with a typq in it"
     nsp                python sample.py --prefix "Once upon a time" --suffix "there was a king."
     contrastive        python sample.py --query "open a file" --corpus book.txt

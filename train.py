@@ -242,7 +242,7 @@ def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches,
 def evaluate(model, heads, validation, hp):  # -> one record for each source and member
     """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold
     start; a bound from above where the entry says so; None where the objective does not define it.
-    tokens_per_target: row positions for the training signal of one position of clm. terms: the loss's terms
+    tokens_per_target: row positions for one target, whatever its weight. terms: the loss's terms
     and figures."""
     records = []
     for source, _, m, batches, causal in validation:
@@ -325,7 +325,7 @@ def any_says(yes):  # -> does any process say so?
 
 @process_as_it_was()
 def main(argv=None):  # -> exit code
-    """Puts signal handlers and the precision of products back, for notebooks and tests."""
+    """Leaves the process as it was, signal handlers too, for notebooks and tests."""
     hp, stop = get_config(sys.argv[1:] if argv is None else argv), []
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"

@@ -72,7 +72,7 @@ def test_the_edit_distance_is_levenshteins(a, b, want):
 
 
 def test_a_repair_that_copies_leaves_1(monkeypatch):
-    monkeypatch.setattr(compare.sample, "generate", lambda model, row, *rest, **how: iter(row[0, :-1]))
+    monkeypatch.setattr(compare.sample, "generate", lambda model, row, *rest, positions, **how: iter(row[0, :-1]))
     assert job(compare.repairs, "bart", None, sentences()) == (pytest.approx(1), 1)
 
 

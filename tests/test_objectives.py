@@ -621,6 +621,14 @@ def test_the_loss_of_sequential_modules_is_that_of_the_papers_equations():
 
 
 @pytest.mark.parametrize("kind", ["parallel", "sequential"])
+def test_all_bytes_but_the_next_weigh_mtp_weight_together(kind):
+    for n, weight in ((2, 0.3), (4, 0.3), (8, 3.0)):
+        _, batch, hp = make("mtp", mtp_heads=n, mtp_kind=kind, mtp_weight=weight)
+        first, *others = [c for _, c in O.mtp_terms(batch, hp).values()]
+        assert first == 1 and others == pytest.approx([weight / (n - 1)] * (n - 1))
+
+
+@pytest.mark.parametrize("kind", ["parallel", "sequential"])
 def test_one_head_of_either_kind_is_clm(kind):
     x, batch, hp = make("mtp", mtp_heads=1, mtp_kind=kind)
     net = randomized()
@@ -762,7 +770,7 @@ def test_bart_strikes_any_number_up_to_its_rate_which_noises_share(noise, rate):
         ks = {found[name] for name in noises if name in found}
         assert len(ks) == 1 and max(ks) <= most and min(source) > 0 and max(source) <= MASK
         assert min(ks) >= 1 or noise == "replace", "a random byte may be the old one"
-        shares.append(max(ks) / most)
+        shares += [max(ks) / most] * (len(row) == 64)
     assert 0.4 < sum(shares) / len(shares) < 0.65 or rate < 0.01
     assert min(shares) < 0.2 and max(shares) > 0.9 or rate < 0.01
 
@@ -793,10 +801,13 @@ def test_bart_infills_exactly_its_rate_with_poisson_spans():
 
 def test_bart_infilled_text_fits_its_holes():
     text = b"The quick brown fox jumps over the lazy dog and runs away again from it. "
+    shares = []
     for row, source in bart_case("infill", text=text):
         pattern = b"".join(b"(.*?)" if i == MASK else re.escape(bytes([i])) for i in source)
         holes = re.fullmatch(pattern, bytes(row), re.DOTALL).groups()
-        assert 1 <= sum(map(len, holes)) <= int(0.3 * len(row) + 0.5)
+        shares.append(sum(map(len, holes)) / int(0.3 * len(row) + 0.5))
+        assert 0 < shares[-1] <= 1
+    assert min(shares) < 0.2 and max(shares) > 0.9
 
 
 def test_bart_permutes_whole_sentences():

@@ -624,7 +624,8 @@ def test_a_fork_that_works_in_place_is_shown_filled_and_scored_as_it_says(given,
 
 def test_a_fork_that_writes_a_target_is_shown_and_repaired_as_it_says(given, capsys, monkeypatch):
     every = lambda x: torch.ones_like(x, dtype=torch.bool)
-    run = fork(monkeypatch, "bart", mode="repair", window=lambda T, hp: 10,
+    asked = []
+    run = fork(monkeypatch, "bart", mode="repair", window=lambda T, hp: 10, positions=lambda ids, P: asked.append(P),
                make=lambda x, g, hp: seq2seq(x.flip(1), every(x), x, every(x), hp.block_size))
     held_out = load_checkpoint("out/bart")["held_out"][:10].tolist()
     say(capsys, run)
@@ -633,6 +634,7 @@ def test_a_fork_that_writes_a_target_is_shown_and_repaired_as_it_says(given, cap
     say(capsys, run, "--prompt", "x" * 22 + "a[MASK]")
     firsts = [(row, mask) for [row], mask, _ in given if SEP in row]
     assert firsts == [([120] * 10 + [SEP], [11])] * 2 + [([120, 120, 97, MASK, SEP], [5])]
+    assert {int(P) for P in asked} == {11, 5}, "its positions are asked for"
 
 
 def test_a_fork_with_a_bound_of_its_own_is_scored_by_it(runs, capsys, monkeypatch):

@@ -342,11 +342,10 @@ def test_standard_input_is_read_anew_until_there_is_a_run(text, monkeypatch):
 
 def test_the_process_is_left_as_it_was(text):
     precision, rng = torch.get_float32_matmul_precision(), torch.get_rng_state()
-    fit(text, "a", "--max_iters", "1")
-    assert torch.get_float32_matmul_precision() == precision and torch.equal(torch.get_rng_state(), rng)
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    with train.process_as_it_was():
-        torch.backends.cuda.enable_cudnn_sdp(not cudnn)
+    fit(text, "a", "--max_iters", "1")
+    sample.main(["--out_dir", "a", "--prompt", "x", "--max_new_tokens", "1"])
+    assert torch.get_float32_matmul_precision() == precision and torch.equal(torch.get_rng_state(), rng)
     assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
 
 
