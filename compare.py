@@ -587,7 +587,7 @@ def trends(budgets):  # {budget: {row: {seed: metrics}}} -> Markdown: a value at
 
 def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why there is none
     """A panel for each metric that has a better side, over the budget; a line for each row, dashed for what shares its
-    panel with another metric."""
+    panel with another metric. More than 8 bits a byte, which is worse than no model, would hide the rest: not drawn."""
     try:
         import matplotlib
     except ImportError:
@@ -599,7 +599,7 @@ def picture(budgets, path):  # {budget: {row: {seed: metrics}}} -> path, or why 
     panels = {}                                 # {metric: [(metric drawn, look, means)]}
     for m in [m for m in METRICS if METRICS[m][2] is not None]:
         for name, look in zip(names, looks):
-            means = along(budgets, name, m)
+            means = {steps: mean for steps, mean in along(budgets, name, m).items() if mean < 8}
             if means:
                 panels.setdefault(DASHED.get(m, m), []).append((m, look, means))
     if not panels:
