@@ -828,7 +828,7 @@ def bart_ask(pieces, m, hp):
 
 add("bart", make=bart, help="a whole text from a noisy one", use="repair a text", mask="prefix",
     window=bart_window, whole=True, hides=False, mode="repair", ask=bart_ask, ends=lambda k: EOT, defaults=SHARP,
-    reaches=(2000, "copies what is there, and spoils a little more than it repairs"),
+    reaches=(8000, "copies what is there, and mends a little more than it spoils"),
     settings={"bart_noise": ("infill", "any of " + ",".join(NOISES)),
               "bart_rate": (0.3, "share of bytes that mask, delete, infill and replace strike, at most", 0.001, 0.9),
               "poisson_lambda": (3.0, "mean length of an infilled span, before the last is cut", 2.0, 20.0)})
