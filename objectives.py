@@ -688,8 +688,8 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores abov
 
 add("electra", make=electra, help="which bytes a generator made up", use="mark suspicious bytes",
     mask="bidirectional", window=same_length, heads=electra_heads, terms=electra_terms, loss=electra_loss,
-    mode="mark", answer=electra_answer, defaults={"mask_rate": 0.15},
-    reaches=(2000, "marks the typo first in half of the texts"),
+    mode="mark", answer=electra_answer, defaults=SHARP | {"mask_rate": 0.15},
+    reaches=(1000, "marks the typo first in half of the texts"),
     settings=MASK_RATE | {"electra_weight": (50.0, "weight of the discriminator's loss", 0.0, 1e6),
                           "gen_scale": (0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)})
 

@@ -245,7 +245,7 @@ def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):
     run's, but may be told another."""
     span, out = ["--objective", "span", "--max_iters"], str(tmp_path / "a")
     assert {name: get_config(["--objective", name, "--device", "cpu"]).attn_scale for name in OBJECTIVES} == (
-        dict.fromkeys(OBJECTIVES, 1.0) | dict.fromkeys(["span", "ul2", "bart", "nsp", "mdlm", "sedd"], 2.0))
+        dict.fromkeys(OBJECTIVES, 1.0) | dict.fromkeys(["span", "ul2", "electra", "bart", "nsp", "mdlm", "sedd"], 2.0))
     fit(text, out, *span, "1")
     assert run.load_run(out)[0].sizes.attn_scale == 2.0
     for flags, scale in ([], 2.0), (["--attn_scale", "3"], 3.0):
