@@ -991,7 +991,7 @@ add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order"
     window=same_length, targets=count_targets, bpb="bound", bounds=mdlm_bounds, terms=bound_terms,
     loss=lambda model, heads, batch, hp: {"bound": mdlm_bounds(model, batch, hp).sum()},
     packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident"), defaults=SHARP,
-    reaches=(2000, "bounds held-out text by 2.52 bits per byte"))
+    reaches=(8000, "bounds held-out text by 2.07 bits per byte, fills a hole of 4 at 1.23"))
 
 
 # ---- sedd: score entropy discrete diffusion
