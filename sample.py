@@ -482,7 +482,7 @@ def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
 
 
 def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, unless a flag asks for another
-    asked = DRAWING if usual == 0 else DRAWING - {"num_samples"}            # at 0 all samples would be alike
+    asked = DRAWING if usual == 0 else {"temperature"}          # at 0 all samples would be alike, and top_k idle
     temperature = flags.temperature if usual is None or asked & flags.given else usual
     return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
 

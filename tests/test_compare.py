@@ -194,7 +194,8 @@ def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(plt, "close", lambda figure: None)
     path = str(tmp_path / "compare.png")
-    assert compare.picture(CURVES, path) == path and os.path.getsize(path) > 5000
+    worse = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}   # than no model: not drawn
+    assert compare.picture(worse, path) == path and os.path.getsize(path) > 5000
     bpb, infill, names = plt.gcf().axes[:3]
     assert [axis.get_title() for axis in (bpb, infill)] == [
         "left to right (less is better)", "infill 4 (less is better; dashed: 4 bytes from the left)"]
