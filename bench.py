@@ -80,8 +80,9 @@ def gemm(device, dtype):  # -> a function that multiplies square matrices and re
 
 
 def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and backward pass, as they are computed
-    """Whatever the blocks are; what a mask hides counts all the same, though a GPU's kernels leave some of it out. In
-    eager mode: on a CPU logits of targets alone, which compiled and on a GPU are those of all positions."""
+    """Whatever the blocks are. What a mask hides counts all the same, but of causal rows what attend_causal leaves out;
+    a GPU's kernels leave out more. In eager mode: on a CPU logits of targets alone, which compiled and on a GPU are
+    those of all positions."""
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     entry, (model, heads) = find_objective(cpu), build(cpu)
     batch = train.draw_batch(entry, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 ROPE_BASE = 10000.0
 NEAR = 4                                        # ids that an embedding is made of
+STRETCH = 64                                    # queries: fewer at a time are slower
 TRITON = importlib.util.find_spec("triton") is not None       # what FlexAttention is compiled with
 
 
@@ -92,8 +93,8 @@ def choose_attention(mask, q, T_k, B, sizes, dtype, doc=None, cache=None):
     if seen is None:
         return functools.partial(attend_plain, bias=torch.zeros(1, 1, 1, dtype=dtype, device=q.device))
     bias = torch.zeros(seen.shape, dtype=dtype, device=q.device).masked_fill(~seen, -torch.inf)
-    bias = bias[0] if len(seen) == 1 else bias.expand(-1, H, -1, -1).flatten(0, 1)
-    return functools.partial(attend_plain, bias=bias)                               # (1 or B H, T_q, T_k)
+    bias = bias[0] if len(seen) == 1 else bias.expand(-1, H, -1, -1).flatten(0, 1)  # (1 or B H, T_q, T_k)
+    return functools.partial(attend_causal if named and mask == "causal" else attend_plain, bias=bias)
 
 
 # ---- attention: q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
@@ -103,6 +104,13 @@ def attend_plain(q, k, v, bias):
     where a query may attend and -inf elsewhere."""
     att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5)
     return (att.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])            # att (B H, T_q, T_k)
+
+
+def attend_causal(q, k, v, bias):
+    """The same in stretches of queries, each with the keys up to its end alone: of all pairs nearly half are hidden."""
+    ends = [min(a + STRETCH, q.size(2)) for a in range(0, q.size(2), STRETCH)]
+    parts = [attend_plain(q[:, :, a:e], k[:, :, :e], v[:, :, :e], bias[:, a:e, :e]) for a, e in zip([0, *ends], ends)]
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
 def attend_one(q, k, v, seen):  # T_q = 1: sums are faster than products of one row

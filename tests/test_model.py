@@ -123,11 +123,12 @@ def chosen(mask, at, T_k=T, doc=None, cache=None, sizes=SIZES):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_every_form_on_a_cpu_agrees_with_loops(name):
+def test_every_form_on_a_cpu_agrees_with_loops(name, monkeypatch):
+    monkeypatch.setattr(M, "STRETCH", 3)        # the last one shorter
     (q, k, v), mask, at, grads = random_qkv(), MASKS[name], torch.arange(T), []
     want, static = by_loops(q, k, v, mask), M.StaticCache(randomized(), B, T)
     whole, prefix = chosen(mask, at), mask
-    assert whole.func is M.attend_plain
+    assert whole.func is (M.attend_causal if name == "causal" else M.attend_plain)
     if isinstance(mask, str):
         prefix = torch.full((B,), 0 if mask == "causal" else T)
     for y in (whole(q, k, v), fused(q, k, v, M.dense_mask(prefix, at, T))):
@@ -247,7 +248,8 @@ def test_packed_weights_give_the_same_states():
     net.dtype = same.dtype = torch.bfloat16
     M.pack_weights(net)
     layers = [layer for layer in net.modules() if isinstance(layer, M.Linear)]
-    assert all(layer.packed is not None for layer in layers) or not torch.backends.mkldnn.is_available()
+    packs = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert all((layer.packed is not None) == packs for layer in layers)             # older CPUs go without
     for x in (ids(), ids(shape=(1, 1))):
         a, b = (each.logits(each(x, "causal")) for each in (net, same))
         torch.testing.assert_close(a, b, atol=0.1, rtol=0.05)
