@@ -445,6 +445,7 @@ def test_a_short_run_beats_the_trivial_baseline(name, text):
         assert last["bpb"] < unigram / math.log(2) - 0.5
 
 
+@pytest.mark.slow
 def test_compile_gives_the_same_losses_or_goes_on_without(text, capsys):
     flags = ["--max_iters", "3", "--objective", "prefix", "--n_layer", "1"]
     fit(text, "plain", *flags)
