@@ -108,9 +108,11 @@ def attend_plain(q, k, v, bias):
 
 def attend_causal(q, k, v, bias):
     """The same in stretches of queries, each with the keys up to its end alone: of all pairs nearly half are hidden."""
-    ends = [min(a + STRETCH, q.size(2)) for a in range(0, q.size(2), STRETCH)]
-    parts = [attend_plain(q[:, :, a:e], k[:, :, :e], v[:, :, :e], bias[:, a:e, :e]) for a, e in zip([0, *ends], ends)]
-    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    parts, end = [], 0
+    for stretch in q.split(STRETCH, dim=2):
+        start, end = end, end + stretch.size(2)
+        parts.append(attend_plain(stretch, k[:, :, :end], v[:, :, :end], bias[:, start:end, :end]))
+    return torch.cat(parts, dim=2)
 
 
 def attend_one(q, k, v, seen):  # T_q = 1: sums are faster than products of one row
