@@ -62,9 +62,7 @@ def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, n
 
 
 def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row come before each
-    order = key.argsort(dim=1)
-    at = torch.arange(key.size(1), device=key.device).expand_as(order)
-    return torch.zeros_like(order).scatter(1, order, at)        # faster than to sort twice
+    return key.argsort(dim=1).argsort(dim=1)    # the second one inverts the first
 
 
 def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest remainder
@@ -267,32 +265,19 @@ def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
         inp   t h e   c a      who sees whom: the first P positions all of each other, the rest causal (P = 3)
         tgt   . .   c a t      loss from position P - 1 on, which predicts the first byte after the prefix
 
-    P is uniform over prefix_min * T .. prefix_max * T (at least 1, at most T - 1), drawn per row. Positions
-    before P - 1 see the byte that they would predict, so they have no loss."""
+    P is uniform over 1 .. prefix_max * T (at most T - 1), drawn per row. Positions before P - 1 see the byte that
+    they would predict, so they have no loss."""
     B, T = x.size(0), x.size(1) - 1
-    low, high = prefix_range(T, hp)
-    P = torch.randint(low, high + 1, (B,), generator=g, device=g.device)
+    longest = min(max(1, round(hp.prefix_max * T)), T - 1)
+    P = torch.randint(1, longest + 1, (B,), generator=g, device=g.device)
     suffix = torch.arange(T, device=x.device) >= P[:, None] - 1                     # (B, T)
     return dict(inp=x[:, :-1], tgt=x[:, 1:].where(suffix, IGNORE), mask=P)
 
 
-def prefix_range(T, hp):  # -> shortest and longest prefix
-    return tuple(min(max(1, round(share * T)), T - 1) for share in (hp.prefix_min, hp.prefix_max))
-
-
-def prefix_window(T, hp):
-    low, high = prefix_range(T, hp)
-    if low > high:
-        fail(f"--prefix_min {hp.prefix_min} --prefix_max {hp.prefix_max}: leave no prefix length at "
-             f"--block_size {T}. Try a minimum below the maximum")
-    return next_byte(T, hp)
-
-
 add("prefix", make=prefix_lm, help="a suffix from a prefix read both ways", use="read a prompt, continue",
-    mask="prefix", window=prefix_window, bpb="causal", packs=True,
-    continues=lambda hp: ("prefix", [], []), reaches=(4000, "codes second halves of windows in 1.21 bits per byte"),
-    settings={"prefix_min": (0.0, "shortest prefix, as a share of the block", 0.0, 1.0),
-              "prefix_max": (1.0, "longest prefix, as a share of the block", 0.0, 1.0)})
+    mask="prefix", bpb="causal", packs=True, continues=lambda hp: ("prefix", [], []),
+    reaches=(4000, "codes second halves of windows in 1.21 bits per byte"),
+    settings={"prefix_max": (1.0, "longest prefix, as a share of the block", 0.0, 1.0)})
 
 
 # ---- span: span corruption
@@ -364,7 +349,7 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and
              "Try a lower rate or longer spans")
     if S > N_SENTINELS:
         fail(f"spans of mean {mean:g} at rate {rate:g} need {S} sentinels, there are {N_SENTINELS}. "
-             f"Try --span_mean {math.ceil(N / N_SENTINELS)}")
+             "Try longer spans or a smaller --block_size")
     return n, N, S
 
 
@@ -860,15 +845,12 @@ def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
         shift = torch.randint(1, max(2, B), (1,), generator=g, device=g.device)
         other = second.index_select(0, (torch.arange(B, device=g.device) + shift) % B)
         second = torch.where(negative[:, None], other, second)
-    text = torch.cat((first, second), dim=1)                                        # (B, 2 h)
-    noisy, tgt = mask_bytes(text, choose(B, 2 * h, max(1, round(hp.mask_rate * 2 * h)), g), g)
-
-    def frame(t, cls, sep, pad):  # (B, 2 h) -> (B, T)
-        rest = t.new_full((B, T - 2 * h - 3), pad)                                  # one position where T is even
-        sep = column(t, sep)
-        return torch.cat((column(t, cls), t[:, :h], sep, t[:, h:], sep, rest), dim=1)
-    return dict(inp=frame(noisy, CLS, SEP, PAD), tgt=frame(tgt, IGNORE, IGNORE, IGNORE),
-                labels=(~negative).long(), mask="bidirectional")
+    sep = column(x, SEP)
+    row = torch.cat((column(x, CLS), first, sep, second, sep), dim=1)
+    row = F.pad(row, (0, T - row.size(1)), value=PAD)                               # one position where T is even
+    at = choose(B, 2 * h, max(1, round(hp.mask_rate * 2 * h)), g)
+    inp, tgt = mask_bytes(row, 1 + at + (at >= h), g)                               # past CLS, of B past SEP
+    return dict(inp=inp, tgt=tgt, labels=(~negative).long(), mask="bidirectional")
 
 
 def nsp_window(T, hp):
@@ -1085,7 +1067,7 @@ def hybrid_window(T, hp):
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
         if not 0 < hybrid_rows(rows, hp) < rows and 0 < hp.hybrid_ratio < 1:
             fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
-                 "Try a ratio nearer to .5, or a larger --batch_size")
+                 "Try a ratio nearer to .5")
     if round(hp.mask_rate * T) > T - 1:
         fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
     return next_byte(T, hp)
@@ -1174,8 +1156,7 @@ def mix(members, hp):  # [(weight, entry)] -> entry
         return out
 
     def targets(batch):
-        return sum(m["targets"](part_of(batch, m)) if m["targets"] else counted(m["terms"](part_of(batch, m), own))
-                   for _, m, own in each)
+        return sum(targets_of(m, part_of(batch, m), own) for _, m, own in each)
 
     whole = torch.tensor([m["whole"] for (_, m), r in zip(members, rows) for _ in range(r)])
     return USUAL | dict(
@@ -1189,10 +1170,7 @@ def part_of(batch, member):  # a mixture's batch -> that of one member
     return {k.removeprefix(start): v for k, v in batch.items() if k.startswith(start)}
 
 
-def counted(terms):  # -> positions with loss; a position counts once for every target it has
-    return sum(count for count, coefficient in terms.values() if coefficient)
-
-
-def share_of_targets(entry, batch, hp, positions):  # of that many positions of rows -> a float
-    found = entry["targets"](batch) if entry["targets"] else counted(entry["terms"](batch, hp))
-    return float(found) / positions
+def targets_of(entry, batch, hp):  # -> positions with loss; a position counts once for every target it has
+    if entry["targets"]:
+        return entry["targets"](batch)
+    return sum(count for count, coefficient in entry["terms"](batch, hp).values() if coefficient)

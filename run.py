@@ -203,8 +203,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     kind = "cuda" if device.type == "cuda" else "cpu"
     chosen = saved | given
     usual = defaults(kind, chosen.get("optimizer", "muon"))
-    name = chosen.get("objective", usual["objective"]).removesuffix(":1")
-    own = OBJECTIVES.get(name, {}).get("defaults", {})          # a mixture has none
+    name, _, weight = chosen.get("objective", usual["objective"]).partition(":")
+    own = OBJECTIVES.get(name, {}).get("defaults", {}) if "," not in weight else {}     # a mixture has none
     values = usual | own | chosen | {"device": str(device), "resume": False}
     check(values, specs())
     hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume or ""})
@@ -288,7 +288,7 @@ def use_device(device):  # -> how float32 products are computed, in words
 
 def keep_memory():
     """glibc returns large blocks to the system when they are freed, and a step's next tensors fault their pages in
-    anew: a tenth of its time. It is told to keep them; other systems' allocators are left alone."""
+    anew: a tenth of its time. For the rest of the process it keeps them; other allocators are left alone."""
     trim_threshold, mmap_threshold = -1, -3     # of malloc.h
     with contextlib.suppress(AttributeError, OSError, TypeError):   # no mallopt, no libc by that name
         mallopt = ctypes.CDLL(None).mallopt

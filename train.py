@@ -21,12 +21,12 @@ import platform
 import threading
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
 from model import Linear
-from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, share_of_targets
+from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, targets_of
 from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, cut_metrics, get_config
 from run import load_checkpoint, open_metrics, process_as_it_was, restore, save_checkpoint, use_device, write_line
 import torch
@@ -40,12 +40,12 @@ MOMENTUM, NS_STEPS = 0.9, 4                     # Muon; at width 128 as good as 
 
 # ---- batches
 
-def draw_windows(entry, corpus, split, B, key):  # -> source (B,), offset (B, tries), where the corpus is
-    where = draw(corpus, split, entry["n"], B, generator(f"{key},windows"), entry["whole"])
-    return [t.to(corpus[0][split].device) for t in where]
+def draw_windows(entry, corpus, split, B, key):  # -> source (B,), offset (B, tries), on the CPU
+    return draw(corpus, split, entry["n"], B, generator(f"{key},windows"), entry["whole"])
 
 
 def make_batch(entry, corpus, split, where, g, hp):  # the windows at where, corrupted with numbers from g -> batch
+    where = [t.to(corpus[0][split].device) for t in where]
     x = gather(corpus, split, *where, entry["n"])
     if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU
         x = x.pin_memory()                      # its copy is not waited for
@@ -155,17 +155,16 @@ class State:
     g: torch.Generator
     step: torch.Tensor
     first_bad: torch.Tensor                     # the first step whose loss or gradient was not finite, else -1
-    params: list = field(init=False)
-
-    def __post_init__(self):
-        self.params = [*self.model.parameters(), *self.heads.parameters()]
+    params: list
 
 
 def prepare(entry, corpus, hp):  # -> State before the first step
     device, (model, heads) = torch.device(hp.device), build(hp)
+    where = draw_windows(entry, corpus, "train", hp.batch_size * hp.accum, "0")     # its shapes alone are used
     return State(
         hp, entry, corpus, model, heads, entry["loss"], make_optimizer(model, heads, hp),
-        where=draw_windows(entry, corpus, "train", hp.batch_size * hp.accum, "0"),  # its shapes alone are used
+        params=[*model.parameters(), *heads.parameters()],
+        where=[t.to(corpus[0]["train"].device) for t in where],
         g=torch.Generator(device), step=torch.zeros((), dtype=torch.long, device=device),
         first_bad=torch.full((), -1, device=device))
 
@@ -173,8 +172,7 @@ def prepare(entry, corpus, hp):  # -> State before the first step
 def set_step(s, step):  # what the host has to say before a step
     """Copied into the tensors that the step reads; nothing waits for the device."""
     hp = s.hp
-    new = draw(s.corpus, "train", s.entry["n"], hp.batch_size * hp.accum, generator(f"{hp.seed},{step},windows"),
-               s.entry["whole"])
+    new = draw_windows(s.entry, s.corpus, "train", hp.batch_size * hp.accum, f"{hp.seed},{step}")
     for a, b in zip(s.where, new):              # copied, not replaced: a captured graph reads addresses
         a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
     reseed(s.g, f"{hp.seed},{step},{s.entry['name']}")
@@ -242,18 +240,16 @@ def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches,
 def evaluate(model, heads, validation, hp):  # -> one record for each source and member
     """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold
     start; a bound from above where the entry says so; None where the objective does not define it.
-    tokens_per_target: row positions for one target, whatever its weight. terms: the loss's terms
-    and figures."""
+    targets: targets for one row position, whatever their weight. terms: the loss's terms and figures."""
     records = []
     for source, _, m, batches, causal in validation:
         figures, loss = means(m, model, heads, batches, hp)
         nats = means(CAUSAL, model, heads, causal, hp)[1] if causal else loss
         positions = EVAL_ROWS * hp.block_size
-        share = sum(share_of_targets(m, b, hp, positions) for b in batches) / len(batches)
+        share = sum(float(targets_of(m, b, hp)) for b in batches) / len(batches) / positions
         records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
                         "bpb": nats / math.log(2) if causal or m["bpb"] in ("loss", "bound") else None,
-                        "targets": share,
-                        "tokens_per_target": 1 / share, "terms": figures})
+                        "targets": share, "terms": figures})
     return records
 
 
@@ -339,10 +335,10 @@ def main(argv=None):  # -> exit code
             lacks = "out of memory", "allocate memory", "not enough memory"
             if not isinstance(e, torch.OutOfMemoryError) and not any(words in str(e) for words in lacks):
                 raise
-            less = f"--batch_size {max(1, hp.batch_size // 2)} --accum {2 * hp.accum}, or a smaller model"
+            half = f"--batch_size {hp.batch_size // 2} --accum {2 * hp.accum}, or " if hp.batch_size > 1 else ""
             fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or a batch of {hp.batch_size} rows of "
                  f"{hp.block_size}, does not fit here ({str(e).splitlines()[0][:80]}). "
-                 f"Try {'a device with more memory' if hp.resume else less}")
+                 f"Try {'a device with more memory' if hp.resume else half + 'a smaller model'}")
 
 
 def train(hp, stop, stack):  # -> exit code
@@ -434,7 +430,7 @@ class Log:
         self.s, self.hp, self.metrics, self.best, self.seconds = s, s.hp, metrics, at["best"], at["seconds"]
         self.bar = tqdm(total=self.hp.max_iters, initial=at["step"], disable=True if RANK else None, unit="step",
                         dynamic_ncols=True)
-        self.printed, self.bpb = 0.0, None
+        self.printed = 0.0
         self.go_on(at["step"])
 
     def pause(self):                            # the clock stands while the model is evaluated
@@ -447,8 +443,6 @@ class Log:
         for r in records:
             write_line(self.metrics, {"step": step, **r, "seconds": round(self.seconds, 3)})
             self.bar.write(describe(step, r))
-            if r["bpb"] is not None and step > 0:
-                self.bpb = r["bpb"]
         mean = sum(r["loss"] * weight for r, (_, weight, *_) in zip(records, validation))
         better, self.best = mean < self.best, min(mean, self.best)
         return better
@@ -461,10 +455,9 @@ class Log:
         bpb = loss / math.log(2) if entry["bpb"] in ("loss", "bound") else None
         write_line(self.metrics, {
             "step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": loss,
-            "bpb": bpb, "targets": share_of_targets(entry, batch, hp, positions), "lr": learning_rate(step, hp),
+            "bpb": bpb, "targets": float(targets_of(entry, batch, hp)) / positions, "lr": learning_rate(step, hp),
             "grad_norm": norm, "tok_per_s": round(speed), "seconds": round(self.seconds + now - self.clock, 3)})
-        so_far = f", {self.bpb:.3f} bits/byte on validation" if self.bpb else ""
-        line = f"loss {loss:.3f}{so_far}, {speed / 1e3:.1f}k positions/s"
+        line = f"loss {loss:.3f}, {speed / 1e3:.1f}k positions/s"
         self.bar.set_postfix_str(line)
         if self.bar.disable and now - self.printed > 5:         # no terminal: a plain line now and then
             self.printed = now
@@ -602,7 +595,7 @@ class Output:
             self.stream.flush()
         except OSError:                         # a closed pipe, a terminal that is gone, a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            self.stop.append(signal.SIGPIPE)
+            self.stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))            # Windows has no such signal
 
     def __getattr__(self, name):
         return getattr(self.stream, name)

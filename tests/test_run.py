@@ -53,8 +53,9 @@ def test_settings_are_defaults_then_flags():
     assert (hp.data, hp.resume, hp.learning_rate) == (["stdlib"], "", 0.01)
     assert hp.dtype in ("float32", "bfloat16")
     assert get_config(["--optimizer", "adamw", "--device", "cpu"]).learning_rate == 0.003
-    rotation = get_config(["--objective", "rotation", "--device", "cpu", "--batch_size", "5"])
-    assert (rotation.block_size, rotation.batch_size) == (64, 5)
+    for name, block in (("rotation", 64), ("rotation:2", 64), ("rotation:2,mlm:1", 256)):           # a mixture has none
+        hp = get_config(["--objective", name, "--device", "cpu", "--batch_size", "5"])
+        assert (hp.block_size, hp.batch_size) == (block, 5)
 
 
 def test_help_names_every_objective_and_flag(capsys):

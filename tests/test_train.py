@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -296,16 +295,6 @@ def test_a_run_is_a_folder_with_all_it_needs(text, capsys, monkeypatch):
                          "tok_per_s", "seconds"}
     assert val["bpb"] == pytest.approx(9.0) and val["loss"] == pytest.approx(math.log(512))
     assert 0.3 < line["targets"] < 0.7
-
-
-@pytest.mark.parametrize("name", ["mlm", "clm"])
-def test_bits_per_byte_are_told_where_there_are_any_but_not_of_the_untrained_model(name, text, capsys, monkeypatch):
-    clock = SimpleNamespace(perf_counter=itertools.count(0.0, 10.0).__next__)       # a line of text each step
-    monkeypatch.setattr(train, "time", clock)
-    fit(text, "a", "--objective", name, "--max_iters", "9", "--eval_interval", "5")
-    lines = capsys.readouterr().out.splitlines()
-    told = ["bits/byte on validation" in line for line in lines if "k positions/s" in line]
-    assert told == [name == "clm" and step >= 5 for step in range(9)]
 
 
 def test_validation_text_is_held_out(text):
