@@ -231,16 +231,15 @@ def bench_decode(flags, hp, names):
     def speculate(step=None, seed=None, temperature=0.8, tally=tally):
         g = generator(seed or f"decode,{next(seeds)}")
         return list(sample.speculate(model, drafter, prompt, flags.new, T, g, tally, step, temperature=temperature))
-    steps, sides = {"plain": (decode, None)}, {}
-    if flags.compile:
-        steps["compiled"] = decode, sample.fast_step(model, 1, T)
+    sides = {"plain": lambda: len(decode())}
+    fast = flags.compile and sample.fast_step(model, 1, T)
+    if fast:                                    # what does not compile has no side
+        sides["compiled"] = lambda: len(decode(fast))
     if drafter:
-        steps["speculated"] = speculate, None
-        if flags.compile:
-            steps["both"] = speculate, sample.fast_step(model, 1, T, drafter.tail, drafter.k + 1)
-    for name, (f, step) in steps.items():
-        if step or name in ("plain", "speculated"):             # what does not compile has no side
-            sides[name] = lambda f=f, step=step: len(f(step))
+        sides["speculated"] = lambda: len(speculate())
+    both = drafter and flags.compile and sample.fast_step(model, 1, T, drafter.tail, drafter.k + 1)
+    if both:
+        sides["both"] = lambda: len(speculate(both))
     if flags.nanogpt:
         theirs, context = nanogpt_model(flags.nanogpt, hp)
         theirs.eval()
@@ -266,7 +265,7 @@ def bench_decode(flags, hp, names):
 def bench_loss(flags, hp, names):
     """Seconds to nats per byte of the validation split, in disjoint cold windows of a block; our seeds, then
     nanoGPT once, and whether our median loss is no worse than its."""
-    if len(hp.data) > 1 or hp.data == ["-"] or hp.objective != "clm":
+    if len(hp.data) > 1 or hp.data == ["-"] or find_objective(hp)["bpb"] != "loss":
         fail("--parts loss: trains clm on one text. Try --objectives clm, and --data with one file")
     [source], T = open_corpus(hp.data), hp.block_size
     source["train"] = source["train"][:hp.train_bytes or None]
@@ -335,6 +334,8 @@ def main(argv=None):
             if name not in known:
                 fail(f"--{flag} {name}: unknown. Try some of {','.join(known)}")
     hp = get_config(["--objective", names[0], *rest])
+    if flags.nanogpt:
+        load_nanogpt(flags.nanogpt)             # fails now, not after a training
     # all in rows of the first objective's number and length
     flags.rest = [*rest, "--batch_size", str(hp.batch_size), "--block_size", str(hp.block_size)]
     print(f"torch {torch.__version__}, {hp.device}, {torch.get_num_threads()} threads, "

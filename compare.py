@@ -140,7 +140,7 @@ def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
         for r in range(8):
             logits = sample.fill_logits(model, z.masked_fill(eighth == r, MASK), frame)[..., :256]
             score = torch.where(eighth == r, F.cross_entropy(logits.mT, z, reduction="none"), score)
-    elif entry["bpb"] in ("loss", "causal"):
+    elif entry["bpb"] in ("loss", "causal") and entry["continues"](hp):
         h = model(torch.cat((torch.full_like(z[:, :1], EOT), z[:, :-1]), 1), "causal")
         score = F.cross_entropy(model.logits(h)[..., :256].mT, z, reduction="none")
     else:
@@ -233,8 +233,8 @@ def edit_distance(a, b):  # of Levenshtein: bytes inserted, deleted and replaced
 
 
 def typos(model, heads, entry, hp, text):  # share of texts whose one wrong letter is the first mark
-    """A lower-case letter between two others is replaced by another. The rule: the pair of bytes that is the rarest in
-    the held-out text."""
+    """A lower-case letter between two others is replaced by another. The rule: the byte whose two pairs with its
+    neighbours are the rarest in the held-out text."""
     n, g = min(hp.block_size, 128), generator("compare,typos")
     x, pairs = windows(text, n, 4 * ROWS, "typos"), torch.bincount(text[:-1].long() * 256 + text[1:].long())
     letter = (x >= ord("a")) & (x <= ord("z"))
@@ -246,7 +246,8 @@ def typos(model, heads, entry, hp, text):  # share of texts whose one wrong lett
     other = (x.gather(1, at) - ord("a") + torch.randint(1, 26, at.shape, generator=g)) % 26 + ord("a")
     x = x.scatter(1, at, other)
     marks = entry["answer"](model, heads, x).argmax(1, keepdim=True)
-    rarest = F.pad(pairs, (0, 1 << 16))[x[:, :-1] * 256 + x[:, 1:]].argmin(1, keepdim=True) + 1
+    counts = F.pad(pairs, (0, 1 << 16))[x[:, :-1] * 256 + x[:, 1:]]                 # (N, n - 1)
+    rarest = (counts[:, :-1] + counts[:, 1:]).argmin(1, keepdim=True) + 1
     return {"done": float((marks == at).float().mean()), "rule": float((rarest == at).float().mean())}
 
 
@@ -274,7 +275,7 @@ JOBS = {                                        # of sample.py's modes: (in word
     "fill": ("written lines that tokenize (bytes by their frequency)", lines),
     "infill": ("edit distance of a hole of 16 bytes (left empty)", holes),
     "repair": ("edit distance left (of the noisy text)", repairs),
-    "mark": ("typos that are its first mark (the rarest pair of bytes)", typos),
+    "mark": ("typos that are its first mark (the rarest two pairs of bytes)", typos),
     "search": ("recall of 256 other halves (histograms of bytes)", recalls),
     "follow": ("rows answered right (chance)", answers), "seam": ("rows answered right (chance)", answers)}
 

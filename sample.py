@@ -129,7 +129,8 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positio
     (N, n), device = prompt.shape, prompt.device
     assert n > 0 and (n <= T or not prefix), (n, T)
     ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=device)
-    start, fed, cache, byte = max(0, n - T), 0, None, None      # fed: ids from start on that the cache holds
+    cache, byte = Cache(model, N, T) if step is None else step.cache, None
+    start, fed = max(0, n - T), 0               # fed: ids from start on that the cache holds
     for _ in range(max_new_tokens):
         if ids.size(1) - start > T:             # the next T / 2 bytes are cheap again
             if prefix:
@@ -137,7 +138,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positio
             start, fed = ids.size(1) - T // 2, 0
         new, mask = ids[:, start + fed:], "causal"
         if not fed:                             # the prompt alone is read both ways
-            cache = empty_cache(model, N, T, step)
+            cache.move(-cache.length)           # emptied, not replaced: a compiled step knows it by address
             mask = torch.full((N,), prefix, device=device) if prefix else mask
         if step is not None and fed:
             logits = step.run(byte[:, None])    # not a view of ids, whose strides grow
@@ -152,13 +153,6 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positio
         yield byte
         if ended.all():
             return
-
-
-def empty_cache(model, N, T, step):  # a compiled step knows its cache by address: emptied, never replaced
-    if step is None:
-        return Cache(model, N, T)
-    step.cache.move(-step.cache.length)
-    return step.cache
 
 
 @torch.inference_mode()
@@ -200,13 +194,14 @@ def speculate(model, drafter, prompt, max_new_tokens, T, g, tally=None, step=Non
         return invert(q, torch.rand(len(q), generator=g, dtype=torch.double).to(q.device)).tolist(), q
 
     ids, drafts, q = list(prompt), [], None     # drafts: of what follows ids[-1]
-    start, fed, cache, end = max(0, len(ids) - T), 0, None, len(prompt) + max_new_tokens
+    cache = Cache(model, 1, T) if step is None else step.cache
+    start, fed, end = max(0, len(ids) - T), 0, len(prompt) + max_new_tokens
     while len(ids) < end:
         # 1. room: a full block's last half is encoded anew; draft no further than block and budget
         if len(ids) - start > T:
             start, fed = len(ids) - T // 2, 0
         if not fed:
-            cache = empty_cache(model, 1, T, step)
+            cache.move(-cache.length)
             drafter.restart()
         drafts = drafts[:min(T - (len(ids) - start), end - len(ids) - 1)]
         # 2. one pass over the draft: what follows ids[-1] and each draft
@@ -335,20 +330,23 @@ def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of
     T the windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask:
     as in training."""
     n, bits = len(data), 8.0
-    windows = [(max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride)]
-    # windows of one length share a batch: all but the first few and the last
-    for length, group in itertools.groupby(windows, lambda w: w[2] - w[0]):
-        group = list(group)
-        for i in range(0, len(group), SCORE_ROWS):
-            bits += score_rows(model, data, group[i:i + SCORE_ROWS], length, doc_mask)
+    windows = ((max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride))
+    for rows in batches(windows, lambda w: w[2] - w[0]):
+        bits += score_rows(model, data, rows, doc_mask)
     return bits
 
 
-def score_rows(model, data, rows, length, doc_mask):  # rows [(first, first scored, end)] of one length -> bits
-    x = torch.stack([data[a:end + 1] for a, _, end in rows])                        # (rows, length + 1)
+def batches(rows, length):  # -> lists of at most SCORE_ROWS rows that follow each other and are of one length
+    for _, group in itertools.groupby(rows, length):
+        while some := list(itertools.islice(group, SCORE_ROWS)):
+            yield some
+
+
+def score_rows(model, data, rows, doc_mask):  # rows [(first, first scored, end)] of one length -> bits
+    x = torch.stack([data[a:end + 1] for a, _, end in rows])                        # (rows, n + 1)
     x = x.long().to(model.embed.weight.device)
     logits = model.logits(model(x[:, :-1], "causal", document_ids(x[:, :-1]) if doc_mask else None))
-    nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), length)
+    nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), -1)
     return sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
 
 
@@ -413,7 +411,7 @@ def needed(ids, flag):  # -> the same ids, of which there must be some
 def split_holes(ids, pattern):  # -> [ids or length of a hole]: pieces of text and holes, in turn
     text, pieces, end = bytes(ids), [], 0
     for match in re.finditer(pattern, text):
-        length = int((match[1] or b"1")[:8]) if match.re.groups else 1
+        length = int((match[1] or b"1").lstrip(b"0")[:8] or b"0") if match.re.groups else 1
         if not 0 < length < 10 ** 6:
             fail(f"--prompt: {match[0].decode()}: a hole holds 1 to 999999 bytes. Try [MASK:4]")
         pieces += [list(text[end:match.start()]), length]
@@ -449,19 +447,14 @@ def runs(ids, flags):  # n ids, n bools -> [(ids, flag)]: characters of several 
     return [([i for i, _ in group], flag) for flag, group in groups]
 
 
-class Stream:
+def stream(prompt, steps):  # ids, what yields more -> the ids that it yielded
     """Prints bytes as they come, holding back a character that is not complete yet."""
-
-    def __init__(self, prompt):
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for byte in prompt:
-            self.write(byte)
-
-    def write(self, byte):
-        print(visible(self.decoder.decode(bytes([byte] if byte != EOT else []))), end="", flush=True)
-
-    def end(self):
-        print(self.decoder.decode(b"", final=True), flush=True)
+    ids, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
+    for i in map(int, itertools.chain(prompt, steps)):
+        ids.append(i)
+        print(visible(decoder.decode(bytes([i] if i != EOT else []))), end="", flush=True)
+    print(decoder.decode(b"", final=True), flush=True)
+    return ids[len(prompt):]
 
 
 def show_frame(ids):
@@ -492,8 +485,7 @@ def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, 
 
 def continue_mode(model, heads, entry, hp, flags, held_out):
     """Goes on with a prompt, laid out as the entry's continues says."""
-    layout = entry["continues"](hp) or fail(f"--out_dir: this {entry['name']} was not trained to go on with a text")
-    (mask, before, after), T, prompt = layout, hp.block_size, flags.prompt
+    (mask, before, after), T, prompt = entry["continues"](hp), hp.block_size, flags.prompt
     if prompt is None:
         prompt = held_out[:T // 2].tolist()
         print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
@@ -518,12 +510,8 @@ def continue_mode(model, heads, entry, hp, flags, held_out):
         for i, _ in enumerate(each_sample(flags)):
             print(shown(prompt + [row[i] for row in rows]))
         return
-    stream, written, byte = Stream(prompt), 0, None
-    for byte in steps:
-        stream.write(int(byte))
-        written += 1
-    stream.end()
-    if prefix and written < flags.max_new_tokens and int(byte) != EOT:
+    written = stream(prompt, steps)
+    if prefix and len(written) < flags.max_new_tokens and written[-1] != EOT:
         print(f"--- the block of {T} is full", file=sys.stderr)
 
 
@@ -532,11 +520,8 @@ def speculate_mode(model, drafter, hp, flags, prompt):
     T, k, tally, n = hp.block_size, drafter.k, [], 0
     step = fast_step(model, 1, T, drafter.tail, k + 1) if flags.compile else None
     for [g] in each_sample(flags):
-        stream = Stream(prompt)
-        for byte in speculate(model, drafter, prompt, flags.max_new_tokens, T, g, tally, step, **drawing(flags)):
-            stream.write(byte)
-            n += 1
-        stream.end()
+        steps = speculate(model, drafter, prompt, flags.max_new_tokens, T, g, tally, step, **drawing(flags))
+        n += len(stream(prompt, steps))
     each = []                                   # of the passes that drafted so far: the share that kept it
     for j in range(1, k + 1):
         asked = [kept >= j for drafted, kept in tally if drafted >= j]
@@ -599,7 +584,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         room = max(2, T - 8 - min(flags.max_new_tokens, T // 3))
         keep = max(room // 2, room - len(pieces[1]))
         near = [pieces[0][-keep:], pieces[1][:room - min(len(pieces[0]), keep)]]
-    ids, P = entry["ask"](near, 4, hp) or fail(f"--out_dir: this {entry['name']} was trained without holes")
+    ids, P = entry["ask"](near, 4, hp)
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
@@ -633,7 +618,6 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
         print(shown(out) + (f"\n--- stopped after {most} bytes" if len(out) >= most else ""))
 
 
-@torch.inference_mode()
 def mark_mode(model, heads, entry, hp, flags, held_out):
     """Marks the bytes that answer(model, heads, x (1, n)) -> log-odds (1, n) finds suspicious; lists the
     likeliest."""
@@ -657,7 +641,6 @@ def mark_mode(model, heads, entry, hp, flags, held_out):
         print(f"--- {hits} of {int(bad.sum())} replaced bytes found, {hits} of {int(found.sum())} marks right")
 
 
-@torch.inference_mode()
 def follow_mode(model, heads, entry, hp, flags, held_out):
     """Prints the probability that --suffix follows --prefix, by answer(model, heads, ids, ids, hp) ->
     log-odds."""
@@ -674,19 +657,16 @@ def follow_mode(model, heads, entry, hp, flags, held_out):
         print(f"--- {title}, which follows with probability {p:.3f}:\n{shown(second)}")
 
 
-@torch.inference_mode()
 def embeddings(model, heads, entry, texts, T):  # list of ids -> (N, C) float32 of length 1
     """By answer(model, heads, x (B, n)) -> (B, C). Of a long text the mean over its blocks, weighed by
     length."""
     blocks = [(i, text[a:a + T] or [EOT]) for i, text in enumerate(texts) for a in range(0, max(1, len(text)), T)]
     blocks.sort(key=lambda b: len(b[1]))        # those of one length can share a batch
     out = torch.zeros(len(texts), model.sizes.n_embd)
-    for n, group in itertools.groupby(blocks, lambda b: len(b[1])):
-        group = list(group)
-        for a in range(0, len(group), SCORE_ROWS):
-            owner, rows = zip(*group[a:a + SCORE_ROWS])
-            e = entry["answer"](model, heads, torch.tensor(rows, device=model.embed.weight.device)).cpu()
-            out.index_add_(0, torch.tensor(owner), n * e)
+    for some in batches(blocks, lambda b: len(b[1])):
+        owner, rows = zip(*some)
+        e = entry["answer"](model, heads, torch.tensor(rows, device=model.embed.weight.device)).cpu()
+        out.index_add_(0, torch.tensor(owner), len(rows[0]) * e)
     return F.normalize(out, dim=1)
 
 
@@ -710,7 +690,6 @@ def search_mode(model, heads, entry, hp, flags, held_out):
         print(f"--- similarity {float(near[i]):.3f}, {titles[i]}:\n{shown(texts[titles[i]][:T])}")
 
 
-@torch.inference_mode()
 def seam_mode(model, heads, entry, hp, flags, held_out):
     """Rolls a text back to where its first byte most likely is, by answer(model, heads, x (1, n)) -> scores
     (1, n)."""
@@ -777,13 +756,15 @@ MODES = {
 
 
 def choose_mode(entry, hp, flags):  # -> mode, the flags it reads
-    """A prompt without a hole is continued, where the objective can."""
+    """A prompt without a hole is continued, where the objective can; any, where its settings never trained holes."""
     if flags.score is not None:
         return score_mode, {"score", "stride"}
     name, prompt = entry["mode"], flags.prompt
     holes = prompt is not None and re.search(MASKS if name == "fill" else HOLES, bytes(prompt))
-    if name in ("fill", "infill") and prompt is not None and not holes and entry["continues"](hp):
-        name = "continue"
+    if name in ("fill", "infill") and entry["continues"](hp):
+        trained = entry["fills"](hp) if name == "fill" else entry["ask"]([[1], [1]], 4, hp)
+        if not trained or prompt is not None and not holes:
+            name = "continue"
     mode, read = MODES[name]
     if name == "continue" and entry["drafter"]:
         read = read | {"speculate"}
@@ -804,7 +785,8 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
 def say_how_far(entry, hp, step, path):  # on standard error, of a model that is not yet what its size can be
     steps, what = entry["reaches"] or (0, "")
     usual = defaults() | entry["defaults"]
-    if step < steps and all(getattr(hp, flag) == usual[flag] for flag in SETTINGS["model"]):
+    told = hp.objective == entry["name"] and hp.data == usual["data"]               # of other runs it is not known
+    if told and step < steps and all(getattr(hp, flag) == usual[flag] for flag in SETTINGS["model"]):
         print(f"--- {step:,} steps; after {steps:,} of the standard library {entry['name']} {what}. Go on with: "
               f"python train.py --resume --out_dir {path} --max_iters {steps}", file=sys.stderr)
 

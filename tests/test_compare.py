@@ -54,7 +54,7 @@ def test_marks_are_right_where_the_letter_was_replaced():
         off = windows != x[:, None]                             # (N, 45, 64)
         return off[torch.arange(len(x)), off.sum(2).argmin(1)].float()
     right, rule = job(compare.typos, "electra", replaced, sentences())
-    assert right == 1 and rule > 0.5
+    assert right == 1 and rule > 0.95           # of the two pairs that no other text has it takes the byte between
     assert job(compare.typos, "electra", lambda *args: -replaced(*args), sentences())[0] < 0.05
 
 

@@ -546,13 +546,20 @@ def test_what_has_one_best_answer_is_not_drawn(name, flags, usual, runs, capsys,
 
 
 def test_a_short_run_is_told_what_a_longer_one_does(runs, capsys, monkeypatch):
-    sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=32, attn_scale=1.0)
-    for steps, size, says in ((2, sizes, False), (4, sizes, True), (4, sizes | {"n_layer": 4}, False)):
+    usual = load_checkpoint("out/clm")["config"]
+    for steps, own, says in ((2, {}, False), (4, {}, True), (4, {"n_layer": 4}, False), (4, {"data": ["a"]}, False)):
         monkeypatch.setitem(OBJECTIVES["clm"], "reaches", (steps, "rhymes"))
-        monkeypatch.setattr(sample, "defaults", lambda size=size: size)
+        monkeypatch.setattr(sample, "defaults", lambda own=own: usual | own)
         sample.main(["--out_dir", "out/clm", "--prompt", "x", "--max_new_tokens", "1"])
         told = capsys.readouterr().err
         assert ("clm rhymes" in told and "--resume --out_dir out/clm --max_iters 4" in told) == says
+
+
+@pytest.mark.parametrize("name, setting", [("hybrid", "hybrid_ratio"), ("fim", "fim_rate")])
+def test_what_was_trained_without_holes_goes_on_with_any_prompt(name, setting, runs, capsys):
+    run = altered(name, f"plain {name}", {setting: 0.0})
+    assert "the model's continuation" in say(capsys, run)
+    assert say(capsys, run, "--prompt", "a[MASK]b").startswith("a[MASK]b")
 
 
 def test_a_mixture_does_what_its_members_do(runs, capsys):
