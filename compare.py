@@ -356,7 +356,7 @@ def probe(layers, y, split, K):  # layers (L, N, C), y (N,), split (N,) -> balan
     return balanced(solved[best](layers[best][at[2]]), y[at[2]])
 
 
-def probe_data(n):  # -> x (N, n), classes (N, n), split (N,), rows and cols of the bytes to probe
+def probe_data(n):  # -> x, classes, chosen (N, n), which bytes to probe, split (N,)
     """Labels from the corpus itself. split: 0 fit, 1 choose the layer, 2 score, which are the documents that
     data.py holds out."""
     x, classes, split = [], [], []
@@ -373,16 +373,15 @@ def probe_data(n):  # -> x (N, n), classes (N, n), split (N,), rows and cols of 
     x, classes, split = torch.stack(x), torch.stack(classes), torch.tensor(split)
     held = (split == 2)[:, None].expand(-1, n)
     rate = torch.where(held, 0.4, 8000 / float((~held).sum()))  # of the others 8000 bytes fit and choose
-    rows, cols = (torch.rand(len(x), n, generator=generator("compare,positions")) < rate).nonzero().T
-    return dict(x=x, classes=classes, split=split, rows=rows, cols=cols)
+    chosen = torch.rand(len(x), n, generator=generator("compare,positions")) < rate
+    return dict(x=x, classes=classes, split=split, chosen=chosen)
 
 
 def understanding(features, data):  # features: x (N, n) -> (L, N, n, C) -> {classes: accuracy}
-    rows, cols, local = data["rows"], data["cols"], []          # rows in ascending order
-    for a in range(0, len(data["x"]), ROWS):
-        here = (rows >= a) & (rows < a + ROWS)
-        local.append(features(data["x"][a:a + ROWS])[:, rows[here] - a, cols[here]])
-    return {"classes": probe(torch.cat(local, 1), data["classes"][rows, cols], data["split"][rows], len(CLASSES))}
+    x, chosen = data["x"], data["chosen"]
+    layers = torch.cat([features(x[a:a + ROWS])[:, chosen[a:a + ROWS]] for a in range(0, len(x), ROWS)], dim=1)
+    split = data["split"][:, None].expand_as(chosen)[chosen]
+    return {"classes": probe(layers, data["classes"][chosen], split, len(CLASSES))}
 
 
 def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states the bytes from two before to two after

@@ -395,9 +395,8 @@ def test_what_the_probe_scores_no_model_was_trained_on(monkeypatch):
     for i in range(0, len(data["x"]), 17):
         window = bytes(data["x"][i].tolist())
         assert window in (held_out if data["split"][i] == 2 else train_text)
-    scored = (data["split"][data["rows"]] == 2).sum() / (256 * (data["split"] == 2).sum())
+    scored = data["chosen"][data["split"] == 2].float().mean()
     assert set(data["split"].tolist()) == {0, 1, 2} and 0.38 < scored < 0.42
-    assert (data["rows"].diff() >= 0).all(), "understanding takes them in this order"
 
 
 def test_every_byte_of_a_program_has_its_class():
