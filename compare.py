@@ -150,12 +150,12 @@ def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
 
 @torch.no_grad()
 def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass of the model writes}
-    """Of eight samples, of what drafts."""
+    """Of 32 samples, of what drafts: eight of them are .1 off."""
     T, new, written, passes = hp.block_size, min(hp.block_size, 256) - 40, 0, 0
     drafter = entry["drafter"] and entry["drafter"](model, heads, hp)
     if not drafter:
         return {}
-    for i, prompt in enumerate(windows(text, 32, 8, "prompts").tolist()):
+    for i, prompt in enumerate(windows(text, 32, ROWS // 2, "prompts").tolist()):
         tally, g = [], generator(f"compare,{i}")
         written += len([*sample.speculate(model, drafter, prompt, new, T, g, tally, temperature=0.8)])
         passes += len(tally)
