@@ -1067,7 +1067,7 @@ def hybrid_window(T, hp):
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
         if not 0 < hybrid_rows(rows, hp) < rows and 0 < hp.hybrid_ratio < 1:
             fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
-                 "Try a ratio nearer to .5")
+                 "Try a ratio nearer to .5, or a larger --batch_size")
     if round(hp.mask_rate * T) > T - 1:
         fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
     return next_byte(T, hp)

@@ -203,7 +203,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     kind = "cuda" if device.type == "cuda" else "cpu"
     chosen = saved | given
     usual = defaults(kind, chosen.get("optimizer", "muon"))
-    name, _, weight = chosen.get("objective", usual["objective"]).partition(":")
+    name, _, weight = chosen.get("objective", usual["objective"]).strip().partition(":")
     own = OBJECTIVES.get(name, {}).get("defaults", {}) if "," not in weight else {}     # a mixture has none
     values = usual | own | chosen | {"device": str(device), "resume": False}
     check(values, specs())
@@ -292,7 +292,7 @@ def keep_memory():
     trim_threshold, mmap_threshold = -1, -3     # of malloc.h
     with contextlib.suppress(AttributeError, OSError, TypeError):   # no mallopt, no libc by that name
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_threshold, 32 << 20)       # the most that it takes
+        mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20)       # older ones take no more
         mallopt(trim_threshold, 2 ** 31 - 1)
 
 

@@ -485,7 +485,8 @@ def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, 
 
 def continue_mode(model, heads, entry, hp, flags, held_out):
     """Goes on with a prompt, laid out as the entry's continues says."""
-    (mask, before, after), T, prompt = entry["continues"](hp), hp.block_size, flags.prompt
+    layout = entry["continues"](hp) or fail(f"--out_dir: {entry['name']} does not say how a text goes on")
+    (mask, before, after), T, prompt = layout, hp.block_size, flags.prompt
     if prompt is None:
         prompt = held_out[:T // 2].tolist()
         print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
@@ -584,7 +585,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         room = max(2, T - 8 - min(flags.max_new_tokens, T // 3))
         keep = max(room // 2, room - len(pieces[1]))
         near = [pieces[0][-keep:], pieces[1][:room - min(len(pieces[0]), keep)]]
-    ids, P = entry["ask"](near, 4, hp)
+    ids, P = entry["ask"](near, 4, hp) or fail(f"--out_dir: {entry['name']} does not say how a hole is asked")
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
@@ -785,8 +786,9 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
 def say_how_far(entry, hp, step, path):  # on standard error, of a model that is not yet what its size can be
     steps, what = entry["reaches"] or (0, "")
     usual = defaults() | entry["defaults"]
-    told = hp.objective == entry["name"] and hp.data == usual["data"]               # of other runs it is not known
-    if told and step < steps and all(getattr(hp, flag) == usual[flag] for flag in SETTINGS["model"]):
+    known = {*SETTINGS["model"], *SETTINGS["training"], *entry["settings"], "data", "train_bytes"} - {"max_iters"}
+    told = hp.objective == entry["name"] and all(getattr(hp, flag) == usual[flag] for flag in known)
+    if told and step < steps:
         print(f"--- {step:,} steps; after {steps:,} of the standard library {entry['name']} {what}. Go on with: "
               f"python train.py --resume --out_dir {path} --max_iters {steps}", file=sys.stderr)
 

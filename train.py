@@ -321,7 +321,7 @@ def any_says(yes):  # -> does any process say so?
 
 @process_as_it_was()
 def main(argv=None):  # -> exit code
-    """Leaves the process as it was, signal handlers too, for notebooks and tests."""
+    """Leaves the process as it was, signal handlers too, for notebooks and tests; but for run.keep_memory."""
     hp, stop = get_config(sys.argv[1:] if argv is None else argv), []
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
