@@ -411,7 +411,7 @@ def needed(ids, flag):  # -> the same ids, of which there must be some
 def split_holes(ids, pattern):  # -> [ids or length of a hole]: pieces of text and holes, in turn
     text, pieces, end = bytes(ids), [], 0
     for match in re.finditer(pattern, text):
-        length = int((match[1] or b"1").lstrip(b"0")[:8] or b"0") if match.re.groups else 1
+        length = int((match[1] or b"1")[:8]) if match.re.groups else 1
         if not 0 < length < 10 ** 6:
             fail(f"--prompt: {match[0].decode()}: a hole holds 1 to 999999 bytes. Try [MASK:4]")
         pieces += [list(text[end:match.start()]), length]
