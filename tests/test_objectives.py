@@ -400,7 +400,7 @@ EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
     "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, generator("p"))[1]),
     "masked bytes": (15, lambda: drawn("mlm", "tgt", 4000, T=6, mask_rate=0.34) != IGNORE),
     "electra's bytes": (15, lambda: drawn("electra", "at", 4000, T=6, mask_rate=0.34).sort(dim=1).values),
-    "prefixes": (T - 1, lambda: drawn("prefix", "mask", 4000)),
+    "prefixes": (T // 2, lambda: drawn("prefix", "mask", 4000)),
     "cuts of ul2": (17, lambda: drawn("ul2", "mask", 4000, T=34)[2000:3000]),
     "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(6000, -1), generator("c"),
                                                   settings("contrastive", 20, crop=0.5))["inp"][:, :, 0]),
