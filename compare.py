@@ -196,7 +196,8 @@ def well_formed(rows):  # (N, n) -> share of the whole lines in them
 
 
 def holes(model, heads, entry, hp, text):  # edit distance to 16 bytes taken out, that of nothing being 1
-    """What it writes, most likely byte after most likely byte, in at most 80. ended: the share that ends by itself."""
+    """What it writes, most likely byte after most likely byte, in at most 80. ended: the share that ends by itself;
+    others are cut as sample.py cuts them."""
     if hp.block_size < 128 or not entry["ask"](([1], [1]), 1, hp):
         return {}
     off, ended, n = 0, 0, min(160, hp.block_size - 96)
@@ -205,6 +206,8 @@ def holes(model, heads, entry, hp, text):  # edit distance to 16 bytes taken out
         ids, P = entry["ask"]([row[:a], row[b:]], 16, hp)
         gens = sample.sample_generators(1, 1)
         [written], whole = sample.infill(model, entry, ids, P, 1, 80, hp.block_size, gens, temperature=0)
+        if not whole:
+            written = sample.join(model, entry, hp, row[:a], written, row[b:])
         off += edit_distance(written, row[a:b])
         ended += whole
     return {"done": off / (16 * ROWS), "rule": 1.0, "ended": ended / ROWS}

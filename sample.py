@@ -41,6 +41,7 @@ import torch.nn.functional as F
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
 WRITING = 0.65                                  # temperature where many bytes are drawn at once
+JOINT = 16                                      # bytes by which a middle and what stands after it are joined
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
 FLAGS = {
@@ -322,6 +323,26 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
     return spans, True
 
 
+@torch.inference_mode()
+def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where the right follows
+    """For a middle without an end, if the model also codes text from left to right: of all cuts the first after
+    which the right's first bytes are at least a tenth as likely as after the best. A later one may be as good
+    since the middle holds the right already."""
+    layout, right = entry["continues"](hp), right[:JOINT]
+    if not right or not layout or layout[0] != "causal":
+        return middle
+    text, n = [EOT] + left + middle, len(right)
+    w = min(hp.block_size - n, 1 + len(left))   # of context, which moves along
+    first = 1 + len(left) - w
+    rows = [text[first + k:first + k + w] + right for k in range(len(middle) + 1)]
+    nats = []
+    for some in torch.tensor(rows, device=model.embed.weight.device).split(SCORE_ROWS):
+        logits = model.logits(model(some[:, :-1], "causal")[:, -n:])                # (cuts, n, V)
+        nats.append(F.cross_entropy(logits.mT, some[:, -n:], reduction="none").sum(1))
+    nats = torch.cat(nats)
+    return middle[:int((nats < nats.min() + math.log(10)).byte().argmax())]
+
+
 # ---- scoring
 
 @torch.inference_mode()
@@ -590,10 +611,14 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
         spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, 0.0))
+        note = "" if whole else "\n--- stopped before the end"
+        if not whole and holes == 1:
+            spans, written = [join(model, entry, hp, near[0], spans[0], near[1])], spans[0]
+            note = note if spans == [written] else "\n--- did not end by itself: cut where the rest follows"
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]
-        print(marked(parts) + ("" if whole else "\n--- stopped before the end"))
+        print(marked(parts) + note)
 
 
 def repair_mode(model, heads, entry, hp, flags, held_out):

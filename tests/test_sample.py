@@ -343,6 +343,36 @@ def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, bl
     assert infill(script, [[65], [66], [67]], most, block) == want
 
 
+def test_a_middle_is_cut_where_the_rest_follows():
+    """By a model that knows the alphabet. That the rest has been written already makes no later cut better."""
+    alphabet, hp = Stub(lambda ids: sure((ids + 1) % 512)), settings("fim", 32)
+    for middle, kept in ((b"defxyz", b"def"), (b"xyzdef", b"xyzdef"), (b"defghidef", b"def"), (b"ghi", b""), (b"", b"")):
+        assert bytes(sample.join(alphabet, OBJECTIVES["fim"], hp, [*b"abc"], [*middle], [*b"ghi"])) == kept
+    for name, right in (("span", b"ghi"), ("ul2", b"ghi"), ("fim", b"")):
+        entry = OBJECTIVES[name]
+        assert sample.join(alphabet, entry, settings(name, 32), [*b"abc"], [*b"defxyz"], [*right]) == [*b"defxyz"]
+
+
+@pytest.mark.parametrize("n_left", [0, 5, 300])
+@pytest.mark.parametrize("n_right", [1, 9, 40])
+def test_cuts_are_compared_byte_by_byte(monkeypatch, n_left, n_right):
+    """The first after which the right's first 16 bytes are at least a tenth as likely as after the best."""
+    monkeypatch.setattr(sample, "SCORE_ROWS", 4)
+    net, hp, found = randomized().requires_grad_(False), settings("fim", 32), set()
+    for seed in range(5):
+        left, middle, right = (ids(n, seed=f"{seed}{n}")[0].tolist() for n in (n_left, 11, n_right))
+        some = right[:16]
+        w = min(32 - len(some), n_left + 1)     # of context
+        each = []
+        for k in range(12):
+            row = torch.tensor(([EOT] + left + middle[:k])[-w:] + some)
+            each.append(bits_of(net, row, {w - 1 + i: byte for i, byte in enumerate(some)}))
+        cut = next(k for k in range(12) if each[k] < min(each) + math.log2(10))
+        assert sample.join(net, OBJECTIVES["fim"], hp, left, middle, right) == middle[:cut]
+        found.add(cut)
+    assert len(found) > 1
+
+
 # ---- scoring
 
 @pytest.mark.parametrize("stride", [1, 5, T])
