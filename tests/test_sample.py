@@ -346,7 +346,8 @@ def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, bl
 def test_a_middle_is_cut_where_the_rest_follows():
     """By a model that knows the alphabet. That the rest has been written already makes no later cut better."""
     alphabet, hp = Stub(lambda ids: sure((ids + 1) % 512)), settings("fim", 32)
-    for middle, kept in ((b"defxyz", b"def"), (b"xyzdef", b"xyzdef"), (b"defghidef", b"def"), (b"ghi", b""), (b"", b"")):
+    cases = (b"defxyz", b"def"), (b"xyzdef", b"xyzdef"), (b"defghidef", b"def"), (b"ghi", b""), (b"", b"")
+    for middle, kept in cases:
         assert bytes(sample.join(alphabet, OBJECTIVES["fim"], hp, [*b"abc"], [*middle], [*b"ghi"])) == kept
     for name, right in (("span", b"ghi"), ("ul2", b"ghi"), ("fim", b"")):
         entry = OBJECTIVES[name]
