@@ -195,12 +195,12 @@ def well_formed(rows):  # (N, n) -> share of the whole lines in them
     return statistics.fmean(good or [0])
 
 
-def holes(model, heads, entry, hp, text):  # edit distance to 16 bytes taken out, that of nothing being 1
+def holes(model, heads, entry, hp, text):  # edit distance to 16 bytes taken out, a byte
     """What it writes, most likely byte after most likely byte, in at most 80. ended: the share that ends by itself;
-    others are cut as sample.py cuts them."""
+    others are cut as sample.py cuts them. The rule: 16 blanks."""
     if hp.block_size < 128 or not entry["ask"](([1], [1]), 1, hp):
         return {}
-    off, ended, n = 0, 0, min(160, hp.block_size - 96)
+    off, rule, ended, n = 0, 0, 0, min(160, hp.block_size - 96)
     for row in windows(text, n, ROWS, "holes").tolist():
         a, b = n // 2 - 8, n // 2 + 8
         ids, P = entry["ask"]([row[:a], row[b:]], 16, hp)
@@ -209,8 +209,9 @@ def holes(model, heads, entry, hp, text):  # edit distance to 16 bytes taken out
         if not whole:
             written = sample.join(model, entry, hp, row[:a], written, row[b:])
         off += edit_distance(written, row[a:b])
+        rule += edit_distance([ord(" ")] * 16, row[a:b])
         ended += whole
-    return {"done": off / (16 * ROWS), "rule": 1.0, "ended": ended / ROWS}
+    return {"done": off / (16 * ROWS), "rule": rule / (16 * ROWS), "ended": ended / ROWS}
 
 
 def repairs(model, heads, entry, hp, text):  # edit distance to the clean text, that of the noisy text being 1
@@ -276,7 +277,7 @@ def answers(model, heads, entry, hp, text):  # share of 512 rows answered right;
 JOBS = {                                        # of sample.py's modes: (in words, how it is measured)
     "continue": ("second half of a window, bits/byte (lzma)", halves),
     "fill": ("written lines that tokenize (bytes by their frequency)", lines),
-    "infill": ("edit distance of a hole of 16 bytes (left empty)", holes),
+    "infill": ("edit distance of a hole of 16 bytes (16 blanks)", holes),
     "repair": ("edit distance left (of the noisy text)", repairs),
     "mark": ("typos that are its first mark (the rarest two pairs of bytes)", typos),
     "search": ("recall of 256 other halves (histograms of bytes)", recalls),

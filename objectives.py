@@ -388,7 +388,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
 
     The shares are the same in every batch. Departures: three denoisers stand for the paper's seven, whose S cuts off
     a quarter; half of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span. Targets of all
-    rows are pooled in one mean: S and X rows have about as many, three times R's. Rows of a kind are equally long."""
+    rows are pooled in one mean: S and X rows have about as many, half again R's. Rows of a kind are equally long."""
     T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
     for (_, mode, n, N, S), rows in zip(parts, apportion([share for share, *_ in parts], x.size(0))):
         raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes

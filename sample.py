@@ -255,8 +255,8 @@ def fill_logits(model, ids, frame, doc_mask=False):  # (N, n) with MASKs -> (N, 
 
 
 @torch.inference_mode()
-def unmask(model, ids, gens, frame, steps=0, order="confident", **how):  # (N, n) with MASKs -> yields (N, n)
-    """Fills the masked positions in so many passes (0: one for each), leaving everything else.
+def unmask(model, ids, gens, frame, steps=0, order="confident", doc_mask=False, **how):
+    """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
     confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left. ancestral: MDLM's
     sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes.
@@ -270,7 +270,7 @@ def unmask(model, ids, gens, frame, steps=0, order="confident", **how):  # (N, n
         holes = ids == MASK
         if not holes.any():
             return
-        logits = fill_logits(model, ids, frame)                 # (N, n, V)
+        logits = fill_logits(model, ids, frame, doc_mask)       # (N, n, V)
         new = pick(logits, gens, **how)
         if order in ("ancestral", "analytic"):  # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
             share = torch.ones((), device=ids.device)
@@ -331,16 +331,12 @@ def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut 
     layout, right = entry["continues"](hp), right[:JOINT]
     if not right or not layout or layout[0] != "causal":
         return middle
-    text, n = [EOT] + left + middle, len(right)
-    w = min(hp.block_size - n, 1 + len(left))   # of context, which moves along
-    first = 1 + len(left) - w
-    rows = [text[first + k:first + k + w] + right for k in range(len(middle) + 1)]
-    nats = []
-    for some in torch.tensor(rows, device=model.embed.weight.device).split(SCORE_ROWS):
-        logits = model.logits(model(some[:, :-1], "causal")[:, -n:])                # (cuts, n, V)
-        nats.append(F.cross_entropy(logits.mT, some[:, -n:], reduction="none").sum(1))
-    nats = torch.cat(nats)
-    return middle[:int((nats < nats.min() + math.log(10)).byte().argmax())]
+    nats, n = [], len(right)
+    for k in range(len(middle) + 1):
+        x = tensor(([EOT] + left + middle[:k])[n - hp.block_size:] + right, hp)
+        logits = model.logits(model(x[:, :-1], "causal")[0, -n:])                   # (n, V)
+        nats.append(float(F.cross_entropy(logits, x[0, -n:], reduction="sum")))
+    return middle[:next(k for k, each in enumerate(nats) if each < min(nats) + math.log(10))]
 
 
 # ---- scoring
@@ -560,7 +556,7 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
         fail(f"--order {order}: unknown to {entry['name']}. Try {' or '.join(entry['orders'])}")
     ids = None if flags.prompt is None else masked(flags.prompt)
     writes = ids is not None and MASK not in ids                # all of it is new
-    how = dict(steps=flags.steps, order=order, seen=show_frame if flags.show else None)
+    how = dict(steps=flags.steps, order=order, doc_mask=hp.doc_mask, seen=show_frame if flags.show else None)
     how |= drawing(flags, WRITING if writes else 0.0)
     if ids is None:
         x = tensor(held_out[:T - len(frame[0]) - len(frame[1])], hp)
@@ -614,7 +610,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         note = "" if whole else "\n--- stopped before the end"
         if not whole and holes == 1:
             spans, written = [join(model, entry, hp, near[0], spans[0], near[1])], spans[0]
-            note = note if spans == [written] else "\n--- did not end by itself: cut where the rest follows"
+            note = note if spans == [written] else "\n--- did not end by itself: cut where the rest follows best"
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]
@@ -747,7 +743,7 @@ def score_mode(model, heads, entry, hp, flags, held_out):
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
     if not exact and not entry["bounds"] and not frame:
-        those = " ".join(n for n, e in OBJECTIVES.items() if e["bpb"] or e["fills"](hp))
+        those = " ".join(n for n, e in OBJECTIVES.items() if n != name and (e["bpb"] or e["fills"](hp)))
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
     if not len(data):
         fail(f"--score {flags.score}: is empty. Try some text")

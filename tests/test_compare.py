@@ -78,12 +78,13 @@ def test_a_repair_that_copies_leaves_1(monkeypatch):
 
 def test_a_hole_left_empty_costs_1_and_one_filled_right_0(monkeypatch):
     row = [*b"abcdefghijklmnopqrstuvwxyz" * 9][:160]
+    row[84:88] = b"    "                        # a quarter of the hole, which runs from 72 to 88
     monkeypatch.setattr(compare, "windows", lambda *args: torch.tensor([row] * compare.ROWS))
     hp = settings("span", 256)
     for written, want in (([], 1), (row[72:88], 0), (row[72:80], 0.5), ([1] * 32, 2)):
         monkeypatch.setattr(compare.sample, "infill", lambda *args, w=written, **how: ([w], len(w) < 32))
         found = compare.holes(randomized(), {}, OBJECTIVES["span"], hp, None)
-        assert found == {"done": want, "rule": 1, "ended": len(written) < 32}
+        assert found == {"done": want, "rule": 0.75, "ended": len(written) < 32}
     assert compare.holes(randomized(), {}, OBJECTIVES["span"], settings("span", 127), None) == {}
 
 

@@ -356,17 +356,16 @@ def test_a_middle_is_cut_where_the_rest_follows():
 
 @pytest.mark.parametrize("n_left", [0, 5, 300])
 @pytest.mark.parametrize("n_right", [1, 9, 40])
-def test_cuts_are_compared_byte_by_byte(monkeypatch, n_left, n_right):
+def test_cuts_are_compared_byte_by_byte(n_left, n_right):
     """The first after which the right's first 16 bytes are at least a tenth as likely as after the best."""
-    monkeypatch.setattr(sample, "SCORE_ROWS", 4)
     net, hp, found = randomized().requires_grad_(False), settings("fim", 32), set()
     for seed in range(5):
         left, middle, right = (ids(n, seed=f"{seed}{n}")[0].tolist() for n in (n_left, 11, n_right))
         some = right[:16]
-        w = min(32 - len(some), n_left + 1)     # of context
         each = []
         for k in range(12):
-            row = torch.tensor(([EOT] + left + middle[:k])[-w:] + some)
+            context = ([EOT] + left + middle[:k])[-(32 - len(some)):]
+            row, w = torch.tensor(context + some), len(context)
             each.append(bits_of(net, row, {w - 1 + i: byte for i, byte in enumerate(some)}))
         cut = next(k for k in range(12) if each[k] < min(each) + math.log2(10))
         assert sample.join(net, OBJECTIVES["fim"], hp, left, middle, right) == middle[:cut]
@@ -734,6 +733,8 @@ def test_scores_keep_documents_apart_where_training_did(name, given, capsys):
     for run, wanted in ((name, False), (altered(name, "masked", dict(doc_mask=True)), True)):
         given.clear()
         say(capsys, run, "--score", "ends.txt")
+        if name != "clm":
+            say(capsys, run, "--prompt", "a [MASK] b")
         assert {apart for _, _, apart in given} == {wanted}
 
 
