@@ -195,23 +195,29 @@ def well_formed(rows):  # (N, n) -> share of the whole lines in them
     return statistics.fmean(good or [0])
 
 
-def holes(model, heads, entry, hp, text):  # edit distance to 16 bytes taken out, a byte
-    """What it writes, most likely byte after most likely byte, in at most 80. ended: the share that ends by itself;
-    others are cut as sample.py cuts them. The rule: 16 blanks."""
+def holes(model, heads, entry, hp, text):  # share of holes of 4 bytes that are restored, byte for byte
+    """The most likely byte after the most likely byte, at most 5 for each that is missing; what does not end is cut as
+    in sample.py. ended: of holes of 16, the share that ends by itself. The rule: blanks."""
     if hp.block_size < 128 or not entry["ask"](([1], [1]), 1, hp):
         return {}
-    off, rule, ended, n = 0, 0, 0, min(160, hp.block_size - 96)
-    for row in windows(text, n, ROWS, "holes").tolist():
-        a, b = n // 2 - 8, n // 2 + 8
-        ids, P = entry["ask"]([row[:a], row[b:]], 16, hp)
+
+    def fill(left, right, m):  # -> what is written, did it end?
+        ids, P = entry["ask"]([left, right], m, hp)
         gens = sample.sample_generators(1, 1)
-        [written], whole = sample.infill(model, entry, ids, P, 1, 80, hp.block_size, gens, temperature=0)
+        [written], whole = sample.infill(model, entry, ids, P, 1, 5 * m, hp.block_size, gens, temperature=0)
+        return written, whole
+
+    half, restored, blanks, ended = min(80, hp.block_size // 2 - 48), 0, 0, 0
+    rows = windows(text, 2 * half, 2 * ROWS, "holes").tolist()
+    for row in rows:
+        left, middle, right = row[:half - 2], row[half - 2:half + 2], row[half + 2:]
+        written, whole = fill(left, right, 4)
         if not whole:
-            written = sample.join(model, entry, hp, row[:a], written, row[b:])
-        off += edit_distance(written, row[a:b])
-        rule += edit_distance([ord(" ")] * 16, row[a:b])
-        ended += whole
-    return {"done": off / (16 * ROWS), "rule": rule / (16 * ROWS), "ended": ended / ROWS}
+            written = sample.join(model, entry, hp, left, written, right)
+        restored += written == middle
+        blanks += bytes(middle) == b"    "
+        ended += fill(row[:half - 8], row[half + 8:], 16)[1]
+    return {"done": restored / len(rows), "rule": blanks / len(rows), "ended": ended / len(rows)}
 
 
 def repairs(model, heads, entry, hp, text):  # edit distance to the clean text, that of the noisy text being 1
@@ -277,7 +283,7 @@ def answers(model, heads, entry, hp, text):  # share of 512 rows answered right;
 JOBS = {                                        # of sample.py's modes: (in words, how it is measured)
     "continue": ("second half of a window, bits/byte (lzma)", halves),
     "fill": ("written lines that tokenize (bytes by their frequency)", lines),
-    "infill": ("edit distance of a hole of 16 bytes (16 blanks)", holes),
+    "infill": ("holes of 4 bytes restored (blanks)", holes),
     "repair": ("edit distance left (of the noisy text)", repairs),
     "mark": ("typos that are its first mark (the rarest two pairs of bytes)", typos),
     "search": ("recall of 256 other halves (histograms of bytes)", recalls),

@@ -76,15 +76,17 @@ def test_a_repair_that_copies_leaves_1(monkeypatch):
     assert job(compare.repairs, "bart", None, sentences()) == (pytest.approx(1), 1)
 
 
-def test_a_hole_left_empty_costs_1_and_one_filled_right_0(monkeypatch):
-    row = [*b"abcdefghijklmnopqrstuvwxyz" * 9][:160]
-    row[84:88] = b"    "                        # a quarter of the hole, which runs from 72 to 88
-    monkeypatch.setattr(compare, "windows", lambda *args: torch.tensor([row] * compare.ROWS))
-    hp = settings("span", 256)
-    for written, want in (([], 1), (row[72:88], 0), (row[72:80], 0.5), ([1] * 32, 2)):
-        monkeypatch.setattr(compare.sample, "infill", lambda *args, w=written, **how: ([w], len(w) < 32))
-        found = compare.holes(randomized(), {}, OBJECTIVES["span"], hp, None)
-        assert found == {"done": want, "rule": 0.75, "ended": len(written) < 32}
+def test_a_hole_is_restored_or_not_and_ends_or_is_cut(monkeypatch):
+    rows = [[*b"abcdefghijklmnopqrstuvwxyz" * 9][:160]] * 96 + [[32] * 160] * 32
+    monkeypatch.setattr(compare, "windows", lambda *args: torch.tensor(rows))
+
+    def answer(model, entry, ids, P, holes, most, *rest, **how):                # blanks end one too late
+        whole = (ids[0] == 32) == (most == 5 * 4)
+        return [[32] * 5 if ids[0] == 32 else [*b"abcdx"]], whole
+    monkeypatch.setattr(compare.sample, "infill", answer)
+    monkeypatch.setattr(compare.sample, "join", lambda model, entry, hp, left, middle, right: middle[:4])
+    found = compare.holes(randomized(), {}, OBJECTIVES["span"], settings("span", 256), None)
+    assert found == {"done": 0.75, "rule": 0.25, "ended": 0.75}
     assert compare.holes(randomized(), {}, OBJECTIVES["span"], settings("span", 127), None) == {}
 
 
