@@ -78,7 +78,6 @@ def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long: windows with
     return gather(source, "text", *draw(source, "text", n, count, generator(f"compare,{key}"), whole=True), n)
 
 
-@torch.no_grad()
 def infill_logits(model, entry, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1, or None
     """In the entry's own format, each byte from the middle's bytes before it and from both sides: the chain rule, so
     that their nats add up to a code length. None where there is no way to ask."""
@@ -91,7 +90,6 @@ def infill_logits(model, entry, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes
     return answer_logits(model, entry, hp, *zip(*asked), middle) if asked[0] else None
 
 
-@torch.no_grad()
 def left_logits(model, entry, hp, x, a, m):  # the same from the left side alone, or None
     if not entry["continues"](hp):
         return None
@@ -124,7 +122,6 @@ def infilling(model, entry, hp, text):  # -> {left_m, infill_m: bits a byte}, of
     return out
 
 
-@torch.no_grad()
 def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
     """A tenth of the bytes is replaced by bytes of the text's own distribution; a byte's score is what its
     head says where it has one that marks bytes, else its surprise: given the others while every eighth byte
@@ -148,7 +145,6 @@ def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
     return {"replaced": float(auc(score.flatten(), bad.long().flatten()))}
 
 
-@torch.no_grad()
 def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass of the model writes}
     """Of 32 samples, of what drafts: eight of them are .1 off."""
     T, new, written, passes = hp.block_size, min(hp.block_size, 256) - 40, 0, 0
@@ -290,19 +286,8 @@ JOBS = {                                        # of sample.py's modes: (in word
     "follow": ("rows answered right (chance)", answers), "seam": ("rows answered right (chance)", answers)}
 
 
-@torch.no_grad()
-def own_job(model, heads, entry, hp, text):  # -> {job, done, rule, untrained} and what else the job says
-    heading, measured = JOBS[entry["mode"]]
-    found = measured(model, heads, entry, hp, text)
-    if not found:
-        return {}
-    untrained = measured(*build(hp), entry, hp, text)
-    return found | {"job": heading, "untrained": untrained["done"]}
-
-
 # ---- byte classes: a linear probe on frozen states
 
-@torch.no_grad()
 def states(model, entry, hp, x):  # (N, n) -> (L, N, n, C): each block's states, normed, in pieces of the block
     """Read under the objective's own mask, by a hook on each block, since nothing else wants states from
     inside."""
@@ -441,7 +426,10 @@ def as_share(value):
 def trained(argv, crc, flags):  # -> folder of the finished run of this command line, None where it diverged
     """What it finds finished it leaves, what it finds begun it resumes."""
     hp = get_config(argv)
-    tag = zlib.crc32(json.dumps([VERSION, crc, what_it_reads(hp)], sort_keys=True).encode())
+    own = {flag for group in SETTINGS.values() for flag in group} | set(find_objective(hp)["settings"])
+    # it may go on upon another device, but not in another dtype
+    reads = {flag: value for flag, value in vars(hp).items() if flag in own - {"device"}}
+    tag = zlib.crc32(json.dumps([VERSION, crc, reads], sort_keys=True).encode())
     folder = os.path.join(flags.out_dir, "runs", f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}")
     begun = any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt"))
     if begun and load_checkpoint(folder)["step"] == hp.max_iters:
@@ -453,11 +441,6 @@ def trained(argv, crc, flags):  # -> folder of the finished run of this command 
         print(f"stopped, saved in {folder}. The same command goes on")
         sys.exit(code)
     return None if code else folder
-
-
-def what_it_reads(hp):  # -> {setting: value} of a run; it may go on upon another device, but not in another dtype
-    own = {flag for flags in SETTINGS.values() for flag in flags} | set(find_objective(hp)["settings"])
-    return {flag: value for flag, value in vars(hp).items() if flag in own - {"device"}}
 
 
 def result(argv, first, crc, flags, shared):  # -> {column: number}, {} where the run diverged
@@ -480,6 +463,7 @@ def result(argv, first, crc, flags, shared):  # -> {column: number}, {} where th
         return json.load(f)
 
 
+@torch.no_grad()
 def measure(folder, shared):  # -> {column: number}; on the CPU, wherever the run was trained
     """What an objective cannot be asked is left out."""
     model, heads, hp, _ = load_run(folder, "cpu", "float32")
@@ -487,7 +471,11 @@ def measure(folder, shared):  # -> {column: number}; on the CPU, wherever the ru
     if hp.block_size >= 128:
         out |= infilling(model, entry, hp, text) | corruption(model, heads, entry, hp, text)
         out |= writing(model, heads, entry, hp, text)
-    out |= own_job(model, heads, entry, hp, text)
+    heading, job = JOBS[entry["mode"]]
+    found = job(model, heads, entry, hp, text)
+    if found:
+        untrained = job(*build(hp), entry, hp, text)
+        out |= found | {"job": heading, "untrained": untrained["done"]}
     if shared["probe"] and 256 % min(hp.block_size, 256) == 0:
         out |= understanding(lambda x: states(model, entry, hp, x), shared["probe"])
     return out

@@ -348,12 +348,13 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
     return hp.out_dir
 
 
+@contextlib.contextmanager
 def open_metrics(out_dir):  # -> binary file
     """Locked, so that a folder holds one run at a time. Fails where it cannot be written."""
     path = os.path.join(out_dir, "metrics.jsonl")
     try:
         os.makedirs(out_dir, exist_ok=True)
-        f = open(path, "r+b" if os.path.exists(path) else "w+b")
+        f = open(path, "a+b")
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
     try:
@@ -363,13 +364,11 @@ def open_metrics(out_dir):  # -> binary file
         pass
     except OSError:
         fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
-    return f
-
-
-def cut_metrics(f, keep):  # lines after those of the checkpoint are of steps that are taken again
-    if f.name != os.devnull:
-        f.truncate(min(keep, os.path.getsize(f.name)))
-    f.seek(0, os.SEEK_END)
+    try:
+        yield f
+    finally:
+        with contextlib.suppress(OSError):      # what a full disk refused was said
+            f.close()
 
 
 def write_line(f, record):  # one JSON object, flushed

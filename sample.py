@@ -246,9 +246,8 @@ def verify(p, q, drafts, g):  # p (n + 1, 256), q (n, 256), n ids -> the ids to 
 def fill_logits(model, ids, frame, doc_mask=False):  # (N, n) with MASKs -> (N, n, V): what each byte is
     """frame: (ids before, ids after, shift), as an entry's fills returns it."""
     before, after, shift = frame
-    def same(some):
-        return torch.tensor(some, dtype=torch.long, device=ids.device).expand(len(ids), -1)
-    row = torch.cat((same(before), ids, same(after)), dim=1)
+    left, right = (ids.new_tensor(some).expand(len(ids), -1) for some in (before, after))
+    row = torch.cat((left, ids, right), dim=1)
     h = model(row, "bidirectional", document_ids(row) if doc_mask else None)
     first = len(before) - shift
     return model.logits(h[:, first:first + ids.size(1)])
@@ -263,8 +262,7 @@ def unmask(model, ids, gens, frame, steps=0, order="confident", doc_mask=False, 
     analytic: SEDD's (its Tweedie denoiser), the same with the ratios c as the model gives them, untempered:
     (t - s) / t * sum of c; the last pass unmasks all."""
     ids = ids.clone()
-    most = max(1, int((ids == MASK).sum(1).max()))
-    steps = steps or (64 if order in ("ancestral", "analytic") else most)
+    steps = steps or (64 if order in ("ancestral", "analytic") else int((ids == MASK).sum(1).max()))
     at = torch.arange(ids.size(1), device=ids.device)
     for i in range(steps):
         holes = ids == MASK
@@ -347,9 +345,14 @@ def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of
     T the windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask:
     as in training."""
     n, bits = len(data), 8.0
+    # of each: first, first scored, end
     windows = ((max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride))
     for rows in batches(windows, lambda w: w[2] - w[0]):
-        bits += score_rows(model, data, rows, doc_mask)
+        x = torch.stack([data[a:end + 1] for a, _, end in rows])                    # (rows, n + 1)
+        x = x.long().to(model.embed.weight.device)
+        logits = model.logits(model(x[:, :-1], "causal", document_ids(x[:, :-1]) if doc_mask else None))
+        nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), -1)
+        bits += sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
     return bits
 
 
@@ -357,14 +360,6 @@ def batches(rows, length):  # -> lists of at most SCORE_ROWS rows that follow ea
     for _, group in itertools.groupby(rows, length):
         while some := list(itertools.islice(group, SCORE_ROWS)):
             yield some
-
-
-def score_rows(model, data, rows, doc_mask):  # rows [(first, first scored, end)] of one length -> bits
-    x = torch.stack([data[a:end + 1] for a, _, end in rows])                        # (rows, n + 1)
-    x = x.long().to(model.embed.weight.device)
-    logits = model.logits(model(x[:, :-1], "causal", document_ids(x[:, :-1]) if doc_mask else None))
-    nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), -1)
-    return sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
 
 
 @torch.inference_mode()
@@ -390,8 +385,7 @@ def score_pseudo(model, data, T, frame, doc_mask=False):  # data (n,) uint8 -> b
     bits = 0.0
     for x in data.split(T - len(frame[0]) - len(frame[1])):
         x = x.long().to(model.embed.weight.device)
-        for i in range(0, len(x), SCORE_ROWS):
-            at = torch.arange(i, min(i + SCORE_ROWS, len(x)), device=x.device)
+        for at in torch.arange(len(x), device=x.device).split(SCORE_ROWS):
             rows = x.repeat(len(at), 1).scatter(1, at[:, None], MASK)
             logits = fill_logits(model, rows, frame, doc_mask)[torch.arange(len(at), device=x.device), at]
             bits += float(F.cross_entropy(logits, x[at], reduction="sum")) / math.log(2)
@@ -425,19 +419,15 @@ def needed(ids, flag):  # -> the same ids, of which there must be some
     return ids or fail(f"--{flag}: is {'missing' if ids is None else 'empty'}. Try some text")
 
 
-def split_holes(ids, pattern):  # -> [ids or length of a hole]: pieces of text and holes, in turn
-    text, pieces, end = bytes(ids), [], 0
-    for match in re.finditer(pattern, text):
-        length = int((match[1] or b"1")[:8]) if match.re.groups else 1
-        if not 0 < length < 10 ** 6:
-            fail(f"--prompt: {match[0].decode()}: a hole holds 1 to 999999 bytes. Try [MASK:4]")
-        pieces += [list(text[end:match.start()]), length]
-        end = match.end()
-    return pieces + [list(text[end:])]
-
-
 def masked(ids):  # ids of a prompt -> ids with MASK for each byte of a hole
-    return [i for p in split_holes(ids, MASKS) for i in ([MASK] * p if isinstance(p, int) else p)]
+    first, *rest = re.split(MASKS, bytes(ids))  # text, digits of a hole or None, text, ...
+    out = list(first)
+    for digits, text in zip(rest[::2], rest[1::2]):
+        length = int((digits or b"1")[:8])
+        if not 0 < length < 10 ** 6:
+            fail(f"--prompt: [MASK:{digits.decode()}]: a hole holds 1 to 999999 bytes. Try [MASK:4]")
+        out += [MASK] * length + list(text)
+    return out
 
 
 def visible(text):  # on a terminal control characters are shown, not obeyed; a pipe gets what was written
@@ -518,9 +508,8 @@ def continue_mode(model, heads, entry, hp, flags, held_out):
     if drafter:
         return speculate_mode(model, drafter, hp, flags, prompt)
     ids = tensor(before + prompt + after, hp).expand(flags.num_samples, -1)
-    prefix, step = ids.size(1) if mask == "prefix" else 0, None
-    if flags.compile:
-        step = fast_step(model, flags.num_samples, T)
+    prefix = ids.size(1) if mask == "prefix" else 0
+    step = fast_step(model, flags.num_samples, T) if flags.compile else None
     gens = sample_generators(flags.seed, flags.num_samples)
     steps = generate(model, ids, flags.max_new_tokens, T, gens, prefix, step=step, **drawing(flags))
     if flags.num_samples > 1:
@@ -554,21 +543,15 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
     order = flags.order or entry["orders"][0]
     if order not in entry["orders"]:
         fail(f"--order {order}: unknown to {entry['name']}. Try {' or '.join(entry['orders'])}")
-    ids = None if flags.prompt is None else masked(flags.prompt)
-    writes = ids is not None and MASK not in ids                # all of it is new
-    how = dict(steps=flags.steps, order=order, doc_mask=hp.doc_mask, seen=show_frame if flags.show else None)
-    how |= drawing(flags, WRITING if writes else 0.0)
-    if ids is None:
-        x = tensor(held_out[:T - len(frame[0]) - len(frame[1])], hp)
-        asked = torch.rand(x.shape, generator=generator("demonstration")).to(hp.device) < 0.15
-        asked[:, -1] |= ~asked.any()            # at least one
-        holes = x.masked_fill(asked, MASK)
-        print(f"clean:\n{shown(x[0])}\n--- {int(asked.sum())} bytes masked:\n{with_holes(holes[0])}")
-        for gens in each_sample(flags):
-            out = fill_long(model, holes, T, gens, frame, **how)
-            right = f"{int((out == x)[asked].sum())} of {int(asked.sum())}"
-            print(f"--- filled, {right} masked bytes as in the original:\n{shown(out[0])}")
-        return
+    if flags.prompt is None:
+        clean = held_out[:T - len(frame[0]) - len(frame[1])].long()
+        asked = torch.rand(len(clean), generator=generator("demonstration")) < 0.15
+        asked[-1] |= ~asked.any()               # at least one
+        ids = clean.masked_fill(asked, MASK).tolist()
+        print(f"clean:\n{shown(clean)}\n--- {ids.count(MASK)} bytes masked:\n{with_holes(ids)}")
+    else:
+        ids = masked(flags.prompt)
+    writes = MASK not in ids                    # all of it is new
     if writes and entry["bpb"] != "bound":
         fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
     if writes:
@@ -576,9 +559,15 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
             print(f"--- the last {T // 2} of {len(ids)} bytes of the prompt, which leave room in the block")
         ids = ids[-(T // 2):]
         ids += [MASK] * max(0, min(flags.max_new_tokens, T - len(ids)))
+    how = dict(steps=flags.steps, order=order, doc_mask=hp.doc_mask, seen=show_frame if flags.show else None)
+    how |= drawing(flags, WRITING if writes else 0.0)
     for gens in each_sample(flags):
         out = fill_long(model, tensor(ids, hp), T, gens, frame, **how)[0].tolist()
-        print(marked(runs(out, [i == MASK for i in ids])))
+        if flags.prompt is None:
+            right = int((torch.tensor(out) == clean)[asked].sum())
+            print(f"--- filled, {right} of {ids.count(MASK)} masked bytes as in the original:\n{shown(out)}")
+        else:
+            print(marked(runs(out, [i == MASK for i in ids])))
 
 
 def infill_mode(model, heads, entry, hp, flags, held_out):
@@ -587,7 +576,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     if flags.prompt is not None:
         if sides != [None, None]:
             fail("--prompt: holds what is around its holes. Try it without --prefix and --suffix")
-        pieces = split_holes(flags.prompt, HOLES)[::2]
+        pieces = [list(piece) for piece in re.split(HOLES, bytes(flags.prompt))]
     elif sides != [None, None]:
         pieces = [side or [] for side in sides]
     else:
@@ -643,7 +632,6 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
 def mark_mode(model, heads, entry, hp, flags, held_out):
     """Marks the bytes that answer(model, heads, x (1, n)) -> log-odds (1, n) finds suspicious; lists the
     likeliest."""
-    clean = None
     if flags.prompt is None:
         g, clean = generator("demonstration"), tensor(held_out[:hp.block_size], hp)[0]
         bad = torch.rand(clean.shape, generator=g).to(hp.device) < 0.05
@@ -658,7 +646,7 @@ def mark_mode(model, heads, entry, hp, flags, held_out):
     print(marked(runs(x.tolist(), found.tolist()), ("«", "»")))
     for i in p.argsort(descending=True)[:10].tolist():
         print(f"  byte {i:4d}  {shown([int(x[i])])!r:6s} replaced with probability {float(p[i]):.2f}")
-    if clean is not None:
+    if flags.prompt is None:
         hits = int((found & bad).sum())
         print(f"--- {hits} of {int(bad.sum())} replaced bytes found, {hits} of {int(found.sum())} marks right")
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
 from model import Linear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, targets_of
-from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, cut_metrics, get_config
+from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, get_config
 from run import load_checkpoint, open_metrics, process_as_it_was, restore, save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
@@ -348,8 +348,7 @@ def train(hp, stop, stack):  # -> exit code
     precision, entry = use_device(torch.device(hp.device)), find_objective(hp)
     metrics = open(os.devnull, "r+b") if RANK else None
     if not RANK and os.path.exists(os.path.join(hp.out_dir, "metrics.jsonl")) and hp.resume:
-        metrics = open_metrics(hp.out_dir)      # locked before the checkpoint is read
-        stack.callback(close, metrics)
+        metrics = stack.enter_context(open_metrics(hp.out_dir))         # locked before the checkpoint is read
     if not hp.resume:
         hp.out_dir = choose_out_dir(hp)
     any_says(False)                             # the first process makes the folder when all have looked for one
@@ -368,9 +367,10 @@ def train(hp, stop, stack):  # -> exit code
         restore(s.model, s.heads, load_checkpoint(hp.init_from), hp.init_from, fresh=True)
     validation = validation_list(entry, corpus, hp)
     if metrics is None:
-        metrics = open_metrics(hp.out_dir)
-        stack.callback(close, metrics)
-    cut_metrics(metrics, at["metrics_bytes"])
+        metrics = stack.enter_context(open_metrics(hp.out_dir))
+    if not RANK:                                # lines after the checkpoint's are of steps that are taken again
+        metrics.truncate(min(at["metrics_bytes"], os.path.getsize(metrics.name)))
+    metrics.seek(0, os.SEEK_END)
     announce(s, sources, precision, metrics)
     if at["step"] == 0:
         show_example(draw_batch(entry, corpus, "train", hp.batch_size * hp.accum, f"{hp.seed},0", hp), entry)
@@ -400,10 +400,9 @@ def train(hp, stop, stack):  # -> exit code
         batch, loss, norm = take()
         log.bar.update()
         if step % hp.log_interval == 0:         # diagnostics, which alone read from the device
-            value = float(loss)
             if int(s.first_bad) >= 0:
                 break
-            log.step(step, batch, value, float(norm))
+            log.step(step, batch, float(loss), float(norm))
 
     # how it ended
     log.bar.close()
@@ -489,8 +488,6 @@ def resume(ckpt, s, sources):  # -> {step, seconds, best, metrics_bytes} of the 
               "the learning rate follows the new plan")
     restore(s.model, s.heads, ckpt, hp.resume)
     adamw, muon = s.opt["adamw"], s.opt["muon"]
-    # of this device, not of the checkpoint's
-    here = [{k: group[k] for k in ("lr", "capturable")} for group in adamw.param_groups]
     try:
         adamw.load_state_dict(ckpt["adamw"])
         for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
@@ -498,8 +495,8 @@ def resume(ckpt, s, sources):  # -> {step, seconds, best, metrics_bytes} of the 
     except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
         fail(f"{hp.resume}: its optimizer's state does not fit its settings ({type(e).__name__}). "
              f"Try --init_from {hp.out_dir}")
-    for group, own in zip(adamw.param_groups, here):
-        group.update(own)
+    for group in adamw.param_groups:            # of this device, not of the checkpoint's
+        group.update(lr=s.opt["lr"], capturable=s.opt["lr"].is_cuda)
     return {k: ckpt[k] for k in ("step", "seconds", "best", "metrics_bytes")}
 
 
@@ -610,11 +607,6 @@ def catch_signals(stop):  # -> {signal: the handler that was there before}
     caught = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     caught = [number for number in caught if signal.getsignal(number) is not signal.SIG_IGN]        # of nohup
     return {number: signal.signal(number, handler) for number in caught}
-
-
-def close(f):  # what a full disk refused was said
-    with contextlib.suppress(OSError):
-        f.close()
 
 
 def release(handlers):
