@@ -343,6 +343,14 @@ def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, bl
     assert infill(script, [[65], [66], [67]], most, block) == want
 
 
+def test_the_end_of_the_block_ends_no_middle():
+    """Half of fim's rows have taught that EOT is what a full one ends with."""
+    ids, P = OBJECTIVES["fim"]["ask"]([[65], [66]], 4, settings("fim", 32))
+    script = iter([70] * (32 - len(ids)) + [EOT])
+    model = Stub(lambda h: sure(torch.tensor([next(script)])))
+    assert sample.infill(model, OBJECTIVES["fim"], ids, P, 1, 99, 32, gens()) == ([[70] * (32 - len(ids))], False)
+
+
 def test_a_middle_is_cut_where_the_rest_follows():
     """By a model that knows the alphabet. That the rest has been written already makes no later cut better."""
     alphabet, hp = Stub(lambda ids: sure((ids + 1) % 512)), settings("fim", 32)
