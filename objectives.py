@@ -467,7 +467,7 @@ def fim_ask(pieces, m, hp):
 add("fim", make=fim, help="text with its middle moved to the end", use="write between two texts", mask="causal",
     bpb="causal", whole=True, mode="infill", ask=fim_ask, ends=lambda k: EOT,
     continues=lambda hp: from_left(hp) if hp.fim_rate < 1 else None,
-    reaches=(4000, "codes text in 1.33 bits per byte, but does not end a middle by itself"),
+    reaches=(8000, "codes text in 1.27 bits per byte, restores 35% of holes of 4 bytes"),
     settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
               "fim_spm_rate": (0.5, "share of those with the suffix first", 0.0, 1.0)})
 
@@ -1000,7 +1000,7 @@ add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in 
     window=same_length, targets=count_targets, bpb="bound", bounds=sedd_bounds, terms=bound_terms,
     loss=lambda model, heads, batch, hp: {"bound": sedd_bounds(model, batch, hp).sum()},
     packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic"), defaults=SHARP,
-    reaches=(4000, "bounds held-out text by 2.23 bits per byte, fills a hole of 4 at 1.49"))
+    reaches=(8000, "bounds held-out text by 2.06 bits per byte, fills a hole of 4 at 1.23"))
 
 
 # ---- rotation: find the seam
