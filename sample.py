@@ -307,7 +307,7 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
     """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to
     the next; EOT ends one too."""
     spans, x = [[] for _ in range(holes)], torch.tensor([ids], device=model.embed.weight.device)
-    full = T + 1 if P else T                    # a causal row's last target is EOT, whatever stands before it
+    full = T + 1 if P else T                    # fim's rearranged rows have EOT as a full one's last target
     for k, span in enumerate(spans):
         end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), full - x.size(1))
         extra = [end] if end >= N_BYTES else []

@@ -344,7 +344,7 @@ def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, bl
 
 
 def test_the_end_of_the_block_ends_no_middle():
-    """Half of fim's rows have taught that EOT is what a full one ends with."""
+    """Half of the rearranged rows have taught that EOT is what a full one ends with."""
     ids, P = OBJECTIVES["fim"]["ask"]([[65], [66]], 4, settings("fim", 32))
     script = iter([70] * (32 - len(ids)) + [EOT])
     model = Stub(lambda h: sure(torch.tensor([next(script)])))
