@@ -305,11 +305,10 @@ def fill_long(model, ids, T, gens, frame, seen=None, **how):  # (1, n) of any le
 
 def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> bytes of each hole, did all end?
     """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to
-    the next; EOT ends one too."""
+    the next; EOT ends one too. None reaches the last target of a full row, where training has EOT whatever was said."""
     spans, x = [[] for _ in range(holes)], torch.tensor([ids], device=model.embed.weight.device)
-    full = T + 1 if P else T                    # fim's rearranged rows have EOT as a full one's last target
     for k, span in enumerate(spans):
-        end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), full - x.size(1))
+        end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), T - x.size(1))
         extra = [end] if end >= N_BYTES else []
         steps = generate(model, x, left, T, gens, P, extra, entry["positions"], **how) if left > 0 else []
         for i in steps:
@@ -599,8 +598,9 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, 0.0))
         note = "" if whole else "\n--- stopped before the end"
         if not whole and holes == 1:
-            spans, written = [join(model, entry, hp, near[0], spans[0], near[1])], spans[0]
-            note = note if spans == [written] else "\n--- did not end by itself: cut where the rest follows best"
+            kept = join(model, entry, hp, near[0], spans[0], near[1])
+            if len(kept) < len(spans[0]):
+                spans, note = [kept], "\n--- did not end by itself: cut where the rest follows best"
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]
