@@ -10,6 +10,8 @@ is the objective's.
 """
 import functools
 import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,9 @@ import torch.nn.functional as F
 ROPE_BASE = 10000.0
 NEAR = 4                                        # ids that an embedding is made of
 STRETCH = 64                                    # queries: fewer at a time are slower
-TRITON = importlib.util.find_spec("triton") is not None       # what FlexAttention is compiled with
+# what FlexAttention is compiled with: Triton, and the C compiler that it looks for, which small images lack
+COMPILER = "CC" in os.environ or bool(shutil.which("gcc") or shutil.which("clang"))
+TRITON = COMPILER and importlib.util.find_spec("triton") is not None
 
 
 @dataclass
@@ -122,10 +126,14 @@ def attend_one(q, k, v, seen):  # T_q = 1: sums are faster than products of one 
     return (att.softmax(-1)[..., None].to(v.dtype) * v).sum(2, keepdim=True)
 
 
-@functools.cache
-def flex_attention():  # a kernel only when compiled: run eagerly it writes out all scores
+def flex_attention():  # a kernel only when compiled, by itself or with what is around it: else it writes out all scores
     from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
+    return flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+
+
+@functools.cache
+def compiled(f):
+    return torch.compile(f, dynamic=False)
 
 
 # ---- the network

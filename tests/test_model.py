@@ -1,5 +1,6 @@
 import math
 import os
+import warnings
 
 import pytest
 import torch
@@ -179,6 +180,20 @@ def test_a_gpu_takes_flex_attention_for_prefixes_in_training_alone(name, doc, mo
     q, k, v = (x.detach() for x in random_qkv())
     for form in forms.values():
         near(form(q, k, v).as_subclass(torch.Tensor), by_loops(q, k, v, mask, doc))
+
+
+@pytest.mark.filterwarnings("ignore:.*NumPy|.*script_method")
+def test_flex_attention_is_traced_with_what_is_around_it_and_warns_of_nothing():
+    q, k, v = (torch.randn(2, 2, 128, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    prefix = torch.tensor([3, 70])
+
+    def attend(q, k, v, prefix):
+        return M.flex_attention()(q, k, v, block_mask=M.block_mask(prefix, 128))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lru_cache")
+        y = torch.compile(attend, backend="eager", fullgraph=True, dynamic=False)(q, k, v, prefix)
+    near(y, fused(q, k, v, M.dense_mask(prefix, torch.arange(128), 128)))
+    assert M.flex_attention() is M.flex_attention(), "compiled once"
 
 
 # ---- the cache
