@@ -401,7 +401,7 @@ EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
     "masked bytes": (15, lambda: drawn("mlm", "tgt", 4000, T=6, mask_rate=0.34) != IGNORE),
     "electra's bytes": (15, lambda: drawn("electra", "at", 4000, T=6, mask_rate=0.34).sort(dim=1).values),
     "prefixes": (T // 2, lambda: drawn("prefix", "mask", 4000)),
-    "cuts of ul2": (17, lambda: drawn("ul2", "mask", 4000, T=34)[2000:3000]),
+    "cuts of ul2": (31, lambda: drawn("ul2", "mask", 4000, T=34)[2000:3000]),
     "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(6000, -1), generator("c"),
                                                   settings("contrastive", 20, crop=0.5))["inp"][:, :, 0]),
     "seams": (T, lambda: drawn("rotation", "labels", 4000))}
@@ -490,13 +490,17 @@ def test_span_rows_hold_as_many_bytes_as_fit(T, mean, rate, want):
 @pytest.mark.parametrize("T, rate, mean", [
     (48, 0.15, 3), (64, 0.15, 20), (100, 0.5, 2), (33, 0.9, 9)])
 def test_span_rows_can_be_put_together_again(T, rate, mean):
-    x, batch, _ = make("span", B=100, T=T, span_rate=rate, span_mean=mean)
-    _, N, S = O.fit_spans(T, rate, mean)
+    x, batch, _ = make("span", B=400, T=T, span_rate=rate, span_mean=mean)
+    (_, N, S), sizes = O.fit_spans(T, rate, mean), []
     for row, (source, target) in zip(x.tolist(), all_parts(batch)):
         raw, lengths = spliced(source, target)
-        assert raw == row, "the row cannot be put together again"
-        assert len(lengths) == S and sum(lengths) == N and min(lengths) > 0
+        sizes.append(len(raw))
+        assert raw == row[:len(raw)], "the row cannot be put together again"
+        assert min(lengths) > 0 and sum(lengths) <= N
+        assert len(raw) < len(row) or len(lengths) == S and sum(lengths) == N
         assert not any(i >= SENTINEL and j >= SENTINEL for i, j in zip(source, source[1:])), "two spans touch"
+    short = [size for size in sizes if size < x.size(1)]
+    assert 20 < len(short) < 80 and min(short) >= 8 and len(set(short)) > 10, "one row in eight is short"
 
 
 @pytest.mark.parametrize("name", ["span", "ul2"])
@@ -521,11 +525,12 @@ def test_ul2_rows_are_what_their_mode_says():
     assert modes == [MODE_R] * 20 + [MODE_S] * 10 + [MODE_X] * 10
     for row, mode, (source, target) in zip(x.tolist(), modes, all_parts(batch)):
         if mode == MODE_S:
-            assert source[1:] + target == row[:98] and 24 <= len(source) - 1 <= 73, "from n/4 to 3n/4"
+            assert source[1:] + target == row[:98] and 1 <= len(source) - 1 <= 97
             continue
-        n, N, S = O.fit_spans(T, *((0.3, 3) if mode == MODE_R else (0.5, 32)), extra=1)
+        n, N, S = O.fit_spans(T, *((0.3, 6) if mode == MODE_R else (0.5, 32)), extra=1)
         raw, lengths = spliced(source[1:], target)
-        assert raw == row[:n] and len(lengths) == S and sum(lengths) == N
+        assert raw == row[:len(raw)] and len(raw) <= n
+        assert len(raw) < n or len(lengths) == S and sum(lengths) == N
         tail.append(source[-1] >= SENTINEL)
     assert not all(tail[20:]), "one long span would be a suffix, as in S"
 
@@ -752,6 +757,13 @@ def bart_case(noise, B=100, T=129, rate=0.3, text=None):  # -> [(clean text, sou
         assert 0.25 < used.count(L) / B < 0.75, "the place of EOT gives it away"
         assert len(set(used)) > 12 and min(used) >= 8
     return [(t, s) for s, t in split]
+
+
+def test_barts_target_counts_its_positions_as_its_source_does():
+    _, batch, _ = make("bart", B=40, T=100)
+    for P, at in zip(batch["mask"].tolist(), batch["at"].tolist()):
+        assert at == [*range(P - 1), *range(-1, 100 - P)]
+    assert torch.equal(batch["at"], O.OBJECTIVES["bart"]["positions"](batch["inp"], batch["mask"]))
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.001])
@@ -1104,8 +1116,8 @@ def test_a_prompt_is_laid_out_as_in_training(name):
 
 A, Z = 97, 98
 ASKED = [  # settings, bytes of a hole between A and Z, what is asked
-    ("ul2", {}, 16, ([MODE_R, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
-    ("ul2", {}, 17, ([MODE_X, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
+    ("ul2", {}, 16, ([MODE_R, A, SENTINEL, Z, SEP, SENTINEL], 5)),
+    ("ul2", {}, 17, ([MODE_X, A, SENTINEL, Z, SEP, SENTINEL], 5)),
     ("fim", dict(fim_spm_rate=0.01), 4, ([PRE, SUF, Z, MID, A], 0)),
     ("fim", dict(fim_rate=0.0), 4, None),
     ("bart", dict(bart_noise="mask,infill"), 3, ([A, MASK, Z, SEP, A], 4)),
@@ -1126,19 +1138,17 @@ def test_what_was_never_trained_cannot_be_asked(name, key, changes):
 
 
 def test_spans_are_asked_for_as_in_training():
-    """A source that does not end with a hole gets one more sentinel, before which the last answer ends."""
     _, batch, hp = make("span", B=100, T=64)
     endings = set()
     for source, target in all_parts(batch):
         holes = [i for i, id in enumerate(source) if id >= SENTINEL]
         pieces = [source[a + 1:b] for a, b in itertools.pairwise([-1, *holes, len(source)])]
-        closing = [SENTINEL + len(holes)] if pieces[-1] else []
-        assert O.span_ask(pieces, 4, hp) == (source + closing + [SEP, SENTINEL], len(source + closing) + 1)
-        answers = [i for i in target if i >= SENTINEL] + closing
+        assert O.span_ask(pieces, 4, hp) == (source + [SEP, SENTINEL], len(source) + 1)
+        answers = [i for i in target if i >= SENTINEL]
         for name in ("span", "ul2"):
             assert answers == [SENTINEL, *map(OBJECTIVES[name]["ends"], range(len(answers) - 1))]
-        endings.add(len(closing))
-    assert endings == {0, 1}
+        endings.add(bool(pieces[-1]))
+    assert endings == {True, False}
 
 
 @pytest.mark.parametrize("noise", ["mask", "infill"])
