@@ -361,9 +361,11 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and
 
 
 def span_ask(pieces, m, hp, mode=()):
+    """A source that does not end with a hole gets one more sentinel: in training EOT mostly stood in one place."""
     ids = [*mode, *pieces[0]]
     for k, piece in enumerate(pieces[1:]):
         ids += [SENTINEL + k, *piece]
+    ids += [SENTINEL + len(pieces) - 1] if pieces[-1] else []
     return ids + [SEP, SENTINEL], len(ids) + 1
 
 

@@ -347,9 +347,9 @@ def asked(name, ask=compare.infill_logits, **changes):  # -> row of the last pas
 def test_the_formats_are_those_of_training():
     left = ([*LEFT, Y], "causal", [LEFT[-1], Y])
     masked = ([*LEFT, Y, MASK, *RIGHT], "bidirectional", [MASK, MASK])
-    spans = [*LEFT, SENTINEL, *RIGHT, SEP, SENTINEL, Y]
+    spans = [*LEFT, SENTINEL, *RIGHT, SENTINEL + 1, SEP, SENTINEL, Y]
     want = {"mlm": masked, "nsp": ([CLS, *masked[0], SEP], *masked[1:]),
-            "hybrid": ([EOT, *masked[0]], "bidirectional", [LEFT[-1], Y]), "ul2": ([MODE_R, *spans], 7, [SENTINEL, Y]),
+            "hybrid": ([EOT, *masked[0]], "bidirectional", [LEFT[-1], Y]), "ul2": ([MODE_R, *spans], 8, [SENTINEL, Y]),
             "bart": ([*LEFT, MASK, *RIGHT, SEP, *LEFT, Y], 6, [LEFT[-1], Y])}
     assert {name: asked(name) for name in want} == want
     assert asked("clm", compare.left_logits) == left

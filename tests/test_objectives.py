@@ -1116,8 +1116,8 @@ def test_a_prompt_is_laid_out_as_in_training(name):
 
 A, Z = 97, 98
 ASKED = [  # settings, bytes of a hole between A and Z, what is asked
-    ("ul2", {}, 16, ([MODE_R, A, SENTINEL, Z, SEP, SENTINEL], 5)),
-    ("ul2", {}, 17, ([MODE_X, A, SENTINEL, Z, SEP, SENTINEL], 5)),
+    ("ul2", {}, 16, ([MODE_R, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
+    ("ul2", {}, 17, ([MODE_X, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
     ("fim", dict(fim_spm_rate=0.01), 4, ([PRE, SUF, Z, MID, A], 0)),
     ("fim", dict(fim_rate=0.0), 4, None),
     ("bart", dict(bart_noise="mask,infill"), 3, ([A, MASK, Z, SEP, A], 4)),
@@ -1138,17 +1138,19 @@ def test_what_was_never_trained_cannot_be_asked(name, key, changes):
 
 
 def test_spans_are_asked_for_as_in_training():
+    """A source that does not end with a hole gets one more sentinel, before which the last answer ends."""
     _, batch, hp = make("span", B=100, T=64)
     endings = set()
     for source, target in all_parts(batch):
         holes = [i for i, id in enumerate(source) if id >= SENTINEL]
         pieces = [source[a + 1:b] for a, b in itertools.pairwise([-1, *holes, len(source)])]
-        assert O.span_ask(pieces, 4, hp) == (source + [SEP, SENTINEL], len(source) + 1)
-        answers = [i for i in target if i >= SENTINEL]
+        closing = [SENTINEL + len(holes)] if pieces[-1] else []
+        assert O.span_ask(pieces, 4, hp) == (source + closing + [SEP, SENTINEL], len(source + closing) + 1)
+        answers = [i for i in target if i >= SENTINEL] + closing
         for name in ("span", "ul2"):
             assert answers == [SENTINEL, *map(OBJECTIVES[name]["ends"], range(len(answers) - 1))]
-        endings.add(bool(pieces[-1]))
-    assert endings == {True, False}
+        endings.add(len(closing))
+    assert endings == {0, 1}
 
 
 @pytest.mark.parametrize("noise", ["mask", "infill"])

@@ -333,10 +333,10 @@ def test_spans_are_split_at_their_sentinels():
     assert infill([70, EOT, SENTINEL + 2], [[65], [66], []], 50, 99) == ([[70], []], True), "EOT ends one too"
 
 
-@pytest.mark.parametrize("block, most, room", [(16, 50, 9), (99, 9, 9), (99, 3, 3), (99, 0, 0)])
+@pytest.mark.parametrize("block, most, room", [(16, 50, 8), (99, 9, 9), (99, 3, 3), (99, 0, 0)])
 @pytest.mark.parametrize("written", range(1, 12))
 def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, block, most, room):
-    """7 of 16 positions are the source's and the first sentinel's."""
+    """8 of 16 positions are the source's and the first sentinel's."""
     script = [70] * written + [SENTINEL + 1] + [71] * 20
     left = room - written - (block == 16)       # a sentinel takes a position, but no budget
     want = [[70] * min(written, room), [71] * max(0, left)], False
@@ -625,7 +625,7 @@ GIVEN = [                                       # in a block of 32
     ("clm", ["--prompt", "abc"], [*b"abc"], "causal"),
     ("prefix", ["--prompt", "abc"], [*b"abc"], [3]),
     ("ul2", ["--prompt", "abc"], [MODE_S, *b"abc", SEP], [5]),
-    ("span", ["--prompt", HOLE], [97, SENTINEL, 98, SEP, SENTINEL], [4]),
+    ("span", ["--prompt", HOLE], [97, SENTINEL, 98, SENTINEL + 1, SEP, SENTINEL], [5]),
     ("fim", SIDES, [PRE, SUF, 98, MID, 97], "causal"),
     # of long sides what is nearest to the hole stays
     ("fim", ["--prefix", LONG + "123", "--suffix", "456" + LONG],
