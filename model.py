@@ -22,8 +22,8 @@ ROPE_BASE = 10000.0
 NEAR = 4                                        # ids that an embedding is made of
 STRETCH = 64                                    # queries: fewer at a time are slower
 # what FlexAttention is compiled with: Triton, and the C compiler that it looks for, which small images lack
-COMPILER = "CC" in os.environ or bool(shutil.which("gcc") or shutil.which("clang"))
-TRITON = COMPILER and importlib.util.find_spec("triton") is not None
+COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+TRITON = bool(COMPILER and importlib.util.find_spec("triton"))
 
 
 @dataclass

@@ -31,8 +31,8 @@ def lines_of(name, batch, b, hp):  # -> [(title, ids, colour)] of row b
         generator_ = OBJECTIVES[name]["heads"](Sizes(1, 4, 64), hp)["generator"]
         _, clean, fake = electra_fakes(generator_, batch)
         fake = 97 + fake % 26                   # an untrained generator writes anything: shown as letters
-        seen = batch["inp"].scatter(1, batch["at"], fake)[b]
-        label = torch.zeros_like(inp).scatter(0, batch["at"][b], (fake != clean).long()[b])
+        seen = batch["inp"].scatter(1, batch["masked"], fake)[b]
+        label = torch.zeros_like(inp).scatter(0, batch["masked"][b], (fake != clean).long()[b])
         return [("inp", inp, READ), ("tgt", batch["tgt"][b], ASKED), ("fake", seen, READ), ("label", 48 + label, LABEL)]
     out = [("inp", inp, READ)]
     if "tgt" in batch:
@@ -62,11 +62,10 @@ def draw_cell(axis, x, y, i, colour):
 
 def rows_of(name):  # -> [(lines, prefix, width of the mask)], entry
     argv = ["--objective", name, "--device", "cpu", "--block_size", str(T), "--batch_size", "4"]
-    hp = get_config(argv)
-    entry = find_objective(hp)
-    B = 2 if name == "hybrid" else 4
+    hp = get_config(argv + ["--span_mean", "3"] * (name in ("span", "ul2")))        # more than one in so short a row
+    entry, B = find_objective(hp), 4
     batch = entry["make"](from_bytes(TEXT[:entry["n"]]).long().expand(B, -1), generator("rows"), hp)
-    telling = dict(hybrid=[1, 0], fim=[b for b in range(B) if PRE in batch["inp"][b].tolist()][:1],
+    telling = dict(hybrid=[3, 0], prefix=[2], fim=[b for b in range(B) if PRE in batch["inp"][b].tolist()][:1],
                    rotation=[b for b in range(B) if batch.get("labels", batch["inp"])[b].sum() > 0][:1])
     out = []
     for b in telling.get(name, [0]):

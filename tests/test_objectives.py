@@ -399,7 +399,7 @@ def drawn(name, key, B, T=T, **changes):
 EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
     "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, generator("p"))[1]),
     "masked bytes": (15, lambda: drawn("mlm", "tgt", 4000, T=6, mask_rate=0.34) != IGNORE),
-    "electra's bytes": (15, lambda: drawn("electra", "at", 4000, T=6, mask_rate=0.34).sort(dim=1).values),
+    "electra's bytes": (15, lambda: drawn("electra", "masked", 4000, T=6, mask_rate=0.34).sort(dim=1).values),
     "prefixes": (T // 2, lambda: drawn("prefix", "mask", 4000)),
     "cuts of ul2": (31, lambda: drawn("ul2", "mask", 4000, T=34)[2000:3000]),
     "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(6000, -1), generator("c"),
@@ -491,16 +491,25 @@ def test_span_rows_hold_as_many_bytes_as_fit(T, mean, rate, want):
     (48, 0.15, 3), (64, 0.15, 20), (100, 0.5, 2), (33, 0.9, 9)])
 def test_span_rows_can_be_put_together_again(T, rate, mean):
     x, batch, _ = make("span", B=400, T=T, span_rate=rate, span_mean=mean)
-    (_, N, S), sizes = O.fit_spans(T, rate, mean), []
+    (_, N, S), sizes, cut = O.fit_spans(T, rate, mean), [], 0
     for row, (source, target) in zip(x.tolist(), all_parts(batch)):
         raw, lengths = spliced(source, target)
         sizes.append(len(raw))
+        cut += len(raw) < len(row) and source[-1] >= SENTINEL
         assert raw == row[:len(raw)], "the row cannot be put together again"
         assert min(lengths) > 0 and sum(lengths) <= N
         assert len(raw) < len(row) or len(lengths) == S and sum(lengths) == N
         assert not any(i >= SENTINEL and j >= SENTINEL for i, j in zip(source, source[1:])), "two spans touch"
     short = [size for size in sizes if size < x.size(1)]
     assert 20 < len(short) < 80 and min(short) >= 8 and len(set(short)) > 10, "one row in eight is short"
+    assert 0 < cut < len(short), "in a span or after it"
+
+
+@every
+def test_positions_are_what_sampling_will_say(name):
+    _, batch, _ = make(name, B=64)
+    said = OBJECTIVES[name]["positions"](batch["inp"], batch["mask"])
+    assert said is None if "at" not in batch else torch.equal(batch["at"], said)
 
 
 @pytest.mark.parametrize("name", ["span", "ul2"])
@@ -512,7 +521,6 @@ def test_spans_stand_where_their_hole_is(name):
         for i in range(P, len(z)):
             here = place[z[i]] if z[i] >= SENTINEL else here + 1
             assert at[i] == here
-    assert torch.equal(batch["at"], O.OBJECTIVES[name]["positions"](batch["inp"], batch["mask"]))
     assert (batch["at"] != torch.arange(100)).any(1).sum() >= 30, "all rows but those of S"
 
 
@@ -520,9 +528,9 @@ def test_spans_stand_where_their_hole_is(name):
 
 def test_ul2_rows_are_what_their_mode_says():
     T = 100
-    x, batch, _ = make("ul2", B=40, T=T)
-    modes, tail = batch["inp"][:, 0].tolist(), []
-    assert modes == [MODE_R] * 20 + [MODE_S] * 10 + [MODE_X] * 10
+    x, batch, _ = make("ul2", B=160, T=T)
+    modes, tail, short = batch["inp"][:, 0].tolist(), [], {MODE_R: 0, MODE_X: 0}
+    assert modes == [MODE_R] * 80 + [MODE_S] * 40 + [MODE_X] * 40
     for row, mode, (source, target) in zip(x.tolist(), modes, all_parts(batch)):
         if mode == MODE_S:
             assert source[1:] + target == row[:98] and 1 <= len(source) - 1 <= 97
@@ -531,8 +539,10 @@ def test_ul2_rows_are_what_their_mode_says():
         raw, lengths = spliced(source[1:], target)
         assert raw == row[:len(raw)] and len(raw) <= n
         assert len(raw) < n or len(lengths) == S and sum(lengths) == N
+        short[mode] += len(raw) < n
         tail.append(source[-1] >= SENTINEL)
-    assert not all(tail[20:]), "one long span would be a suffix, as in S"
+    assert not all(tail[80:]), "one long span would be a suffix, as in S"
+    assert 0 < short[MODE_R] < 40 and 0 < short[MODE_X] < 20
 
 
 # ---- fim
@@ -685,7 +695,7 @@ def test_electra_labels_what_differs_and_reports_it(right):
     x, _, _ = make("electra", B=6)
     said = torch.where(right, x, x % 255 + 1)
     heads["generator"] = says(F.one_hot(said, 256) * 200.0)
-    row = x.scatter(1, batch["at"], said.gather(1, batch["at"]))
+    row = x.scatter(1, batch["masked"], said.gather(1, batch["masked"]))
     labels, scores = (row != x).float(), heads["replaced"](net(row, "bidirectional"))[..., 0]
     sums, terms = entry["loss"](net, heads, batch, hp), entry["terms"](batch, hp)
     mean = {term: float(sums[term]) / count for term, (count, _) in terms.items()}
@@ -698,8 +708,8 @@ def test_electra_labels_what_differs_and_reports_it(right):
 def test_electra_masks_85_percent_of_an_exact_number(rate, k):
     x, batch, _ = make("electra", B=3000, mask_rate=rate)
     check_mlm(x, batch, k, mask=0.85, left=0.15)
-    assert torch.equal(batch["tgt"].gather(1, batch["at"]), x.gather(1, batch["at"]))
-    masked, u = batch["inp"].gather(1, batch["at"]) == MASK, batch["u"]
+    assert torch.equal(batch["tgt"].gather(1, batch["masked"]), x.gather(1, batch["masked"]))
+    masked, u = batch["inp"].gather(1, batch["masked"]) == MASK, batch["u"]
     assert u[masked].max() > 0.99 and u[~masked].min() < 0.1, "the masks' own numbers"
     assert abs(float(u.mean()) - 0.5) < 0.05
 
@@ -763,7 +773,6 @@ def test_barts_target_counts_its_positions_as_its_source_does():
     _, batch, _ = make("bart", B=40, T=100)
     for P, at in zip(batch["mask"].tolist(), batch["at"].tolist()):
         assert at == [*range(P - 1), *range(-1, 100 - P)]
-    assert torch.equal(batch["at"], O.OBJECTIVES["bart"]["positions"](batch["inp"], batch["mask"]))
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.001])
@@ -792,7 +801,7 @@ def all_that_bart_strikes(m, hp, g):
 
 
 @pytest.mark.parametrize("noise, rate, most", [
-    ("infill", 0.3, 30), ("mask,delete,permute", 0.3, 15), ("mask", 0.001, 1)])
+    ("infill", 0.3, 30), ("infill,replace", 0.3, 15), ("mask,delete,permute", 0.3, 15), ("mask", 0.001, 1)])
 def test_of_barts_rows_some_are_struck_little_some_much(noise, rate, most):
     k = O.bart_counts(torch.full((3000, 1), 100), settings("bart", T, bart_noise=noise, bart_rate=rate), generator("k"))
     seen = torch.bincount(k[:, 0], minlength=most + 1)
