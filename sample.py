@@ -4,7 +4,7 @@
     prefix             python sample.py --prompt "import os, sys"
     mlm hybrid         python sample.py --prompt "import [MASK:2], sys" --order left
     mdlm sedd          python sample.py --prompt "class [MASK:40]:" --steps 20 --show
-    span ul2           python sample.py --prompt "for i in <extra_id_0>: print(<extra_id_1>)"
+    span ul2           python sample.py --prompt "for i in ran<extra_id_0>(10): pri<extra_id_1>(i)"
     fim span ul2       python sample.py --prefix "def add(a, b):" --suffix "return c"
     bart               python sample.py --prompt "def main([MASK]) retu[MASK] 0"
     electra            python sample.py --prompt "a text with a typq in it"
@@ -41,6 +41,7 @@ import torch.nn.functional as F
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
 WRITING = 0.65                                  # temperature where many bytes are drawn at once
+FILLING = 0.2                                   # of holes of any length: at 0 one answer in six repeats itself for ever
 JOINT = 16                                      # bytes by which a middle and what stands after it are joined
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
@@ -59,7 +60,8 @@ FLAGS = {
     "how": {
         "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
         "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
-        "temperature": (0.8, "0: the likeliest byte, usual in fillings and repairs; diffusion writes at .65", 0.0, 1e6),
+        "temperature": (0.8, "0: the likeliest byte, usual for [MASK]s and repairs; fills <extra_id_0> at .2, "
+                        "diffusion writes at .65", 0.0, 1e6),
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
         "order": ("", "in which [MASK]s are filled: confident, left, ancestral or analytic, as the objective allows"),
@@ -482,7 +484,7 @@ def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
 
 
 def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, unless a flag asks for another
-    asked = DRAWING if usual == 0 else {"temperature"}          # at 0 all samples would be alike, and top_k idle
+    asked = DRAWING if usual in (0, FILLING) else {"temperature"}       # there samples are alike, and top_k idle
     temperature = flags.temperature if usual is None or asked & flags.given else usual
     return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
 
@@ -595,7 +597,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
-        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, 0.0))
+        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, FILLING))
         note = "" if whole else "\n--- stopped before the end"
         if not whole and holes == 1:
             kept = join(model, entry, hp, near[0], spans[0], near[1])
