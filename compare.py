@@ -177,7 +177,7 @@ def lines(model, heads, entry, hp, text):  # share of the lines it writes that a
     by one from the text's distribution."""
     if entry["bpb"] != "bound" or hp.block_size < 128:          # the MASKs of others may not be anywhere
         return {}
-    x = windows(text, hp.block_size, ROWS // 2, "lines")
+    x = windows(text, hp.block_size, 2 * ROWS, "lines")        # some 500 lines
     gaps, gens = F.pad(x[:, :32], (0, x.size(1) - 32), value=MASK), sample.sample_generators(1, len(x))
     how = dict(order=entry["orders"][0], temperature=sample.WRITING)
     written = sample.fill(model, gaps, gens, entry["fills"](hp), **how)
