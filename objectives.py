@@ -193,8 +193,7 @@ USUAL = dict(
     bpb=None,
     bounds=None,            # sample.py asks for texts shorter than a row too
     hides=True,             # of prefix rows: no byte of the target stands in the source; the tests look
-    positions=lambda ids, P: None,          # for RoPE, of rows (B, T) with prefixes (B,), where not 0, 1, 2, ...; make
-                            # puts the same into the batch as "at"
+    positions=lambda ids, P: None,          # for RoPE, of rows (B, T) with prefixes (B,), where not 0, 1, 2, ...
     # how it is used: sample.py's mode, and how a text is laid out as in training; None where its settings never
     # trained it so
     mode="continue",        # continue, fill, infill, repair, mark, follow, search or seam
@@ -215,7 +214,16 @@ def add(name, **entry):
     """An objective of that name: make, help and use (for --help), mask (in words), and what is not USUAL."""
     unknown = set(entry) - set(USUAL) - {"make", "help", "use", "mask"}
     assert not unknown and name not in OBJECTIVES, f"{name}: {unknown or 'is there already'}"
-    OBJECTIVES[name] = USUAL | entry | {"name": name}
+    entry = USUAL | entry | {"name": name}
+    OBJECTIVES[name] = entry | {"make": with_positions(entry["make"], entry["positions"])}
+
+
+def with_positions(make, positions):  # -> make, whose batches hold what positions says of their rows, as "at"
+    def made(x, g, hp):
+        batch = make(x, g, hp)
+        at = positions(batch["inp"], batch["mask"])
+        return batch if at is None else batch | {"at": at}
+    return made
 
 
 # ---- clm: causal language modeling
@@ -314,8 +322,7 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     source, keep = torch.where(first, sentinel, x), first | present & ~noise
     # target: the noise bytes, and before each span's first one its sentinel; every byte has a slot before it
     target = torch.stack((sentinel, x), dim=2).flatten(1)                           # (B, 2 n)
-    batch = seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
-    return batch | {"at": span_positions(batch["inp"], batch["mask"])}
+    return seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
 
 
 def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
@@ -401,8 +408,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
         if mode == MODE_S:
             cut = torch.randint(1, n, (rows, 1), generator=g, device=g.device)
             left = torch.arange(n, device=g.device) < cut                           # (rows, n)
-            rest = seq2seq(raw, left, raw, ~left, T, mode)
-            batches.append(rest | {"at": span_positions(rest["inp"], rest["mask"])})
+            batches.append(seq2seq(raw, left, raw, ~left, T, mode))
         else:
             batches.append(span_rows(raw, N, S, T, g, mode))
     return {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
@@ -709,8 +715,7 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
     for name, noise in NOISES.items():
         if name in hp.bart_noise.split(","):
             noisy, kept = noise(noisy, kept, k, g, hp)
-    batch = seq2seq(noisy, kept, x, present, hp.block_size)
-    return batch | {"at": bart_positions(batch["inp"], batch["mask"])}
+    return seq2seq(noisy, kept, x, present, hp.block_size)
 
 
 def bart_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
