@@ -997,7 +997,7 @@ def bound_terms(batch, hp):
 add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order", mask="bidirectional",
     window=same_length, targets=count_targets, bpb="bound", bounds=mdlm_bounds, terms=bound_terms,
     loss=lambda model, heads, batch, hp: {"bound": mdlm_bounds(model, batch, hp).sum()},
-    packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident"), defaults=SHARP,
+    packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident", "left"), defaults=SHARP,
     reaches=(8000, "bounds held-out text by 2.07 bits per byte, fills a hole of 4 at 1.23"))
 
 
@@ -1023,7 +1023,7 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
 add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in any order", mask="bidirectional",
     window=same_length, targets=count_targets, bpb="bound", bounds=sedd_bounds, terms=bound_terms,
     loss=lambda model, heads, batch, hp: {"bound": sedd_bounds(model, batch, hp).sum()},
-    packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic"), defaults=SHARP,
+    packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic", "left"), defaults=SHARP,
     reaches=(8000, "bounds held-out text by 2.06 bits per byte, fills a hole of 4 at 1.23"))
 
 

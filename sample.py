@@ -65,7 +65,7 @@ FLAGS = {
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
         "order": ("", "in which [MASK]s are filled: confident, left, ancestral or analytic, as the objective allows"),
-        "steps": (0, "passes in which [MASK]s are filled; 0 for one a byte, of diffusion models 64", 0, 1 << 20),
+        "steps": (0, "passes that fill [MASK]s; 0 for one a byte, in order ancestral or analytic 64", 0, 1 << 20),
         "show": (False, "play the filling of [MASK]s"),
         "speculate": (True, "mtp: its far heads draft what its first head verifies"),
         "compile": (False, "torch.compile the decoding step: slow to start, faster for long texts"),
