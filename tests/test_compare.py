@@ -169,7 +169,7 @@ def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, mo
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
     assert "±" in out and "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 2 steps" in out
-    losses = {line.split("loss")[1] for line in out.splitlines() if ": loss" in line}
+    losses = {compare.logged(folder)["loss"] for folder in all_runs()}
     assert len(losses) == len(all_runs()) == 4
     with open(text, "ab") as f:
         f.write(b"# more\n")

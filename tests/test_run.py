@@ -69,8 +69,7 @@ def test_help_names_every_objective_and_flag(capsys):
 
 # ---- devices
 
-@pytest.fixture
-def two_gpus(monkeypatch):
+def pretend_two_gpus(monkeypatch):
     """A machine with two, of which this process, the second of torchrun's two, should take its own."""
     zeros = torch.zeros
     def probe(*shape, device=None, **how):
@@ -84,8 +83,9 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(run, "WORLD", 2)
 
 
-def test_a_run_goes_on_with_the_device_of_its_process_not_of_its_checkpoint(text, two_gpus):
+def test_a_run_goes_on_with_the_device_of_its_process_not_of_its_checkpoint(text, monkeypatch):
     fit(text, "a", "--max_iters", "1")
+    pretend_two_gpus(monkeypatch)
     ckpt = load_checkpoint("a")
     ckpt["config"]["device"] = "cuda:99"
     save_checkpoint("a/ckpt.pt", ckpt)
