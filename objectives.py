@@ -687,7 +687,7 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores abov
 add("electra", make=electra, help="which bytes a generator made up", use="mark suspicious bytes",
     mask="bidirectional", window=same_length, heads=electra_heads, terms=electra_terms, loss=electra_loss,
     mode="mark", answer=electra_answer, defaults=SHARP | {"mask_rate": 0.15},
-    reaches=(8000, "marks the typo first in 68 of 100 texts"),
+    reaches=(8000, "marks the typo first in 68% of texts"),
     settings=MASK_RATE | {"electra_weight": (50.0, "weight of the discriminator's loss", 0.0, 1e6),
                           "gen_scale": (0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)})
 
@@ -909,7 +909,7 @@ def nsp_answer(model, heads, first, second, hp):  # ids, ids -> 0-D log-odds tha
 add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
     window=nsp_window, heads=lambda sizes, hp: {"follows": readout(sizes.n_embd)}, terms=nsp_terms, loss=nsp_loss,
     whole=True, mode="follow", fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
-    defaults=SHARP | {"mask_rate": 0.15}, reaches=(8000, "answers 82 of 100 pairs right"),
+    defaults=SHARP | {"mask_rate": 0.15}, reaches=(8000, "answers 82% of pairs right"),
     settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
                                             ("random", "swap"))})
 

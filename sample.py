@@ -40,7 +40,7 @@ import torch.nn.functional as F
 
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
-WRITING = 0.65                                  # temperature where many bytes are drawn at once
+WRITING = 0.65                                  # temperature at which diffusion models write
 FILLING = 0.2                                   # of holes of any length: at 0 one answer in six repeats itself for ever
 JOINT = 16                                      # bytes by which a middle and what stands after it are joined
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
@@ -484,7 +484,7 @@ def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
 
 
 def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, unless a flag asks for another
-    asked = DRAWING if usual in (0, FILLING) else {"temperature"}       # there samples are alike, and top_k idle
+    asked = {"temperature"} if usual == WRITING else DRAWING    # at less samples are alike, and top_k idle
     temperature = flags.temperature if usual is None or asked & flags.given else usual
     return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
 
