@@ -35,7 +35,9 @@ from tqdm import tqdm
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
-MOMENTUM, NS_STEPS = 0.9, 4                     # Muon; at width 128 as good as 5 steps, and .9 better than .95
+MOMENTUM = 0.9                                  # Muon; better than .95 at width 128
+# of a quintic a step: each brings what the one before makes of .00101 .. 1.01 as near to 1 as can be
+POLAR = (8.3865, -24.3696, 17.7251), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630)
 
 
 # ---- batches
@@ -118,15 +120,15 @@ def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all
 
 
 def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthonormal rows
-    """Newton-Schulz iteration with the coefficients of Jordan et al. 2024; all but small singular values
-    end near 1."""
+    """Newton-Schulz iteration with the coefficients of Polar Express (Amsel et al. 2025): three steps teach as much
+    as four with those of Jordan et al. 2024."""
     x = x.to(dtype)
-    # divided by its Frobenius norm no singular value is above 1, which the iteration needs
+    # divided by its Frobenius norm no singular value is above 1 but by rounding
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(NS_STEPS):
-        a = x @ x.mT                                                                # A (N, r, r)
-        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)                      # B = -4.775 A + 2.0315 A^2
-        x = torch.baddbmm(x, b, x, beta=3.4445)                                     # 3.4445 X + B X
+    for a, b, c in POLAR:
+        g = x @ x.mT                                                                # G (N, r, r)
+        p = torch.baddbmm(g, g, g, beta=b, alpha=c)                                 # b G + c G^2
+        x = torch.baddbmm(x, p, x, beta=a)                                          # a X + P X
     return x
 
 
