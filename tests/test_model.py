@@ -151,6 +151,13 @@ def test_every_form_on_a_cpu_agrees_with_loops(name):
             near(one(q[:, :, i:i + 1], k[:, :, :T_k], v[:, :, :T_k]), want[:, :, i:i + 1])
 
 
+@pytest.mark.parametrize("n", [2, 7, T])
+def test_halves_of_a_causal_row_give_what_the_whole_gives(n):
+    q, k, v = (x[:, :, :n] for x in random_qkv())
+    bias = torch.zeros(n, n).masked_fill(torch.ones(n, n).triu(1) > 0, -torch.inf)[None]
+    near(M.attend_causal(q, k, v, bias), M.attend_plain(q, k, v, bias))
+
+
 class Gpu(str):  # the CPU under another name: what is chosen for a GPU can be seen and tried without one
     type = "cuda"
 

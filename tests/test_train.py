@@ -145,7 +145,7 @@ def test_muon_equals_torch_for_every_shape_at_once(text, monkeypatch):
 
 def test_each_step_towards_orthogonal_is_the_best_quintic():
     """No odd quintic is nearer to 1 on an interval than one whose distance has four equal peaks there, of alternating
-    sign (Chebyshev). What a step makes of its interval is the next one's."""
+    sign (Chebyshev). What a step makes of its interval is the next one's, a little wider at the top."""
     low, high, s = 0.00101, 1.01, torch.logspace(-3, 0, 8, dtype=torch.double)
     after = s / s.norm()
     for a, b, c in train.POLAR:
@@ -153,8 +153,8 @@ def test_each_step_towards_orthogonal_is_the_best_quintic():
         off = a * x + b * x ** 3 + c * x ** 5 - 1
         turns = ((off.diff()[1:] * off.diff()[:-1] < 0).nonzero()[:, 0] + 1).tolist()
         peak = float(off.max())
-        assert off[[0, *turns, -1]].tolist() == pytest.approx([-peak, peak, -peak, peak], rel=0.02)
-        low, high, after = 1 - peak, 1 + peak, a * after + b * after ** 3 + c * after ** 5
+        assert off[[0, *turns, -1]].tolist() == pytest.approx([-peak, peak, -peak, peak], rel=5e-3)
+        low, high, after = 1 - peak, 1.02 * (1 + peak), a * after + b * after ** 3 + c * after ** 5
     u, v = torch.linalg.qr(torch.randn(2, 8, 8, generator=generator("bases"), dtype=torch.double))[0]
     torch.testing.assert_close(train.orthogonal((u * s @ v.T)[None], torch.double)[0], u * after @ v.T,
                                atol=1e-5, rtol=1e-4)
