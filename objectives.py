@@ -305,7 +305,7 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     row; here both edges are free. Sentinels count up, and, as in the code but not in the paper's figure, no final
     sentinel follows the last span; 30% of the bytes are noise, T5's 15 teach less a row; spans of 6 bytes on average,
     where T5 has 3 tokens and ByT5 (Xue et al. 2022) 20 bytes. A span's positions go on from its place in the source,
-    kin of GLM's (Du et al. 2022)."""
+    kin of GLM's (Du et al. 2022), where there is room for it: a longer one meets the positions of what follows."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     return span_rows(x, N, S, hp.block_size, g)
 
@@ -325,15 +325,20 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     return seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
 
 
-def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
-    """Those of the row, but that a sentinel of the target stands where it stands in the source, and what follows it
-    counts on from there:
+ROOM = 8                                        # positions that a sentinel of the source leaves for its span
 
-        ids   t h [0] c a t   s [1] SEP [0] e   [1] a t
-        at    0 1  2  3 4 5 6 7  8   9   2  3 4  8  9 10
+
+def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
+    """Those of the row, but that each sentinel of the source leaves ROOM after it, where the bytes that follow it in
+    the target stand:
+
+        ids   t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
+        at    0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18
     """
     i, N = torch.arange(ids.size(1), device=ids.device).expand_as(ids), N_SENTINELS
     source, sentinel = i < P[:, None], ids >= SENTINEL
+    asks = (source & sentinel).long()
+    i = i + ROOM * (asks.cumsum(1) - asks)
     def places(those):  # -> (B, N + 1): of each sentinel; in the last column of what is none
         return i.new_zeros(len(ids), N + 1).scatter(1, torch.where(sentinel & those, ids - SENTINEL, N), i)
     begun = (sentinel & ~source).cumsum(1)      # they ascend: the last one of the target so far, 0 for none
