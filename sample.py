@@ -41,7 +41,7 @@ import torch.nn.functional as F
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
 WRITING = 0.65                                  # temperature at which diffusion models write
-FILLING = 0.2                                   # of holes of any length: at 0 one answer in six repeats itself for ever
+FILLING = 0.3                                   # of holes of any length: at 0 one answer in six repeats itself for ever
 JOINT = 16                                      # bytes by which a middle and what stands after it are joined
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
