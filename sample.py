@@ -325,13 +325,20 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
 
 @torch.inference_mode()
 def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where the right follows
-    """For a middle without an end, if the model also codes text from left to right: of all cuts the first after
-    which the right's first bytes are at least a tenth as likely as after the best. A later one may be as good
-    since the middle holds the right already."""
-    layout, right = entry["continues"](hp), right[:JOINT]
-    if not right or not layout or layout[0] != "causal":
+    """For a middle without an end. Of all cuts the one where its end was likeliest; if the model also codes text from
+    left to right, the first after which the right's first bytes are at least a tenth as likely as after the best: a
+    later one may be as good since the middle holds the right already."""
+    layout = entry["continues"](hp)
+    if not layout or layout[0] != "causal":
+        ids, P = entry["ask"]([left, right], 4, hp)
+        x = tensor(ids + middle, hp)
+        prefix = x.new_tensor([P])
+        logits = model.logits(model(x, prefix, at=entry["positions"](x, prefix))[0, len(ids) - 1:])
+        return middle[:int(logits.log_softmax(-1)[:, entry["ends"](0)].argmax())]
+    if not right:
         return middle
-    nats, n = [], len(right)
+    nats, right = [], right[:JOINT]
+    n = len(right)
     for k in range(len(middle) + 1):
         x = tensor(([EOT] + left + middle[:k])[n - hp.block_size:] + right, hp)
         logits = model.logits(model(x[:, :-1], "causal")[0, -n:])                   # (n, V)

@@ -357,9 +357,24 @@ def test_a_middle_is_cut_where_the_rest_follows():
     cases = (b"defxyz", b"def"), (b"xyzdef", b"xyzdef"), (b"defghidef", b"def"), (b"ghi", b""), (b"", b"")
     for middle, kept in cases:
         assert bytes(sample.join(alphabet, OBJECTIVES["fim"], hp, [*b"abc"], [*middle], [*b"ghi"])) == kept
-    for name, right in (("span", b"ghi"), ("ul2", b"ghi"), ("fim", b"")):
-        entry = OBJECTIVES[name]
-        assert sample.join(alphabet, entry, settings(name, 32), [*b"abc"], [*b"defxyz"], [*right]) == [*b"defxyz"]
+    assert sample.join(alphabet, OBJECTIVES["fim"], hp, [*b"abc"], [*b"defxyz"], []) == [*b"defxyz"]
+
+
+@pytest.mark.parametrize("right", [b"", b"ghi"])
+@pytest.mark.parametrize("name", ["span", "ul2"])
+def test_a_span_is_cut_where_its_end_was_likeliest(name, right):
+    net, hp, entry, found = randomized().requires_grad_(False), settings(name, 64), OBJECTIVES[name], set()
+    for seed in range(5):
+        middle, each = ids(11, seed=seed)[0].tolist(), []
+        asked, P = entry["ask"]([[*b"abc"], [*right]], 4, hp)
+        for k in range(12):
+            row, prefix = torch.tensor([asked + middle[:k]]), torch.tensor([P])
+            logits = net.logits(net(row, prefix, at=entry["positions"](row, prefix)))
+            each.append(float(logits[0, -1].softmax(-1)[SENTINEL + 1]))
+        want = max(range(12), key=each.__getitem__)
+        assert sample.join(net, entry, hp, [*b"abc"], middle, [*right]) == middle[:want]
+        found.add(want)
+    assert len(found) > 1, "not the same cut for all"
 
 
 @pytest.mark.parametrize("n_left", [0, 5, 300])
