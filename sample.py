@@ -41,7 +41,7 @@ import torch.nn.functional as F
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
 WRITING = 0.65                                  # temperature at which diffusion models write
-FILLING = 0.3                                   # of holes of any length: at 0 one answer in six repeats itself for ever
+FILLING = 0.3                                   # of holes of any length: at 0 more answers repeat themselves for ever
 JOINT = 16                                      # bytes by which a middle and what stands after it are joined
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
@@ -60,7 +60,7 @@ FLAGS = {
     "how": {
         "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
         "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
-        "temperature": (0.8, "0: the likeliest byte, usual for [MASK]s and repairs; fills <extra_id_0> at .2, "
+        "temperature": (0.8, "0: the likeliest byte, usual for [MASK]s and repairs; fills <extra_id_0> at .3, "
                         "diffusion writes at .65", 0.0, 1e6),
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
@@ -324,18 +324,20 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
 
 
 @torch.inference_mode()
-def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where the right follows
-    """For a middle without an end. Of all cuts the one where its end was likeliest; if the model also codes text from
-    left to right, the first after which the right's first bytes are at least a tenth as likely as after the best: a
-    later one may be as good since the middle holds the right already."""
-    layout = entry["continues"](hp)
-    if not layout or layout[0] != "causal":
+def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where it best ends
+    """For a middle that runs on. Where a sentinel ends it: of all cuts the one where its end was likeliest, if that
+    was a tenth or more. If the model also codes text from left to right: the first after which the right's first
+    bytes are at least a tenth as likely as after the best; a later one may be as good since the middle holds the
+    right already."""
+    layout, end = entry["continues"](hp), entry["ends"](0)
+    if end != EOT:
         ids, P = entry["ask"]([left, right], 4, hp)
         x = tensor(ids + middle, hp)
         prefix = x.new_tensor([P])
         logits = model.logits(model(x, prefix, at=entry["positions"](x, prefix))[0, len(ids) - 1:])
-        return middle[:int(logits.log_softmax(-1)[:, entry["ends"](0)].argmax())]
-    if not right:
+        p = logits.softmax(-1)[:, [end, EOT]].sum(1)
+        return middle[:int(p.argmax())] if p.max() >= 0.1 else middle
+    if not right or not layout or layout[0] != "causal":
         return middle
     nats, right = [], right[:JOINT]
     n = len(right)
@@ -609,7 +611,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         if not whole and holes == 1:
             kept = join(model, entry, hp, near[0], spans[0], near[1])
             if len(kept) < len(spans[0]):
-                spans, note = [kept], "\n--- did not end by itself: cut where the rest follows best"
+                spans, note = [kept], "\n--- did not end by itself: cut where it best ends"
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]

@@ -364,17 +364,30 @@ def test_a_middle_is_cut_where_the_rest_follows():
 @pytest.mark.parametrize("name", ["span", "ul2"])
 def test_a_span_is_cut_where_its_end_was_likeliest(name, right):
     net, hp, entry, found = randomized().requires_grad_(False), settings(name, 64), OBJECTIVES[name], set()
-    for seed in range(5):
-        middle, each = ids(11, seed=seed)[0].tolist(), []
+    net.head.weight[0, [SENTINEL + 1, EOT]] *= 6                                     # likely here and there
+    for seed in range(40):
+        middle, each = ids(5, seed=seed)[0].tolist(), []
         asked, P = entry["ask"]([[*b"abc"], [*right]], 4, hp)
-        for k in range(12):
+        for k in range(6):
             row, prefix = torch.tensor([asked + middle[:k]]), torch.tensor([P])
-            logits = net.logits(net(row, prefix, at=entry["positions"](row, prefix)))
-            each.append(float(logits[0, -1].softmax(-1)[SENTINEL + 1]))
-        want = max(range(12), key=each.__getitem__)
+            p = net.logits(net(row, prefix, at=entry["positions"](row, prefix)))[0, -1].softmax(-1)
+            each.append(float(p[SENTINEL + 1] + p[EOT]))
+        want = max(range(6), key=each.__getitem__) if max(each) >= 0.1 else 5
         assert sample.join(net, entry, hp, [*b"abc"], middle, [*right]) == middle[:want]
         found.add(want)
     assert len(found) > 1, "not the same cut for all"
+    after_z = Stub(lambda ids: sure(torch.where(ids == ord("z"), SENTINEL + 1, 70)))
+    for middle, kept in (b"abz", b"abz"), (b"azb", b"az"), (b"", b""):
+        assert bytes(sample.join(after_z, entry, hp, [*b"z"], [*middle], [*right])) == kept
+
+
+def test_a_middle_that_runs_on_stays_whole_where_nothing_tells_its_end():
+    net, middle = Stub(lambda ids: sure(torch.where(ids == ord("e"), EOT, 70))), [*b"defxyz"]
+    only = settings("fim", 64, fim_rate=1.0)
+    assert sample.join(net, OBJECTIVES["fim"], only, [*b"abc"], middle, [*b"ghi"]) == middle
+    assert sample.join(net, OBJECTIVES["fim"], settings("fim", 64), [*b"abc"], middle, []) == middle
+    unsure = Stub(lambda ids: torch.zeros(*ids.shape, 512))
+    assert sample.join(unsure, OBJECTIVES["span"], settings("span", 64), [*b"abc"], middle, [*b"ghi"]) == middle
 
 
 @pytest.mark.parametrize("n_left", [0, 5, 300])
@@ -588,7 +601,7 @@ def test_each_objective_has_its_own_order_and_shift(runs, capsys, monkeypatch):
 @pytest.mark.parametrize("name, flags, usual", [
     ("mlm", ["a[MASK]"], 0), ("mlm", ["a[MASK]", "--num_samples", "2"], 0.8), ("mdlm", ["a"], 0.65),
     ("mdlm", ["a", "--num_samples", "2"], 0.65), ("sedd", ["a", "--top_p", ".9"], 0.65),
-    ("span", [HOLE], 0.2), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
+    ("span", [HOLE], 0.3), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
     ("bart", ["a", "--temperature", "0.3"], 0.3), ("clm", ["a"], 0.8)])
 def test_what_has_one_best_answer_is_not_drawn(name, flags, usual, runs, capsys, monkeypatch):
     seen, plain = set(), sample.distribution
