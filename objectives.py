@@ -305,7 +305,7 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
     row; here both edges are free. Sentinels count up, and, as in the code but not in the paper's figure, no final
     sentinel follows the last span; 30% of the bytes are noise, T5's 15 teach less a row; spans of 6 bytes on average,
     where T5 has 3 tokens and ByT5 (Xue et al. 2022) 20 bytes. A span's positions go on from its place in the source,
-    kin of GLM's (Du et al. 2022), which leaves ROOM for it; a longer one shares positions with the text that follows."""
+    kin of GLM's (Du et al. 2022), which leaves ROOM for it; a longer one shares positions with what follows."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     return span_rows(x, N, S, hp.block_size, g)
 
