@@ -381,6 +381,24 @@ def test_a_span_is_cut_where_its_end_was_likeliest(name, right):
         assert bytes(sample.join(after_z, entry, hp, [*b"z"], [*middle], [*right])) == kept
 
 
+def test_what_runs_on_is_cut_as_it_was_asked(runs, capsys, monkeypatch):
+    """With what of a long text stood in the block."""
+    asked, cut = [], []
+
+    def runs_on(model, entry, ids, *rest, **how):
+        asked.append(ids)
+        return [[70, 71, 72]], False
+
+    def join(model, entry, hp, left, middle, right):
+        cut.append(entry["ask"]([left, right], 4, hp)[0])
+        return middle[:1]
+    monkeypatch.setattr(sample, "infill", runs_on)
+    monkeypatch.setattr(sample, "join", join)
+    out = say(capsys, "span", "--prompt", "a" * 500 + "<extra_id_0>" + "b" * 500)
+    assert asked == cut and len(asked) == 1
+    assert "aFb" in out and "did not end by itself: cut where it best ends" in out
+
+
 def test_a_middle_that_runs_on_stays_whole_where_nothing_tells_its_end():
     net, middle = Stub(lambda ids: sure(torch.where(ids == ord("e"), EOT, 70))), [*b"defxyz"]
     only = settings("fim", 64, fim_rate=1.0)
