@@ -318,29 +318,31 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
                 break
             span.append(int(i))
         else:
+            if extra:                           # a sentinel that may stand nowhere else
+                span[:] = best_end(model, entry, x, span, P, end)
             return spans, False
         x = torch.cat((x, x.new_tensor([span + [end]])), dim=1)
     return spans, True
 
 
 @torch.inference_mode()
-def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where it best ends
-    """For a middle that runs on. Where a sentinel ends it: of all cuts the one where its end was likeliest, if that
-    was a tenth or more. If the model also codes text from left to right: the first after which the right's first
-    bytes are at least a tenth as likely as after the best; a later one may be as good since the middle holds the
-    right already."""
-    layout, end = entry["continues"](hp), entry["ends"](0)
-    if end != EOT:
-        ids, P = entry["ask"]([left, right], 4, hp)
-        x = tensor(ids + middle, hp)
-        prefix = x.new_tensor([P])
-        logits = model.logits(model(x, prefix, at=entry["positions"](x, prefix))[0, len(ids) - 1:])
-        p = logits.softmax(-1)[:, [end, EOT]].sum(1)
-        return middle[:int(p.argmax())] if p.max() >= 0.1 else middle
+def best_end(model, entry, x, span, P, end):  # x (1, n) what stands before a span -> the span, or its beginning
+    """A span that runs on, cut where its end was likeliest, if that was a tenth or more."""
+    row, prefix = torch.cat((x, x.new_tensor([span])), dim=1), x.new_tensor([P])
+    logits = model.logits(model(row, prefix, at=entry["positions"](row, prefix))[0, x.size(1) - 1:])
+    p = logits.softmax(-1)[:, [end, EOT]].sum(1)                # after none of its bytes, one, ... all
+    return span[:int(p.argmax())] if p.max() >= 0.1 else span
+
+
+@torch.inference_mode()
+def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where the right follows
+    """For a middle without an end, if the model also codes text from left to right: of all cuts the first after
+    which the right's first bytes are at least a tenth as likely as after the best. A later one may be as good
+    since the middle holds the right already."""
+    layout, right = entry["continues"](hp), right[:JOINT]
     if not right or not layout or layout[0] != "causal":
         return middle
-    nats, right = [], right[:JOINT]
-    n = len(right)
+    nats, n = [], len(right)
     for k in range(len(middle) + 1):
         x = tensor(([EOT] + left + middle[:k])[n - hp.block_size:] + right, hp)
         logits = model.logits(model(x[:, :-1], "causal")[0, -n:])                   # (n, V)
@@ -607,11 +609,11 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
         spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, FILLING))
-        note = "" if whole else "\n--- stopped before the end"
+        note = "" if whole else "\n--- did not end by itself"
         if not whole and holes == 1:
             kept = join(model, entry, hp, near[0], spans[0], near[1])
             if len(kept) < len(spans[0]):
-                spans, note = [kept], "\n--- did not end by itself: cut where it best ends"
+                spans, note = [kept], "\n--- did not end by itself: cut where the rest follows best"
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]

@@ -335,8 +335,9 @@ def test_spans_are_split_at_their_sentinels():
 
 @pytest.mark.parametrize("block, most, room", [(16, 50, 8), (99, 9, 9), (99, 3, 3), (99, 0, 0)])
 @pytest.mark.parametrize("written", range(1, 12))
-def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, block, most, room):
-    """8 of 16 positions are the source's and the first sentinel's."""
+def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, block, most, room, monkeypatch):
+    """8 of 16 positions are the source's and the first sentinel's. Before what runs on is cut."""
+    monkeypatch.setattr(sample, "best_end", lambda model, entry, x, span, P, end: span)
     script = [70] * written + [SENTINEL + 1] + [71] * 20
     left = room - written - (block == 16)       # a sentinel takes a position, but no budget
     want = [[70] * min(written, room), [71] * max(0, left)], False
@@ -357,55 +358,45 @@ def test_a_middle_is_cut_where_the_rest_follows():
     cases = (b"defxyz", b"def"), (b"xyzdef", b"xyzdef"), (b"defghidef", b"def"), (b"ghi", b""), (b"", b"")
     for middle, kept in cases:
         assert bytes(sample.join(alphabet, OBJECTIVES["fim"], hp, [*b"abc"], [*middle], [*b"ghi"])) == kept
-    assert sample.join(alphabet, OBJECTIVES["fim"], hp, [*b"abc"], [*b"defxyz"], []) == [*b"defxyz"]
+    for name, right in (("span", b"ghi"), ("ul2", b"ghi"), ("fim", b"")):
+        entry = OBJECTIVES[name]
+        assert sample.join(alphabet, entry, settings(name, 32), [*b"abc"], [*b"defxyz"], [*right]) == [*b"defxyz"]
 
 
 @pytest.mark.parametrize("right", [b"", b"ghi"])
 @pytest.mark.parametrize("name", ["span", "ul2"])
 def test_a_span_is_cut_where_its_end_was_likeliest(name, right):
-    net, hp, entry, found = randomized().requires_grad_(False), settings(name, 64), OBJECTIVES[name], set()
-    net.head.weight[0, [SENTINEL + 1, EOT]] *= 6                                     # likely here and there
+    net, entry, found = randomized().requires_grad_(False), OBJECTIVES[name], set()
+    net.head.weight[0, [SENTINEL + 1, EOT]] *= 6                                    # likely here and there
+    asked, P = entry["ask"]([[*b"abc"], [*right]], 4, settings(name, 64))
+    x, prefix = torch.tensor([asked]), torch.tensor([P])
     for seed in range(40):
-        middle, each = ids(5, seed=seed)[0].tolist(), []
-        asked, P = entry["ask"]([[*b"abc"], [*right]], 4, hp)
+        written, each = ids(5, seed=seed)[0].tolist(), []
         for k in range(6):
-            row, prefix = torch.tensor([asked + middle[:k]]), torch.tensor([P])
+            row = torch.tensor([asked + written[:k]])
             p = net.logits(net(row, prefix, at=entry["positions"](row, prefix)))[0, -1].softmax(-1)
             each.append(float(p[SENTINEL + 1] + p[EOT]))
         want = max(range(6), key=each.__getitem__) if max(each) >= 0.1 else 5
-        assert sample.join(net, entry, hp, [*b"abc"], middle, [*right]) == middle[:want]
+        assert sample.best_end(net, entry, x, written, P, SENTINEL + 1) == written[:want]
         found.add(want)
     assert len(found) > 1, "not the same cut for all"
     after_z = Stub(lambda ids: sure(torch.where(ids == ord("z"), SENTINEL + 1, 70)))
-    for middle, kept in (b"abz", b"abz"), (b"azb", b"az"), (b"", b""):
-        assert bytes(sample.join(after_z, entry, hp, [*b"z"], [*middle], [*right])) == kept
+    for written, kept in (b"abz", b"abz"), (b"azb", b"az"), (b"ab", b"ab"), (b"", b""):
+        assert bytes(sample.best_end(after_z, entry, x, [*written], P, SENTINEL + 1)) == kept
 
 
-def test_what_runs_on_is_cut_as_it_was_asked(runs, capsys, monkeypatch):
-    """With what of a long text stood in the block."""
-    asked, cut = [], []
+@pytest.mark.parametrize("name, kept", [("span", 1), ("ul2", 1), ("fim", 6)])
+def test_of_what_runs_on_only_spans_are_cut(name, kept, monkeypatch):
+    entry, seen = OBJECTIVES[name], []
 
-    def runs_on(model, entry, ids, *rest, **how):
-        asked.append(ids)
-        return [[70, 71, 72]], False
-
-    def join(model, entry, hp, left, middle, right):
-        cut.append(entry["ask"]([left, right], 4, hp)[0])
-        return middle[:1]
-    monkeypatch.setattr(sample, "infill", runs_on)
-    monkeypatch.setattr(sample, "join", join)
-    out = say(capsys, "span", "--prompt", "a" * 500 + "<extra_id_0>" + "b" * 500)
-    assert asked == cut and len(asked) == 1
-    assert "aFb" in out and "did not end by itself: cut where it best ends" in out
-
-
-def test_a_middle_that_runs_on_stays_whole_where_nothing_tells_its_end():
-    net, middle = Stub(lambda ids: sure(torch.where(ids == ord("e"), EOT, 70))), [*b"defxyz"]
-    only = settings("fim", 64, fim_rate=1.0)
-    assert sample.join(net, OBJECTIVES["fim"], only, [*b"abc"], middle, [*b"ghi"]) == middle
-    assert sample.join(net, OBJECTIVES["fim"], settings("fim", 64), [*b"abc"], middle, []) == middle
-    unsure = Stub(lambda ids: torch.zeros(*ids.shape, 512))
-    assert sample.join(unsure, OBJECTIVES["span"], settings("span", 64), [*b"abc"], middle, [*b"ghi"]) == middle
+    def first(model, entry, x, span, P, end):
+        seen.append((x[0].tolist(), end))
+        return span[:1]
+    monkeypatch.setattr(sample, "best_end", first)
+    asked, P = entry["ask"]([[65], [66]], 4, settings(name, 64))
+    model = Stub(lambda h: sure(torch.tensor([70])))
+    assert sample.infill(model, entry, asked, P, 1, 6, 64, gens()) == ([[70] * kept], False)
+    assert seen == ([] if name == "fim" else [(asked, SENTINEL + 1)])
 
 
 @pytest.mark.parametrize("n_left", [0, 5, 300])
