@@ -192,14 +192,14 @@ def well_formed(rows):  # (N, n) -> share of the whole lines in them
 
 
 def holes(model, heads, entry, hp, text):  # share of holes of 4 bytes that are restored, byte for byte
-    """As sample.py fills them, at its temperature, with at most 5 bytes for each that is missing; what does not end is
-    cut as there. ended: of holes of 16, the share that ends by itself. The rule: blanks."""
+    """As sample.py fills them, with at most 5 bytes for each that is missing; what does not end is cut as there. ended:
+    of holes of 16, the share that ends by itself. The rule: blanks."""
     if hp.block_size < 128 or not entry["ask"](([1], [1]), 1, hp):
         return {}
 
     def fill(left, right, m):  # -> what is written, did it end?
         ids, P = entry["ask"]([left, right], m, hp)
-        how = dict(gens=sample.sample_generators(1, 1), temperature=sample.FILLING)
+        how = dict(gens=sample.sample_generators(1, 1), temperature=0)
         [written], whole = sample.infill(model, entry, ids, P, 1, 5 * m, hp.block_size, **how)
         return written, whole
 

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
 WRITING = 0.65                                  # temperature at which diffusion models write
-FILLING = 0.3                                   # of holes of any length: at 0 more answers repeat themselves for ever
+ENDING = 0.15                                   # a hole of any length ends where that is at least so likely
 JOINT = 16                                      # bytes by which a middle and what stands after it are joined
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
@@ -60,8 +60,7 @@ FLAGS = {
     "how": {
         "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
         "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
-        "temperature": (0.8, "0: the likeliest byte, usual for [MASK]s and repairs; fills <extra_id_0> at .3, "
-                        "diffusion writes at .65", 0.0, 1e6),
+        "temperature": (0.8, "0: the likeliest byte, usual for holes and repairs; diffusion writes at .65", 0.0, 1e6),
         "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
         "order": ("", "in which [MASK]s are filled: confident, left, ancestral or analytic, as the objective allows"),
@@ -78,12 +77,11 @@ DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
 
 # ---- drawing a byte
 
-def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, extra=()):  # (..., V) -> (..., 256 + extra) float64
-    """Probabilities of the bytes, then of the extra ids allowed, such as a sentinel; nothing else is ever
-    written. At temperature 0 all on the most likely. top_k cuts before top_p, which counts what was there
-    before the cut. In float64, since float32 loses tails (Zheng et al. 2024), which mps does not have: there
-    on the CPU."""
-    logits = torch.cat((logits[..., :N_BYTES], logits[..., list(extra)]), dim=-1)
+def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (..., 256) float64
+    """Probabilities of the bytes; no other id is ever drawn. At temperature 0 all on the most likely. top_k cuts
+    before top_p, which counts what was there before the cut. In float64, since float32 loses tails (Zheng et al.
+    2024), which mps does not have: there on the CPU."""
+    logits = logits[..., :N_BYTES]
     logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
@@ -109,10 +107,9 @@ def uniforms(shape, gens):  # -> (N, *shape) float64: row i from generator i, wh
     return torch.stack([torch.rand(shape, generator=g, dtype=torch.double) for g in gens])
 
 
-def pick(logits, gens, extra=(), **how):  # (N, ..., V) -> ids (N, ...)
-    p = distribution(logits, extra=extra, **how)
-    at = invert(p, uniforms(logits.shape[1:-1], gens).to(p.device))
-    return (torch.tensor([*range(N_BYTES), *extra], device=at.device)[at] if extra else at).to(logits.device)
+def pick(logits, gens, **how):  # (N, ..., V) -> bytes (N, ...)
+    p = distribution(logits, **how)
+    return invert(p, uniforms(logits.shape[1:-1], gens).to(p.device)).to(logits.device)
 
 
 def sample_generators(seed, n):
@@ -122,10 +119,10 @@ def sample_generators(seed, n):
 # ---- continuing
 
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positions=None, step=None, **how):
+def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positions=None, step=None, **how):
     """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on
-    with EOT. extra: ids that may be written beside bytes. positions: the entry's, of prefix rows. step: what
-    fast_step returned, to take the steps after the prompt.
+    with EOT. end: an id that is written as soon as it has ENDING, which EOT adds to. positions: the entry's, of
+    prefix rows. step: what fast_step returned, to take the steps after the prompt.
 
     prefix 0: causal; when the block is full, its last half is encoded anew. prefix P: the first P positions
     of the prompt are read in both directions; ends with the block, for which the prompt must leave room."""
@@ -150,7 +147,9 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, extra=(), positio
             h = model(new, mask, cache=cache, at=None if at is None else at[:, fed:])
             logits = model.logits(h[:, -1])
         fed += new.size(1)
-        byte = pick(logits, gens, extra, **how).masked_fill(ended, EOT)
+        byte = pick(logits, gens, **how).masked_fill(ended, EOT)
+        if end is not None:
+            byte = byte.masked_fill(logits.softmax(-1)[:, list({end, EOT})].sum(1) >= ENDING, end)
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
         yield byte
@@ -311,27 +310,15 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
     spans, x = [[] for _ in range(holes)], torch.tensor([ids], device=model.embed.weight.device)
     for k, span in enumerate(spans):
         end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), T - x.size(1))
-        extra = [end] if end >= N_BYTES else []
-        steps = generate(model, x, left, T, gens, P, extra, entry["positions"], **how) if left > 0 else []
+        steps = generate(model, x, left, T, gens, P, end, entry["positions"], **how) if left > 0 else []
         for i in steps:
             if int(i) in (end, EOT):
                 break
             span.append(int(i))
         else:
-            if extra:                           # a sentinel that may stand nowhere else
-                span[:] = best_end(model, entry, x, span, P, end)
             return spans, False
         x = torch.cat((x, x.new_tensor([span + [end]])), dim=1)
     return spans, True
-
-
-@torch.inference_mode()
-def best_end(model, entry, x, span, P, end):  # x (1, n) what stands before a span -> the span, or its beginning
-    """A span that runs on, cut where its end was likeliest, if that was a tenth or more."""
-    row, prefix = torch.cat((x, x.new_tensor([span])), dim=1), x.new_tensor([P])
-    logits = model.logits(model(row, prefix, at=entry["positions"](row, prefix))[0, x.size(1) - 1:])
-    p = logits.softmax(-1)[:, [end, EOT]].sum(1)                # after none of its bytes, one, ... all
-    return span[:int(p.argmax())] if p.max() >= 0.1 else span
 
 
 @torch.inference_mode()
@@ -608,7 +595,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
     for gens in each_sample(flags):
-        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, FILLING))
+        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, 0.0))
         note = "" if whole else "\n--- did not end by itself"
         if not whole and holes == 1:
             kept = join(model, entry, hp, near[0], spans[0], near[1])

@@ -335,9 +335,8 @@ def test_spans_are_split_at_their_sentinels():
 
 @pytest.mark.parametrize("block, most, room", [(16, 50, 8), (99, 9, 9), (99, 3, 3), (99, 0, 0)])
 @pytest.mark.parametrize("written", range(1, 12))
-def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, block, most, room, monkeypatch):
-    """8 of 16 positions are the source's and the first sentinel's. Before what runs on is cut."""
-    monkeypatch.setattr(sample, "best_end", lambda model, entry, x, span, P, end: span)
+def test_holes_end_with_the_block_or_the_budget_whatever_was_written(written, block, most, room):
+    """8 of 16 positions are the source's and the first sentinel's."""
     script = [70] * written + [SENTINEL + 1] + [71] * 20
     left = room - written - (block == 16)       # a sentinel takes a position, but no budget
     want = [[70] * min(written, room), [71] * max(0, left)], False
@@ -363,59 +362,25 @@ def test_a_middle_is_cut_where_the_rest_follows():
         assert sample.join(alphabet, entry, settings(name, 32), [*b"abc"], [*b"defxyz"], [*right]) == [*b"defxyz"]
 
 
-@pytest.mark.parametrize("right", [b"", b"ghi"])
-@pytest.mark.parametrize("name", ["span", "ul2"])
-def test_a_span_is_cut_where_its_end_was_likeliest(name, right):
-    net, entry, found = randomized().requires_grad_(False), OBJECTIVES[name], set()
-    net.head.weight[0, [SENTINEL + 1, EOT]] *= 6                                    # likely here and there
-    asked, P = entry["ask"]([[*b"abc"], [*right]], 4, settings(name, 64))
-    x, prefix = torch.tensor([asked]), torch.tensor([P])
+@pytest.mark.parametrize("name", ["span", "ul2", "fim"])
+def test_a_hole_ends_as_soon_as_that_is_likely(name, monkeypatch):
+    """Whatever bytes are drawn, and however; EOT is an end too."""
+    net, entry, lengths = randomized().requires_grad_(False), OBJECTIVES[name], set()
+    end = entry["ends"](0)
+    net.head.weight[0, [end, EOT]] *= 6         # likely here and there
+    monkeypatch.setattr(sample, "pick", lambda z, gens, **how: torch.randint(60, 90, (1,), generator=gens[0]))
     for seed in range(40):
-        written, each = ids(5, seed=seed)[0].tolist(), []
-        for k in range(6):
-            row = torch.tensor([asked + written[:k]])
-            p = net.logits(net(row, prefix, at=entry["positions"](row, prefix)))[0, -1].softmax(-1)
-            each.append(float(p[SENTINEL + 1] + p[EOT]))
-        want = max(range(6), key=each.__getitem__) if max(each) >= 0.1 else 5
-        assert sample.best_end(net, entry, x, written, P, SENTINEL + 1) == written[:want]
-        found.add(want)
-    assert len(found) > 1, "not the same cut for all"
-    after_z = Stub(lambda ids: sure(torch.where(ids == ord("z"), SENTINEL + 1, 70)))
-    for written, kept in (b"abz", b"abz"), (b"azb", b"az"), (b"ab", b"ab"), (b"", b""):
-        assert bytes(sample.best_end(after_z, entry, x, [*written], P, SENTINEL + 1)) == kept
-
-
-@pytest.mark.parametrize("name, kept", [("span", 1), ("ul2", 1), ("fim", 6)])
-def test_of_what_runs_on_only_spans_are_cut(name, kept, monkeypatch):
-    entry, seen = OBJECTIVES[name], []
-
-    def first(model, entry, x, span, P, end):
-        seen.append((x[0].tolist(), end))
-        return span[:1]
-    monkeypatch.setattr(sample, "best_end", first)
-    asked, P = entry["ask"]([[65], [66]], 4, settings(name, 64))
-    model = Stub(lambda h: sure(torch.tensor([70])))
-    assert sample.infill(model, entry, asked, P, 1, 6, 64, gens()) == ([[70] * kept], False)
-    assert seen == ([] if name == "fim" else [(asked, SENTINEL + 1)])
-
-
-@pytest.mark.parametrize("n_left", [0, 5, 300])
-@pytest.mark.parametrize("n_right", [1, 9, 40])
-def test_cuts_are_compared_byte_by_byte(n_left, n_right):
-    """The first after which the right's first 16 bytes are at least a tenth as likely as after the best."""
-    net, hp, found = randomized().requires_grad_(False), settings("fim", 32), set()
-    for seed in range(5):
-        left, middle, right = (ids(n, seed=f"{seed}{n}")[0].tolist() for n in (n_left, 11, n_right))
-        some = right[:16]
+        asked, P = entry["ask"]([ids(3, seed=seed)[0].tolist(), [*b"ghi"]], 4, settings(name, 64))
+        [written], whole = sample.infill(net, entry, asked, P, 1, 9, 64, gens(seed=seed), temperature=0)
         each = []
-        for k in range(12):
-            context = ([EOT] + left + middle[:k])[-(32 - len(some)):]
-            row, w = torch.tensor(context + some), len(context)
-            each.append(bits_of(net, row, {w - 1 + i: byte for i, byte in enumerate(some)}))
-        cut = next(k for k in range(12) if each[k] < min(each) + math.log2(10))
-        assert sample.join(net, OBJECTIVES["fim"], hp, left, middle, right) == middle[:cut]
-        found.add(cut)
-    assert len(found) > 1
+        for k in range(len(written) + whole):   # before each byte, and before the end
+            row = torch.tensor([asked + written[:k]])
+            at = entry["positions"] and entry["positions"](row, torch.tensor([P]))
+            p = net.logits(net(row, torch.tensor([P]), at=at))[0, -1].softmax(-1)
+            each.append(sum(float(p[i]) for i in {end, EOT}))
+        assert [p >= sample.ENDING for p in each] == [False] * len(written) + [True] * whole
+        lengths.add(len(written))
+    assert len(lengths) > 2, "not the same for all"
 
 
 # ---- scoring
@@ -610,12 +575,12 @@ def test_each_objective_has_its_own_order_and_shift(runs, capsys, monkeypatch):
 @pytest.mark.parametrize("name, flags, usual", [
     ("mlm", ["a[MASK]"], 0), ("mlm", ["a[MASK]", "--num_samples", "2"], 0.8), ("mdlm", ["a"], 0.65),
     ("mdlm", ["a", "--num_samples", "2"], 0.65), ("sedd", ["a", "--top_p", ".9"], 0.65),
-    ("span", [HOLE], 0.3), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
+    ("span", [HOLE], 0), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
     ("bart", ["a", "--temperature", "0.3"], 0.3), ("clm", ["a"], 0.8)])
 def test_what_has_one_best_answer_is_not_drawn(name, flags, usual, runs, capsys, monkeypatch):
     seen, plain = set(), sample.distribution
     monkeypatch.setattr(sample, "distribution", lambda z, t, *a, **how: seen.add(t) or plain(z, t, *a, **how))
-    monkeypatch.setattr(sample, "pick", lambda z, g, extra=(), **how: (
+    monkeypatch.setattr(sample, "pick", lambda z, g, **how: (
         seen.add(how["temperature"]), torch.full(z.shape[:-1], 65))[1])
     say(capsys, name, "--prompt", *flags)
     assert seen == {usual}
