@@ -325,7 +325,7 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     return seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
 
 
-ROOM = 8                                        # positions that a sentinel of the source leaves for its span
+ROOM, ROOM_X = 8, 64                            # positions that a sentinel of the source leaves for its span
 
 
 def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
@@ -338,7 +338,8 @@ def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
     i, N = torch.arange(ids.size(1), device=ids.device).expand_as(ids), N_SENTINELS
     source, sentinel = i < P[:, None], ids >= SENTINEL
     asks = (source & sentinel).long()
-    i = i + ROOM * (asks.cumsum(1) - asks)
+    room = torch.where(ids[:, :1] == MODE_X, ROOM_X, ROOM)      # of ul2's long spans, and of all others
+    i = i + room * (asks.cumsum(1) - asks)
     def places(those):  # -> (B, N + 1): of each sentinel; in the last column of what is none
         return i.new_zeros(len(ids), N + 1).scatter(1, torch.where(sentinel & those, ids - SENTINEL, N), i)
     begun = (sentinel & ~source).cumsum(1)      # they ascend: the last one of the target so far, 0 for none

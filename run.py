@@ -22,7 +22,7 @@ from data import fail, generator
 from model import Linear, Sizes, Transformer, pack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, find_objective
 
-VERSION = 4                                     # of checkpoints: their layout, and that of the rows they know
+VERSION = 5                                     # of checkpoints: their layout, and that of the rows they know
 PARTS = dict(config=dict, step=int, seconds=float, best=float, sources=list, metrics_bytes=int, model=dict,
              heads=dict, adamw=dict, muon=list, held_out=torch.Tensor)
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes

@@ -516,9 +516,9 @@ def test_positions_are_what_sampling_will_say(name):
 def test_spans_stand_where_their_hole_is(name):
     _, batch, _ = make(name, B=40, T=100)
     for z, P, at in zip(batch["inp"].tolist(), batch["mask"].tolist(), batch["at"].tolist()):
-        place, here = {}, -1
+        place, here, room = {}, -1, 64 if z[0] == MODE_X else 8
         for i in range(P):
-            here += 1 + (8 if i and z[i - 1] >= SENTINEL else 0)            # room after a sentinel
+            here += 1 + (room if i and z[i - 1] >= SENTINEL else 0)         # room after a sentinel
             assert at[i] == here
             place |= {z[i]: here} if z[i] >= SENTINEL else {}
         for i in range(P, len(z)):
