@@ -192,8 +192,8 @@ def well_formed(rows):  # (N, n) -> share of the whole lines in them
 
 
 def holes(model, heads, entry, hp, text):  # share of holes of 4 bytes that are restored, byte for byte
-    """As sample.py fills them, with at most 5 bytes for each that is missing; what does not end is cut as there. ended:
-    of holes of 16, the share that ends by itself. The rule: blanks."""
+    """As sample.py fills them, with at most 5 bytes for each that is missing, and cut as there. ended: of holes
+    of 16, the share that ends by itself. The rule: blanks."""
     if hp.block_size < 128 or not entry["ask"](([1], [1]), 1, hp):
         return {}
 
@@ -207,10 +207,8 @@ def holes(model, heads, entry, hp, text):  # share of holes of 4 bytes that are 
     rows = windows(text, 2 * half, 2 * ROWS, "holes").tolist()
     for row in rows:
         left, middle, right = row[:half - 2], row[half - 2:half + 2], row[half + 2:]
-        written, whole = fill(left, right, 4)
-        if not whole:
-            written = sample.join(model, entry, hp, left, written, right)
-        restored += written == middle
+        written, _ = fill(left, right, 4)
+        restored += sample.join(model, entry, hp, left, written, right) == middle
         blanks += bytes(middle) == b"    "
         ended += fill(row[:half - 8], row[half + 8:], 16)[1]
     return {"done": restored / len(rows), "rule": blanks / len(rows), "ended": ended / len(rows)}

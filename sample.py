@@ -323,9 +323,9 @@ def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> b
 
 @torch.inference_mode()
 def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where the right follows
-    """For a middle without an end, if the model also codes text from left to right: of all cuts the first after
-    which the right's first bytes are at least a tenth as likely as after the best. A later one may be as good
-    since the middle holds the right already."""
+    """For a model that codes text from left to right too and seldom says where a middle ends: of all cuts the first
+    after which the right's first bytes are at least a tenth as likely as after the best. A later one may be as
+    good since the middle holds the right already."""
     layout, right = entry["continues"](hp), right[:JOINT]
     if not right or not layout or layout[0] != "causal":
         return middle
@@ -597,10 +597,9 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
     for gens in each_sample(flags):
         spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, 0.0))
         note = "" if whole else "\n--- did not end by itself"
-        if not whole and holes == 1:
-            kept = join(model, entry, hp, near[0], spans[0], near[1])
-            if len(kept) < len(spans[0]):
-                spans, note = [kept], "\n--- did not end by itself: cut where the rest follows best"
+        kept = join(model, entry, hp, near[0], spans[0], near[1]) if holes == 1 else spans[0]
+        if len(kept) < len(spans[0]):
+            spans, note = [kept], "\n--- cut where the rest follows best"
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]

@@ -596,6 +596,14 @@ def test_a_short_run_is_told_what_a_longer_one_does(runs, capsys, monkeypatch):
         assert ("clm rhymes" in told and "--resume --out_dir out/clm --max_iters 4" in told) == says
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_middle_is_shown_as_far_as_the_rest_follows(whole, runs, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "infill", lambda *args, **how: ([[*b"defghi"]], whole))
+    monkeypatch.setattr(sample, "join", lambda model, entry, hp, left, middle, right: middle[:3])
+    out = say(capsys, "fim", "--prefix", "abc", "--suffix", "ghi")
+    assert out == "abcdefghi\n--- cut where the rest follows best\n"
+
+
 @pytest.mark.parametrize("name, setting", [("hybrid", "hybrid_ratio"), ("fim", "fim_rate")])
 def test_what_was_trained_without_holes_goes_on_with_any_prompt(name, setting, runs, capsys):
     run = altered(name, f"plain {name}", {setting: 0.0})
