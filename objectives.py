@@ -329,8 +329,8 @@ ROOM, ROOM_X = 8, 64                            # positions that a sentinel of t
 
 
 def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
-    """Those of the row, but that each sentinel of the source leaves ROOM after it, where the bytes that follow it in
-    the target stand:
+    """Those of the row, but that each sentinel of the source leaves ROOM after it (ROOM_X in ul2's rows of long spans),
+    where the bytes that follow it in the target stand:
 
         ids   t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
         at    0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18
@@ -338,7 +338,7 @@ def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
     i, N = torch.arange(ids.size(1), device=ids.device).expand_as(ids), N_SENTINELS
     source, sentinel = i < P[:, None], ids >= SENTINEL
     asks = (source & sentinel).long()
-    room = torch.where(ids[:, :1] == MODE_X, ROOM_X, ROOM)      # of ul2's long spans, and of all others
+    room = torch.where(ids[:, :1] == MODE_X, ROOM_X, ROOM)
     i = i + room * (asks.cumsum(1) - asks)
     def places(those):  # -> (B, N + 1): of each sentinel; in the last column of what is none
         return i.new_zeros(len(ids), N + 1).scatter(1, torch.where(sentinel & those, ids - SENTINEL, N), i)
@@ -406,8 +406,8 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
         [X] source SEP spans EOT     a quarter: half of the text in spans of mean 32
 
     The shares are the same in every batch. Departures: three denoisers stand for the paper's seven, whose S cuts off
-    a quarter; half of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span. Targets of all
-    rows are pooled in one mean: S and X rows have about as many, more than half again R's."""
+    a quarter; half of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span, but that X leaves
+    them ROOM_X. Targets of all rows are pooled in one mean: S and X have about as many, more than half again R's."""
     T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
     for (_, mode, n, N, S), rows in zip(parts, apportion([share for share, *_ in parts], x.size(0))):
         raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes

@@ -121,8 +121,8 @@ def sample_generators(seed, n):
 @torch.inference_mode()
 def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positions=None, step=None, **how):
     """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on
-    with EOT. end: an id that is written as soon as it has ENDING, which EOT adds to. positions: the entry's, of
-    prefix rows. step: what fast_step returned, to take the steps after the prompt.
+    with EOT. end: an id that is written as soon as it and EOT have a probability of ENDING together. positions: the
+    entry's, of prefix rows. step: what fast_step returned, to take the steps after the prompt.
 
     prefix 0: causal; when the block is full, its last half is encoded anew. prefix P: the first P positions
     of the prompt are read in both directions; ends with the block, for which the prompt must leave room."""
@@ -147,9 +147,13 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positio
             h = model(new, mask, cache=cache, at=None if at is None else at[:, fed:])
             logits = model.logits(h[:, -1])
         fed += new.size(1)
-        byte = pick(logits, gens, **how).masked_fill(ended, EOT)
-        if end is not None:
-            byte = byte.masked_fill(logits.softmax(-1)[:, list({end, EOT})].sum(1) >= ENDING, end)
+        if end is None:
+            byte = pick(logits, gens, **how)
+        else:                                   # an end is not drawn
+            over = logits.softmax(-1)[:, list({end, EOT})].sum(1) >= ENDING
+            logits[:, EOT] = -torch.inf
+            byte = pick(logits, gens, **how).masked_fill(over, end)
+        byte = byte.masked_fill(ended, EOT)
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
         yield byte

@@ -363,15 +363,14 @@ def test_a_middle_is_cut_where_the_rest_follows():
 
 
 @pytest.mark.parametrize("name", ["span", "ul2", "fim"])
-def test_a_hole_ends_as_soon_as_that_is_likely(name, monkeypatch):
-    """Whatever bytes are drawn, and however; EOT is an end too."""
+def test_a_hole_ends_as_soon_as_that_is_likely_and_no_sooner(name):
+    """Whatever bytes are drawn; EOT is an end too, and is not drawn."""
     net, entry, lengths = randomized().requires_grad_(False), OBJECTIVES[name], set()
     end = entry["ends"](0)
     net.head.weight[0, [end, EOT]] *= 6         # likely here and there
-    monkeypatch.setattr(sample, "pick", lambda z, gens, **how: torch.randint(60, 90, (1,), generator=gens[0]))
     for seed in range(40):
         asked, P = entry["ask"]([ids(3, seed=seed)[0].tolist(), [*b"ghi"]], 4, settings(name, 64))
-        [written], whole = sample.infill(net, entry, asked, P, 1, 9, 64, gens(seed=seed), temperature=0)
+        [written], whole = sample.infill(net, entry, asked, P, 1, 9, 64, gens(seed=seed))
         each = []
         for k in range(len(written) + whole):   # before each byte, and before the end
             row = torch.tensor([asked + written[:k]])
@@ -381,6 +380,25 @@ def test_a_hole_ends_as_soon_as_that_is_likely(name, monkeypatch):
         assert [p >= sample.ENDING for p in each] == [False] * len(written) + [True] * whole
         lengths.add(len(written))
     assert len(lengths) > 2, "not the same for all"
+
+
+@pytest.mark.parametrize("n_left", [0, 5, 300])
+@pytest.mark.parametrize("n_right", [1, 9, 40])
+def test_cuts_are_compared_byte_by_byte(n_left, n_right):
+    """The first after which the right's first 16 bytes are at least a tenth as likely as after the best."""
+    net, hp, found = randomized().requires_grad_(False), settings("fim", 32), set()
+    for seed in range(5):
+        left, middle, right = (ids(n, seed=f"{seed}{n}")[0].tolist() for n in (n_left, 11, n_right))
+        some = right[:16]
+        each = []
+        for k in range(12):
+            context = ([EOT] + left + middle[:k])[-(32 - len(some)):]
+            row, w = torch.tensor(context + some), len(context)
+            each.append(bits_of(net, row, {w - 1 + i: byte for i, byte in enumerate(some)}))
+        cut = next(k for k in range(12) if each[k] < min(each) + math.log2(10))
+        assert sample.join(net, OBJECTIVES["fim"], hp, left, middle, right) == middle[:cut]
+        found.add(cut)
+    assert len(found) > 1
 
 
 # ---- scoring
