@@ -112,6 +112,13 @@ def pick(logits, gens, **how):  # (N, ..., V) -> bytes (N, ...)
     return invert(p, uniforms(logits.shape[1:-1], gens).to(p.device)).to(logits.device)
 
 
+def pick_or_end(logits, gens, end, **how):  # (N, V) -> ids (N,): a byte of a hole, or the id that ends it
+    """end as soon as it and EOT have a probability of ENDING together; neither is drawn."""
+    over, text = logits.softmax(-1)[:, list({end, EOT})].sum(1) >= ENDING, logits.clone()
+    text[:, EOT] = -torch.inf
+    return pick(text, gens, **how).masked_fill(over, end)
+
+
 def sample_generators(seed, n):
     return [generator(f"{seed},{i},sample") for i in range(n)]
 
@@ -121,8 +128,8 @@ def sample_generators(seed, n):
 @torch.inference_mode()
 def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positions=None, step=None, **how):
     """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on
-    with EOT. end: an id that is written as soon as it and EOT have a probability of ENDING together. positions: the
-    entry's, of prefix rows. step: what fast_step returned, to take the steps after the prompt.
+    with EOT. end: of a hole, for pick_or_end. positions: the entry's, of prefix rows. step: what fast_step returned,
+    to take the steps after the prompt.
 
     prefix 0: causal; when the block is full, its last half is encoded anew. prefix P: the first P positions
     of the prompt are read in both directions; ends with the block, for which the prompt must leave room."""
@@ -147,12 +154,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positio
             h = model(new, mask, cache=cache, at=None if at is None else at[:, fed:])
             logits = model.logits(h[:, -1])
         fed += new.size(1)
-        if end is None:
-            byte = pick(logits, gens, **how)
-        else:                                   # an end is not drawn
-            over = logits.softmax(-1)[:, list({end, EOT})].sum(1) >= ENDING
-            logits[:, EOT] = -torch.inf
-            byte = pick(logits, gens, **how).masked_fill(over, end)
+        byte = pick(logits, gens, **how) if end is None else pick_or_end(logits, gens, end, **how)
         byte = byte.masked_fill(ended, EOT)
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
@@ -309,14 +311,14 @@ def fill_long(model, ids, T, gens, frame, seen=None, **how):  # (1, n) of any le
 # ---- writing what belongs in holes
 
 def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> bytes of each hole, did all end?
-    """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to
-    the next; EOT ends one too. None reaches the last target of a full row, where training has EOT whatever was said."""
+    """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to the next.
+    None reaches the last target of a full row, where training has EOT whatever was said."""
     spans, x = [[] for _ in range(holes)], torch.tensor([ids], device=model.embed.weight.device)
     for k, span in enumerate(spans):
         end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), T - x.size(1))
         steps = generate(model, x, left, T, gens, P, end, entry["positions"], **how) if left > 0 else []
         for i in steps:
-            if int(i) in (end, EOT):
+            if int(i) == end:
                 break
             span.append(int(i))
         else:

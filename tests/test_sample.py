@@ -374,7 +374,7 @@ def test_a_hole_ends_as_soon_as_that_is_likely_and_no_sooner(name):
         each = []
         for k in range(len(written) + whole):   # before each byte, and before the end
             row = torch.tensor([asked + written[:k]])
-            at = entry["positions"] and entry["positions"](row, torch.tensor([P]))
+            at = entry["positions"](row, torch.tensor([P]))
             p = net.logits(net(row, torch.tensor([P]), at=at))[0, -1].softmax(-1)
             each.append(sum(float(p[i]) for i in {end, EOT}))
         assert [p >= sample.ENDING for p in each] == [False] * len(written) + [True] * whole
