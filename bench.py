@@ -84,13 +84,13 @@ def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and 
     a GPU's kernels leave out more. In eager mode: on a CPU logits of targets alone, which compiled and on a GPU are
     those of all positions."""
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
-    entry, (model, heads) = find_objective(cpu), build(cpu)
+    entry, model = find_objective(cpu), build(cpu)
     batch = train.draw_batch(entry, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
     if hp.device != "cpu":                      # without values nothing is computed; a counter stops FlexAttention
-        model, heads = model.to("meta"), heads.to("meta")
+        model = model.to("meta")
         batch = {k: v if isinstance(v, str) else v.to("meta") for k, v in batch.items()}
     with FlopCounterMode(display=False) as counter:
-        sum(entry["loss"](model, heads, batch, hp).values()).backward()
+        sum(entry["loss"](model, batch, hp).values()).backward()
     return counter.get_total_flops()
 
 
@@ -209,20 +209,21 @@ def bench_train(flags, hp, names):
 def bench_decode(flags, hp, names):
     """Bytes per second of a single sample: plain, compiled, speculated, both."""
     if flags.run:
-        model, heads, hp, ckpt = load_run(flags.run, hp.device, hp.dtype)
+        model, hp, ckpt = load_run(flags.run, hp.device, hp.dtype)
         entry, T = find_objective(hp), hp.block_size
         prompt = ckpt["held_out"][:T // 2].tolist()
     else:
-        heads, entry, T, dtype = {}, OBJECTIVES[names[0]], hp.block_size, getattr(torch, hp.dtype)
+        entry, T, dtype = OBJECTIVES[names[0]], hp.block_size, getattr(torch, hp.dtype)
         torch.manual_seed(1)
-        model = Transformer(Sizes(hp.n_layer, hp.n_head, hp.n_embd), dtype).to(hp.device, dtype)
+        model = Transformer(Sizes(hp.n_layer, hp.n_head, hp.n_embd, ngram_rows=hp.ngram_rows), dtype)
+        model = model.to(hp.device, dtype)
         for p in model.requires_grad_(False).parameters():      # at zero-init every byte is alike, EOT too
             p.normal_(0, 0.05)
         pack_weights(model)
         torch.backends.cuda.enable_cudnn_sdp(False)             # as load_run does
         prompt = torch.randint(1, 256, (T // 2,), generator=generator("bench")).tolist()
     x, seeds, tally = torch.tensor([prompt], device=hp.device), itertools.count(), []
-    drafter = entry["drafter"] and heads and entry["drafter"](model, heads, hp)
+    drafter = entry["drafter"] and model.heads and entry["drafter"](model, hp)
 
     def decode(step=None, seed=None, temperature=0.8):
         gens = [generator(seed or f"decode,{next(seeds)}")]
@@ -285,7 +286,7 @@ def bench_loss(flags, hp, names):
             whole = time.perf_counter() - begin
             if done.returncode:
                 fail(f"--parts loss: {done.stderr.strip().splitlines()[-1].removeprefix('error: ')}")
-            model, _, _, ckpt = load_run(out, hp.device, "float32")
+            model, _, ckpt = load_run(out, hp.device, "float32")
             ours.append((nats(model, source["val"]), whole, ckpt["seconds"]))
             print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {whole:11.1f} {ckpt['seconds']:8.1f}", flush=True)
     medians = [statistics.median(column) for column in zip(*ours)]

@@ -122,7 +122,7 @@ def infilling(model, entry, hp, text):  # -> {left_m, infill_m: bits a byte}, of
     return out
 
 
-def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
+def corruption(model, entry, hp, text):  # -> {replaced: AUC}
     """A tenth of the bytes is replaced by bytes of the text's own distribution; a byte's score is what its
     head says where it has one that marks bytes, else its surprise: given the others while every eighth byte
     is masked, or given those before it."""
@@ -131,7 +131,7 @@ def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
     bad = (torch.rand(x.shape, generator=g) < SHARE) & (other != x)
     z, frame = torch.where(bad, other, x), entry["fills"](hp)
     if entry["mode"] == "mark":
-        score = entry["answer"](model, heads, z)
+        score = entry["answer"](model, z)
     elif frame:
         score, eighth = torch.zeros(z.shape), torch.arange(z.size(1)) % 8
         for r in range(8):
@@ -145,10 +145,10 @@ def corruption(model, heads, entry, hp, text):  # -> {replaced: AUC}
     return {"replaced": float(auc(score.flatten(), bad.long().flatten()))}
 
 
-def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass of the model writes}
+def writing(model, entry, hp, text):  # -> {pass_bytes: bytes that a pass of the model writes}
     """Of 32 samples, of what drafts: eight of them are .1 off."""
     T, new, written, passes = hp.block_size, min(hp.block_size, 256) - 40, 0, 0
-    drafter = entry["drafter"] and entry["drafter"](model, heads, hp)
+    drafter = entry["drafter"] and entry["drafter"](model, hp)
     if not drafter:
         return {}
     for i, prompt in enumerate(windows(text, 32, ROWS // 2, "prompts").tolist()):
@@ -158,10 +158,10 @@ def writing(model, heads, entry, hp, text):  # -> {pass_bytes: bytes that a pass
     return {"pass_bytes": written / passes}
 
 
-# ---- its own job: (model, heads, entry, hp, text) -> {done, rule}: what the model reaches, what a trivial rule does
+# ---- its own job: (model, entry, hp, text) -> {done, rule}: what the model reaches, what a trivial rule does
 # more of it where the job has another side to it; {} where these rows cannot be asked
 
-def halves(model, heads, entry, hp, text):  # bits a byte of the second half of a window, given the first
+def halves(model, entry, hp, text):  # bits a byte of the second half of a window, given the first
     """The rule: lzma on the held-out text as one stream."""
     n = hp.block_size // 2 - 2                  # room for what stands around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves")
@@ -172,7 +172,7 @@ def halves(model, heads, entry, hp, text):  # bits a byte of the second half of 
     return {"done": bits(logits, x[:, n:]), "rule": 8 * len(lzma.compress(some)) / len(some)}
 
 
-def lines(model, heads, entry, hp, text):  # share of the lines it writes that are tokens of Python
+def lines(model, entry, hp, text):  # share of the lines it writes that are tokens of Python
     """Each line by itself, after prompts of 32 bytes; the last, which is cut, does not count. The rule: bytes drawn one
     by one from the text's distribution."""
     if entry["bpb"] != "bound" or hp.block_size < 128:          # the MASKs of others may not be anywhere
@@ -191,7 +191,7 @@ def well_formed(rows):  # (N, n) -> share of the whole lines in them
     return statistics.fmean(good or [0])
 
 
-def holes(model, heads, entry, hp, text):  # share of holes of 4 bytes that are restored, byte for byte
+def holes(model, entry, hp, text):  # share of holes of 4 bytes that are restored, byte for byte
     """As sample.py fills them, with at most 5 bytes for each that is missing, and cut as there. ended: of holes
     of 16, the share that ends by itself. The rule: blanks."""
     if hp.block_size < 128 or not entry["ask"](([1], [1]), 1, hp):
@@ -214,7 +214,7 @@ def holes(model, heads, entry, hp, text):  # share of holes of 4 bytes that are 
     return {"done": restored / len(rows), "rule": blanks / len(rows), "ended": ended / len(rows)}
 
 
-def repairs(model, heads, entry, hp, text):  # edit distance to the clean text, that of the noisy text being 1
+def repairs(model, entry, hp, text):  # edit distance to the clean text, that of the noisy text being 1
     x = windows(text, entry["n"], ROWS // 2, "repairs")
     batch, left, before = entry["make"](x, generator("compare,repairs"), hp), 0, 0
     for clean, row, P, tgt in zip(x.tolist(), *(batch[k].tolist() for k in ("inp", "mask", "tgt"))):
@@ -236,7 +236,7 @@ def edit_distance(a, b):  # of Levenshtein: bytes inserted, deleted and replaced
     return row[-1]
 
 
-def typos(model, heads, entry, hp, text):  # share of texts whose one wrong letter is the first mark
+def typos(model, entry, hp, text):  # share of texts whose one wrong letter is the first mark
     """A lower-case letter between two others is replaced by another. The rule: the byte whose two pairs with its
     neighbours are the rarest in the held-out text."""
     n, g = min(hp.block_size, 128), generator("compare,typos")
@@ -249,28 +249,28 @@ def typos(model, heads, entry, hp, text):  # share of texts whose one wrong lett
     at = torch.rand(x.shape, generator=g).where(inside, -1).argmax(1, keepdim=True)
     other = (x.gather(1, at) - ord("a") + torch.randint(1, 26, at.shape, generator=g)) % 26 + ord("a")
     x = x.scatter(1, at, other)
-    marks = entry["answer"](model, heads, x).argmax(1, keepdim=True)
+    marks = entry["answer"](model, x).argmax(1, keepdim=True)
     counts = F.pad(pairs, (0, 1 << 16))[x[:, :-1] * 256 + x[:, 1:]]                 # (N, n - 1)
     rarest = (counts[:, :-1] + counts[:, 1:]).argmin(1, keepdim=True) + 1
     return {"done": float((marks == at).float().mean()), "rule": float((rarest == at).float().mean())}
 
 
-def recalls(model, heads, entry, hp, text):  # share of 256 half passages nearest to their other half
+def recalls(model, entry, hp, text):  # share of 256 half passages nearest to their other half
     """The rule: cosines of histograms of bytes."""
     pairs = windows(text, hp.block_size // 2 * 2, 256, "recalls").unflatten(1, (2, -1))             # (256, 2, n)
     def recall(e):  # (256, 2, C) -> share
         e = F.normalize(e, dim=-1)
         return float(((e[:, 0] @ e[:, 1].T).argmax(1) == torch.arange(256)).float().mean())
-    embedded = torch.stack([entry["answer"](model, heads, pairs[:, i]) for i in range(2)], dim=1)
+    embedded = torch.stack([entry["answer"](model, pairs[:, i]) for i in range(2)], dim=1)
     histograms = torch.zeros(256, 2, 256).scatter_add(2, pairs, torch.ones(pairs.shape))
     return {"done": recall(embedded), "rule": recall(histograms)}
 
 
-def answers(model, heads, entry, hp, text):  # share of 512 rows answered right; the rule: chance
+def answers(model, entry, hp, text):  # share of 512 rows answered right; the rule: chance
     source = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(entry, source, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
     classes = 2 if entry["mode"] == "follow" else hp.block_size
-    figures, _ = train.means(entry, model, heads, batches, hp)
+    figures, _ = train.means(entry, model, batches, hp)
     return {"done": figures["accuracy"], "rule": 1 / classes} if "accuracy" in figures else {}
 
 
@@ -464,15 +464,15 @@ def result(argv, first, crc, flags, shared):  # -> {column: number}, {} where th
 @torch.no_grad()
 def measure(folder, shared):  # -> {column: number}; on the CPU, wherever the run was trained
     """What an objective cannot be asked is left out."""
-    model, heads, hp, _ = load_run(folder, "cpu", "float32")
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
     entry, text, out = find_objective(hp), shared["text"], {}
     if hp.block_size >= 128:
-        out |= infilling(model, entry, hp, text) | corruption(model, heads, entry, hp, text)
-        out |= writing(model, heads, entry, hp, text)
+        out |= infilling(model, entry, hp, text) | corruption(model, entry, hp, text)
+        out |= writing(model, entry, hp, text)
     heading, job = JOBS[entry["mode"]]
-    found = job(model, heads, entry, hp, text)
+    found = job(model, entry, hp, text)
     if found:
-        untrained = job(*build(hp), entry, hp, text)
+        untrained = job(build(hp), entry, hp, text)
         out |= found | {"job": heading, "untrained": untrained["done"]}
     if shared["probe"] and 256 % min(hp.block_size, 256) == 0:
         out |= understanding(lambda x: states(model, entry, hp, x), shared["probe"])
@@ -490,9 +490,9 @@ def logged(folder):  # -> {column: number} that metrics.jsonl and the settings h
 
 
 def validated(folder, sources):  # -> [bits a byte of each source]
-    model, heads, hp, _ = load_run(folder, "cpu", "float32")
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
     validation = train.validation_list(find_objective(hp), sources, hp)
-    return [record["bpb"] for record in train.evaluate(model, heads, validation, hp)]
+    return [record["bpb"] for record in train.evaluate(model, validation, hp)]
 
 
 # ---- tables, pictures

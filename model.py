@@ -1,12 +1,13 @@
 """One transformer for every objective: the mask rule, the blocks, the KV cache.
 
-B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys
+B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys;
+W ids of context, N lengths of n-grams, R rows of the n-gram table
 
 Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021),
 QK-norm (Henry et al. 2020), ReLU^2 (So et al. 2021), no biases, output projections and byte head that start
-at zero, and before the first block a causal convolution: each byte's embedding with those of the three bytes
-before it (kin of the Canon layers of Allen-Zhu 2025). The model returns hidden states; what is done with them
-is the objective's.
+at zero. Before the first block each byte's embedding is added to those of the three bytes before it (kin of the
+Canon layers of Allen-Zhu 2025) and to hashed n-gram embeddings (Pagnoni et al. 2024). The model returns hidden
+states; the objective decides what to do with them.
 """
 import functools
 import importlib.util
@@ -19,7 +20,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 ROPE_BASE = 10000.0
-NEAR = 4                                        # ids that an embedding is made of
+CONV_WIDTH = 4                                  # ids that the convolution over the embeddings reads
+NGRAMS = 3, 4, 5, 6                             # lengths of the n-grams that have embeddings
+NGRAM_DIM = 32                                  # numbers in each of these
+CONTEXT = max(CONV_WIDTH, *NGRAMS)              # W: ids that a position's input is made of, its own among them
+NGRAM_IDS = 258                                 # bytes, PAD and MASK; an n-gram with any other id has no embedding
+HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed number
 SHORT = 128                                     # positions of a causal row that is not worth being halved
 # what FlexAttention is compiled with: Triton, and the C compiler that it looks for, which small images lack
 COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -32,6 +38,8 @@ class Sizes:
     n_head: int
     n_embd: int
     vocab_size: int = 512
+    n_outputs: int = 512                        # the byte head predicts ids below this one
+    ngram_rows: int = 0                         # rows of the n-gram table for each length; 0: no n-grams
     attn_scale: float = 1.0                     # attention's logits are so many times q k / sqrt(D)
 
 
@@ -153,17 +161,34 @@ def rotate(x, cos, sin):  # (..., T, D) -> the same, each pair (i, i + D/2) turn
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
-def convolve(x, before, w, doc=None):  # x (B, T, C), before (B, W - 1, C), w (W, C) -> (B, T, C)
-    """y_t = sum over j < W of w_j x_(t-j), channel by channel; with documents given, inside t's own. It looks back
-    alone, which every mask allows."""
-    T, back, y = x.size(1), len(w) - 1, x * w[0]
-    both = torch.cat((before, x), dim=1)                                            # (B, W - 1 + T, C)
-    for j in range(1, len(w)):
-        past = both[:, back - j:back - j + T]                                       # x_(t-j)
-        if doc is not None:
-            past = past * (F.pad(doc, (j, 0), value=-1)[:, :T] == doc)[..., None]
-        y = torch.addcmul(y, past, w[j])
-    return y
+def context_ids(idx, before, doc=None):  # ids (B, T), the W - 1 before them (B, W - 1) -> (B, T, W)
+    """The last W ids at each position, its own first. EOT (0) stands for what lies before the row or, with documents
+    given, in another document. All that mixes positions outside of attention reads these ids: it looks back only,
+    which every mask allows."""
+    past = torch.cat((before, idx), dim=1).unfold(1, CONTEXT, 1).flip(2)
+    if doc is None:
+        return past
+    return past * (F.pad(doc, (CONTEXT - 1, 0), value=-1).unfold(1, CONTEXT, 1).flip(2) == doc[..., None])
+
+
+def causal_conv(past, embedding, weight):  # ids (B, T, W), embedding (V, C), weight (CONV_WIDTH, C) -> (B, T, C)
+    """y_t = sum over j of weight_j * embedding of the id j positions before t, channel by channel."""
+    if past[..., 0].numel() < len(embedding):   # a decoding step
+        return (F.embedding(past[..., :CONV_WIDTH], embedding) * weight).sum(2)
+    # a row of weight times all embeddings costs less than times those of all positions
+    return sum(F.embedding(past[..., j], embedding * weight[j]) for j in range(CONV_WIDTH))
+
+
+def hash_ngrams(past, rows):  # ids (B, T, W) -> (B, T, N): row of the table for each n-gram that ends at a position
+    """A polynomial of the ids, its high bits mixed into the low ones. Each length has rows of its own; n-grams of the
+    same hash share one."""
+    code, codes = torch.zeros_like(past[..., 0]), []
+    for n in range(1, max(NGRAMS) + 1):
+        code = code * HASH_FACTOR + past[..., n - 1] + 1
+        codes += [code] if n in NGRAMS else []
+    code = torch.stack(codes, dim=2)                                                # (B, T, N)
+    first = torch.arange(len(NGRAMS), device=past.device) * rows
+    return (code ^ (code >> 32)) % rows + first
 
 
 class Linear(nn.Module):
@@ -194,6 +219,26 @@ def pack_weights(module):
             return
 
 
+class NgramEmbedding(nn.Module):
+    """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, DeepSeek-AI 2026): for each
+    length a row of one table, joined by one matrix. Rows start at zero. Sentinels and separators stand between pieces
+    of text that do not belong together: n-grams that hold one count as zero. The table's gradient is sparse, a row for
+    each lookup; train.ngram_step updates these rows alone. gain: what each block's input takes of the embeddings."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.rows = config.ngram_rows
+        self.table = nn.Parameter(torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))  # (N R, NGRAM_DIM)
+        self.proj = Linear(len(NGRAMS) * NGRAM_DIM, config.n_embd)
+        self.gain = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
+
+    def forward(self, past, scale, dtype):  # ids (B, T, W), scale (B, T, N) or None -> (B, T, C)
+        x = F.embedding(hash_ngrams(past, self.rows), self.table, sparse=True)      # (B, T, N, NGRAM_DIM)
+        keep = torch.stack([past[..., :n].amax(2) < NGRAM_IDS for n in NGRAMS], dim=2)              # (B, T, N)
+        x = x * (keep if scale is None else keep * scale)[..., None]
+        return self.proj(x.flatten(2).to(dtype))
+
+
 class Block(nn.Module):
     """What a block must honour: `attend` holds the mask, the prefix and the documents; where there is a cache, `extend`
     takes the new keys and values and returns all of them (a StaticCache's stale ones too, which only `attend` hides);
@@ -222,13 +267,15 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
-def run_blocks(blocks, x, sizes, mask, doc=None, cache=None, at=None):  # x (B, T, C) -> (B, T, C)
+def run_blocks(blocks, x, sizes, mask, doc=None, cache=None, at=None, added=None):  # x (B, T, C) -> (B, T, C)
+    """added: (L, B, T, C), what each block's input is added to."""
     B, T, _ = x.shape
     q = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                   # (T,)
     attend = choose_attention(mask, q, T if cache is None else cache.reach(T), B, sizes, x.dtype, doc, cache)
     at = q if at is None else at[:, None]
     cos, sin = rotations(at, sizes.n_embd // sizes.n_head, x.dtype, sizes.attn_scale)
     for i, block in enumerate(blocks):
+        x = x if added is None else x + added[i]
         x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, q))
     if cache is not None:
         cache.move(T)
@@ -236,7 +283,8 @@ def run_blocks(blocks, x, sizes, mask, doc=None, cache=None, at=None):  # x (B, 
 
 
 class Transformer(nn.Module):
-    """dtype: of the activations. Weights are float32, and so are logits and losses."""
+    """dtype: of the activations. Weights are float32, and so are logits and losses. heads: what an objective needs
+    beyond the byte head, by name."""
 
     def __init__(self, sizes, dtype=torch.float32):
         super().__init__()
@@ -244,36 +292,43 @@ class Transformer(nn.Module):
         self.sizes, self.dtype = sizes, dtype
         self.embed = nn.Embedding(sizes.vocab_size, sizes.n_embd)
         nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows: a smaller start, larger steps
-        self.near = nn.Parameter(torch.randn(NEAR, sizes.n_embd) * 0.3)             # of x_t, x_(t-1), ...
-        nn.init.ones_(self.near[0])
+        self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, sizes.n_embd) * 0.3)            # of x_t, x_(t-1), ...
+        nn.init.ones_(self.conv_weight[0])
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
-        self.head = Linear(sizes.n_embd, sizes.vocab_size, zero=True)
+        self.head = Linear(sizes.n_embd, sizes.n_outputs, zero=True)
+        self.ngrams = NgramEmbedding(sizes) if sizes.ngram_rows else None
+        self.heads = nn.ModuleDict()
 
-    def forward(self, idx, mask, doc=None, cache=None, at=None):  # idx (B, T) -> hidden states (B, T, C), normed
-        """mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T), to keep a document
-        to itself. cache: a Cache or StaticCache; idx then continues what it holds. at: positions for RoPE (B, T),
-        where they are not 0, 1, 2, ..."""
-        x = self.embed(idx)
-        before = x.new_zeros(len(x), NEAR - 1, x.size(2)) if cache is None else cache.before(x)
-        x = norm(convolve(x, before, self.near.to(x.dtype), doc).to(self.dtype))
-        return norm(run_blocks(self.blocks, x, self.sizes, mask, doc, cache, at))
+    def forward(self, idx, mask, doc=None, cache=None, at=None, ngram_scale=None):  # idx (B, T) -> (B, T, C)
+        """-> hidden states, normed. mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T),
+        to keep a document to itself. cache: a Cache or StaticCache; idx then continues what it holds. at: positions
+        for RoPE (B, T), where they are not 0, 1, 2, ... ngram_scale: (B, T, N), factors of the n-gram embeddings."""
+        before = idx.new_zeros(len(idx), CONTEXT - 1) if cache is None else cache.context(idx)
+        past = context_ids(idx, before, doc)                                        # (B, T, W)
+        x = causal_conv(past, self.embed.weight, self.conv_weight).to(self.dtype)
+        added = None
+        if self.ngrams is not None:
+            e = self.ngrams(past, ngram_scale, self.dtype)                          # (B, T, C)
+            x = x + e
+            added = norm(e) * self.ngrams.gain[:, None, None].to(self.dtype)        # (L, B, T, C)
+        return norm(run_blocks(self.blocks, norm(x), self.sizes, mask, doc, cache, at, added))
 
-    def logits(self, h):  # hidden (..., C) -> (..., V) float32
+    def logits(self, h):  # hidden (..., C) -> (..., n_outputs) float32
         return self.head(h).float()
 
 
 # ---- KV cache
 
 class Cache:
-    """Keys and values of the positions so far, of a model's layers or of n_layer others, and the embeddings that
-    a convolution looks back at: room for T positions of B rows. move(-n) forgets the last n."""
+    """Keys and values of the positions so far, of a model's layers or of n_layer others, and their ids, of which the
+    input of the next ones is made: room for T positions of B rows. move(-n) forgets the last n."""
 
     def __init__(self, model, B, T, n_layer=None):
         sizes, device, L = model.sizes, model.embed.weight.device, n_layer or model.sizes.n_layer
         shape = B, sizes.n_head, T, sizes.n_embd // sizes.n_head                    # (B, H, T, D), each layer
         self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
         self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
-        self.x = model.embed.weight.new_zeros(B, NEAR - 1 + T, sizes.n_embd)        # after NEAR - 1 of zeros
+        self.ids = torch.zeros(B, CONTEXT - 1 + T, dtype=torch.long, device=device)             # EOT before the first
         self.length = 0
 
     def positions(self, T):  # -> (T,), of the next T ids
@@ -289,10 +344,10 @@ class Cache:
         self.v[i][:, :, self.length:end] = v
         return self.k[i][:, :, :end], self.v[i][:, :, :end]
 
-    def before(self, x):  # the next embeddings (B, T, C) -> the NEAR - 1 before them
-        a = self.length + NEAR - 1
-        self.x[:, a:a + x.size(1)] = x
-        return self.x[:, a - NEAR + 1:a]
+    def context(self, idx):  # the next ids (B, T) -> the W - 1 before them (B, W - 1)
+        a = self.length + CONTEXT - 1
+        self.ids[:, a:a + idx.size(1)] = idx
+        return self.ids[:, self.length:a]
 
     def move(self, n):
         self.length += n
@@ -312,9 +367,9 @@ class StaticCache(Cache):
     def extend(self, i, at, k, v):
         return self.k[i].index_copy_(2, at, k), self.v[i].index_copy_(2, at, v)
 
-    def before(self, x):
-        self.x.index_copy_(1, self.positions(x.size(1)) + NEAR - 1, x)
-        return self.x.index_select(1, self.positions(NEAR - 1))
+    def context(self, idx):
+        self.ids.index_copy_(1, self.positions(idx.size(1)) + CONTEXT - 1, idx)
+        return self.ids.index_select(1, self.positions(CONTEXT - 1))
 
     def move(self, n):
         self.length.add_(n)

@@ -7,9 +7,9 @@ An objective is one page: a few functions, and its entry below them. Most entrie
 (USUAL).
     make(x (B, n), g, hp) -> batch         dict of tensors with B rows each; "mask" may be a name instead
     window(T, hp) -> n                     raw bytes that fill a row of T positions
-    heads(sizes, hp) -> {name: module}     what is needed beyond the model's byte head
+    heads(sizes, hp) -> {name: module}     what is needed beyond the model's byte head, in model.heads
     terms(batch, hp) -> {term: (count, coefficient)}      known before the forward pass
-    loss(model, heads, batch, hp) -> {term: sum}          in nats; figures have coefficient 0
+    loss(model, batch, hp) -> {term: sum}  in nats; figures have coefficient 0
 hp holds every setting, as run.get_config returns them. A term named "nll" is nats of the byte head: its mean
 is also printed as perplexity. Corruption draws from g alone and has static shapes: no loop over rows, nothing
 read back from the device. Exact counts (k masked bytes, S spans of N bytes in a full row) stand where papers
@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, fail
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, V, fail
 from model import Block, Cache, Linear, Transformer, norm, run_blocks
 
 IGNORE = -100                                   # in a target: no loss at this position
@@ -142,9 +142,14 @@ def token_terms(batch, hp):
     return {"nll": (count_targets(batch), 1.0)}
 
 
-def token_loss(model, heads, batch, hp):
+def hidden_states(model, batch):  # -> (B, T, C), of a batch's inputs under its mask
+    return model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"),
+                 ngram_scale=batch.get("ngram_scale"))
+
+
+def token_loss(model, batch, hp):
     """Cross-entropy of the byte head at every position with a target, in nats."""
-    h = model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"))    # (B, T, C)
+    h = hidden_states(model, batch)                                                 # (B, T, C)
     return {"nll": byte_nats(model, h, batch["tgt"])[0].sum()}
 
 
@@ -183,6 +188,7 @@ USUAL = dict(
     heads=lambda sizes, hp: {},
     terms=token_terms,
     loss=token_loss,
+    n_outputs=N_BYTES,      # the byte head predicts ids below this one
     settings={},            # {flag: (default, help)}, with lowest and highest, or with choices
     defaults={},            # other defaults of the flags that all objectives share
     whole=False,            # wants windows without a NUL inside
@@ -204,8 +210,8 @@ USUAL = dict(
                             # in a hole, in compare.py its length, in sample.py 4
     ends=None,              # (k) -> the id that ends the answer for hole k
     holes=1,                # at most
-    drafter=None,           # (model, heads, hp) -> what drafts for sample.speculate, or None; see mtp
-    answer=None,            # what mode mark, follow, search or seam asks of model and heads; see sample.py
+    drafter=None,           # (model, hp) -> what drafts for sample.speculate, or None; see mtp
+    answer=None,            # what mode mark, follow, search or seam asks of the model; see sample.py
     reaches=None,           # (steps, what a model of default size does after them): sample.py says it of earlier ones
 )
 
@@ -387,7 +393,7 @@ SPANS = {"span_rate": (0.3, "share of bytes in spans", 0.001, 0.999),
          "span_mean": (6.0, "mean length of a span, in bytes", 1.0, 1e6)}
 SHARP = {"attn_scale": 2.0}                     # what stands far off is found sooner
 add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
-    window=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], settings=SPANS, whole=True,
+    window=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], settings=SPANS, whole=True, n_outputs=V,
     positions=span_positions, mode="infill", ask=span_ask, defaults=SHARP,
     holes=N_SENTINELS - 1, ends=lambda k: SENTINEL + k + 1,
     reaches=(8000, "restores 37% of holes of 4 bytes, codes 16 at 1.22 bits a byte"))
@@ -436,7 +442,7 @@ def ul2_ask(pieces, m, hp):
 
 
 add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
-    window=ul2_window, settings=SPANS, whole=True, positions=span_positions, mode="infill", ask=ul2_ask,
+    window=ul2_window, settings=SPANS, whole=True, n_outputs=V, positions=span_positions, mode="infill", ask=ul2_ask,
     defaults=SHARP,
     continues=lambda hp: ("prefix", [MODE_S], [SEP]), ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1,
     reaches=(8000, "restores 34% of holes of 4 bytes, codes 16 at 1.20 bits a byte"))
@@ -483,7 +489,7 @@ def fim_ask(pieces, m, hp):
 
 
 add("fim", make=fim, help="text with its middle moved to the end", use="write between two texts", mask="causal",
-    bpb="causal", whole=True, mode="infill", ask=fim_ask, ends=lambda k: EOT,
+    bpb="causal", whole=True, n_outputs=MID + 1, mode="infill", ask=fim_ask, ends=lambda k: EOT,
     continues=lambda hp: from_left(hp) if hp.fim_rate < 1 else None,
     reaches=(8000, "codes text in 1.27 bits per byte, restores 37% of holes of 4 bytes"),
     settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
@@ -531,8 +537,8 @@ def mtp_heads(sizes, hp):
     return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(JoinBlock(sizes) for _ in range(n - 1))})}
 
 
-def mtp_ahead(heads, h):  # (..., C) -> (..., n - 1, C): what the byte head reads for bytes 2, 3, ... ahead
-    return norm(h[..., None, :] + heads["mtp"](h).unflatten(-1, (-1, h.size(-1))))
+def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, C): what the byte head reads for bytes 2, 3, ... ahead
+    return norm(h[..., None, :] + model.heads["mtp"](h).unflatten(-1, (-1, h.size(-1))))
 
 
 def mtp_terms(batch, hp):
@@ -541,15 +547,15 @@ def mtp_terms(batch, hp):
     return {"nll": (N, 1.0)} | {f"head{k + 2}": (N, weight) for k in range(far)}
 
 
-def mtp_loss(model, heads, batch, hp):
-    h, far = model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt_far"]                 # (B, T, C)
+def mtp_loss(model, batch, hp):
+    h, far = hidden_states(model, batch), batch["tgt_far"]      # (B, T, C), (B, T, n - 1)
     sums = {"nll": nats(model.logits(h), batch["tgt"])}
     if hp.mtp_kind == "parallel" and hp.mtp_heads > 1:
-        logits = model.logits(mtp_ahead(heads, h))              # (B, T, n - 1, V)
+        logits = model.logits(mtp_ahead(model, h))              # (B, T, n - 1, V)
         return sums | {f"head{k + 2}": nats(logits[:, :, k], far[:, :, k]) for k in range(far.size(2))}
     for k in range(far.size(2)):
         ids = batch["tgt"] if k == 0 else far[:, :, k - 1]      # byte i + k + 1 at position i
-        h = deeper(model, heads["mtp"]["blocks"][k], h, ids, batch.get("doc"))
+        h = deeper(model, model.heads["mtp"]["blocks"][k], h, ids, batch.get("doc"))
         sums[f"head{k + 2}"] = nats(model.logits(h), far[:, :, k])
     return sums
 
@@ -559,14 +565,14 @@ class ParallelDrafter:
     may be compiled with the model's step. draft: goes on from the tails of the positions that were kept, where ids
     are the block's so far and draw (logits (j, V)) gives j drafts and what they were drawn from (j, 256)."""
 
-    def __init__(self, model, heads, hp):
-        self.model, self.heads, self.k, self.T = model, heads, hp.mtp_heads - 1, hp.block_size
+    def __init__(self, model, hp):
+        self.model, self.k, self.T = model, hp.mtp_heads - 1, hp.block_size
 
     def restart(self):  # another block
         pass
 
     def tail(self, h):  # (m, C) -> (m, k, V)
-        return self.model.logits(mtp_ahead(self.heads, h))
+        return self.model.logits(mtp_ahead(self.model, h))
 
     def draft(self, tails, ids, draw):
         return draw(tails[-1])
@@ -589,7 +595,7 @@ class SequentialDrafter(ParallelDrafter):
     def draft(self, tails, ids, draw):
         self.states[0] = torch.cat((self.states[0], tails))     # (n, C); the last of the n + 1 ids has none yet
         n, ids, drafts, q = len(self.states[0]), list(ids), [], []
-        for k, (block, cache) in enumerate(zip(self.heads["mtp"]["blocks"], self.caches)):
+        for k, (block, cache) in enumerate(zip(self.model.heads["mtp"]["blocks"], self.caches)):
             a = self.sure[k]
             cache.move(a - cache.length)
             new = torch.tensor([ids[a + k + 1:n + k + 1]], device=tails.device)     # byte i + k + 1 at position i
@@ -601,10 +607,10 @@ class SequentialDrafter(ParallelDrafter):
         return drafts, torch.cat(q)
 
 
-def mtp_drafter(model, heads, hp):
+def mtp_drafter(model, hp):
     if hp.mtp_heads == 1:
         return None
-    return (ParallelDrafter if hp.mtp_kind == "parallel" else SequentialDrafter)(model, heads, hp)
+    return (ParallelDrafter if hp.mtp_kind == "parallel" else SequentialDrafter)(model, hp)
 
 
 add("mtp", make=mtp, help="several next bytes at once", use="continue, drafting ahead", mask="causal",
@@ -641,7 +647,7 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked (B, k) places, u (
 def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads as wide where that divides
     H = max(1, round(sizes.n_head * hp.gen_scale))
     C = 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H)))
-    return dataclasses.replace(sizes, n_head=H, n_embd=C)
+    return dataclasses.replace(sizes, n_head=H, n_embd=C, ngram_rows=0)
 
 
 def electra_heads(sizes, hp):
@@ -651,7 +657,7 @@ def electra_heads(sizes, hp):
 
 def electra_fakes(generator, batch):  # -> generator's logits (B, k, V), clean bytes, sampled bytes (B, k)
     at = batch["masked"]
-    h = generator(batch["inp"], "bidirectional")
+    h = generator(batch["inp"], batch["mask"])
     logits = generator.logits(h.gather(1, at[..., None].expand(-1, -1, h.size(-1))))
     with torch.no_grad():                       # the inverse of the distribution function, at the batch's uniforms
         cdf = logits[..., :N_BYTES].softmax(-1).cumsum(-1)                          # (B, k, 256)
@@ -659,8 +665,8 @@ def electra_fakes(generator, batch):  # -> generator's logits (B, k, V), clean b
     return logits, batch["tgt"].gather(1, at), fake.clamp(max=N_BYTES - 1)
 
 
-def electra_answer(model, heads, x):  # x (B, T) -> (B, T): log-odds that each byte was replaced
-    return heads["replaced"](model(x, "bidirectional").float())[..., 0]
+def electra_answer(model, x, ngram_scale=None):  # x (B, T) -> (B, T): log-odds that each byte was replaced
+    return model.heads["replaced"](model(x, "bidirectional", ngram_scale=ngram_scale).float())[..., 0]
 
 
 def electra_terms(batch, hp):
@@ -669,10 +675,11 @@ def electra_terms(batch, hp):
             "auc": (positions, 0.0), "replaced": (positions, 0.0)}
 
 
-def electra_loss(model, heads, batch, hp):
-    logits, clean, fake = electra_fakes(heads["generator"], batch)
+def electra_loss(model, batch, hp):
+    logits, clean, fake = electra_fakes(model.heads["generator"], batch)
     labels = torch.zeros_like(batch["inp"]).scatter(1, batch["masked"], (fake != clean).long())         # (B, T)
-    replaced = electra_answer(model, heads, batch["inp"].scatter(1, batch["masked"], fake))             # (B, T)
+    x = batch["inp"].scatter(1, batch["masked"], fake)                              # (B, T)
+    replaced = electra_answer(model, x, batch.get("ngram_scale"))
     sums = {"generator": nats(logits, clean), "discriminator": yes_no(replaced, labels)}
     if evaluating():
         area = auc(replaced.flatten(), labels.flatten())
@@ -895,25 +902,25 @@ def nsp_terms(batch, hp):
     return {"nll": (count_targets(batch), 1.0), "nsp": (B, 1.0), "accuracy": (B, 0.0)}
 
 
-def nsp_loss(model, heads, batch, hp):
-    h = model(batch["inp"], batch["mask"])                                          # (B, T, C)
-    follows = heads["follows"](h[:, 0].float())[:, 0]                               # (B,)
+def nsp_loss(model, batch, hp):
+    h = hidden_states(model, batch)                                                 # (B, T, C)
+    follows = model.heads["nsp"](h[:, 0].float())[:, 0]                               # (B,)
     sums = {"nll": byte_nats(model, h, batch["tgt"])[0].sum(), "nsp": yes_no(follows, batch["labels"])}
     if evaluating():
         sums["accuracy"] = ((follows > 0) == (batch["labels"] == 1)).sum()
     return sums
 
 
-def nsp_answer(model, heads, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
+def nsp_answer(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
     """As in training the pieces are at most h bytes, and a long second text loses its first GAP bytes."""
     h = (hp.block_size - 3) // 2
     second = second[GAP:GAP + h] if len(second) > 2 * GAP else second[:h]
     row = torch.tensor([[CLS, *first[-h:], SEP, *second, SEP]], device=model.embed.weight.device)
-    return heads["follows"](model(row, "bidirectional")[:, 0].float())[0, 0]
+    return model.heads["nsp"](model(row, "bidirectional")[:, 0].float())[0, 0]
 
 
 add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
-    window=nsp_window, heads=lambda sizes, hp: {"follows": readout(sizes.n_embd)}, terms=nsp_terms, loss=nsp_loss,
+    window=nsp_window, heads=lambda sizes, hp: {"nsp": readout(sizes.n_embd)}, terms=nsp_terms, loss=nsp_loss,
     whole=True, mode="follow", fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
     defaults=SHARP | {"mask_rate": 0.15}, reaches=(8000, "answers 82% of pairs right"),
     settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
@@ -947,8 +954,8 @@ def contrastive_window(T, hp):
     return T
 
 
-def embed(model, heads, x):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
-    return F.normalize(model(x, "bidirectional").float().mean(1), dim=-1)
+def embed(model, x, ngram_scale=None):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
+    return F.normalize(model(x, "bidirectional", ngram_scale=ngram_scale).float().mean(1), dim=-1)
 
 
 def contrastive_terms(batch, hp):
@@ -956,8 +963,10 @@ def contrastive_terms(batch, hp):
     return {"info": (2 * B, 1.0), "top1": (B, 0.0)}
 
 
-def contrastive_loss(model, heads, batch, hp):
-    a, b = embed(model, heads, batch["inp"].flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+def contrastive_loss(model, batch, hp):
+    crops, scale = batch["inp"].flatten(0, 1), batch.get("ngram_scale")
+    states = embed(model, crops, None if scale is None else scale.flatten(0, 1))    # (2 B, C)
+    a, b = states.unflatten(0, (-1, 2)).unbind(1)
     sim = a @ b.T / hp.tau                                                          # (B, B)
     own = torch.arange(len(sim), device=sim.device)
     return {"info": nats(sim, own) + nats(sim.T, own), "top1": (sim.argmax(1) == own).sum()}
@@ -991,7 +1000,7 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
 
 
 def mdlm_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
-    h, tgt, row = told(model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
+    h, tgt, row = told(hidden_states(model, batch), batch["tgt"])
     each = F.cross_entropy(model.logits(h)[..., :N_BYTES], tgt, ignore_index=IGNORE, reduction="none")    # (N,)
     return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]
 
@@ -1002,7 +1011,7 @@ def bound_terms(batch, hp):
 
 add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order", mask="bidirectional",
     window=same_length, targets=count_targets, bpb="bound", bounds=mdlm_bounds, terms=bound_terms,
-    loss=lambda model, heads, batch, hp: {"bound": mdlm_bounds(model, batch, hp).sum()},
+    loss=lambda model, batch, hp: {"bound": mdlm_bounds(model, batch, hp).sum()},
     packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident", "left"), defaults=SHARP,
     reaches=(8000, "bounds held-out text by 2.07 bits per byte, fills a hole of 4 at 1.23"))
 
@@ -1018,7 +1027,7 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
     A masked byte x costs (sum_y c_y - log c_x - 1) * L / l, where it costs mdlm -log softmax_x * L / l. That is least
     where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normaliser, which the softmax gives
     mdlm, is learned. Departure: the model is told no time, which the absorbing state allows."""
-    h, tgt, row = told(model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
+    h, tgt, row = told(hidden_states(model, batch), batch["tgt"])
     logc = model.logits(h)[..., :N_BYTES] - math.log(N_BYTES)                       # (N, 256)
     logc = logc.masked_fill((tgt == IGNORE)[:, None], 0.0)      # finite, whatever was there
     each = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1                # (N,)
@@ -1028,7 +1037,7 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
 
 add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in any order", mask="bidirectional",
     window=same_length, targets=count_targets, bpb="bound", bounds=sedd_bounds, terms=bound_terms,
-    loss=lambda model, heads, batch, hp: {"bound": sedd_bounds(model, batch, hp).sum()},
+    loss=lambda model, batch, hp: {"bound": sedd_bounds(model, batch, hp).sum()},
     packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic", "left"), defaults=SHARP,
     reaches=(8000, "bounds held-out text by 2.11 bits per byte, fills a hole of 4 at 1.47"))
 
@@ -1049,8 +1058,8 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     return dict(inp=x.gather(1, at), labels=((T - r) % T)[:, 0], mask="bidirectional")
 
 
-def rotation_answer(model, heads, x):  # x (B, T) -> (B, T): a score for each position
-    return heads["seam"](model(x, "bidirectional").float())[..., 0]
+def rotation_answer(model, x, ngram_scale=None):  # x (B, T) -> (B, T): a score for each position
+    return model.heads["seam"](model(x, "bidirectional", ngram_scale=ngram_scale).float())[..., 0]
 
 
 def rotation_terms(batch, hp):
@@ -1058,8 +1067,8 @@ def rotation_terms(batch, hp):
     return {"seam": (B, 1.0), "accuracy": (B, 0.0)}
 
 
-def rotation_loss(model, heads, batch, hp):
-    scores = rotation_answer(model, heads, batch["inp"])
+def rotation_loss(model, batch, hp):
+    scores = rotation_answer(model, batch["inp"], batch.get("ngram_scale"))
     return {"seam": nats(scores, batch["labels"]), "accuracy": (scores.argmax(1) == batch["labels"]).sum()}
 
 
@@ -1110,8 +1119,8 @@ def hybrid_terms(batch, hp):
     return {"masked": (counts[0], hp.hybrid_ratio), "causal": (counts[1], 1 - hp.hybrid_ratio)}
 
 
-def hybrid_loss(model, heads, batch, hp):
-    each, row = byte_nats(model, model(batch["inp"], batch["mask"], batch.get("doc")), batch["tgt"])
+def hybrid_loss(model, batch, hp):
+    each, row = byte_nats(model, hidden_states(model, batch), batch["tgt"])
     masked = batch["mask"][row] > 0                                                 # (N,)
     return {"masked": (each * masked).sum(), "causal": (each * ~masked).sum()}
 
@@ -1180,10 +1189,10 @@ def mix(members, hp):  # [(weight, entry)] -> entry
             out |= named(m["name"], {term: (count, w * c) for term, (count, c) in known.items()})
         return out
 
-    def loss(model, heads, batch, hp):
+    def loss(model, batch, hp):
         out = {}
         for _, m, own in each:
-            out |= named(m["name"], m["loss"](model, heads, part_of(batch, m), own))
+            out |= named(m["name"], m["loss"](model, part_of(batch, m), own))
         return out
 
     def targets(batch):
@@ -1192,6 +1201,7 @@ def mix(members, hp):  # [(weight, entry)] -> entry
     whole = torch.tensor([m["whole"] for (_, m), r in zip(members, rows) for _ in range(r)])
     return USUAL | dict(
         name=hp.objective, make=make, window=window, heads=heads, terms=terms, loss=loss, targets=targets,
+        n_outputs=max(m["n_outputs"] for _, m in members),
         whole=whole if whole.any() else False, packs=all(m["packs"] for _, m in members),
         settings={flag: spec for _, m in members for flag, spec in m["settings"].items()})
 

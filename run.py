@@ -12,9 +12,9 @@ import glob
 import json
 import math
 import os
+import sys
 import warnings
 import zipfile
-from dataclasses import fields
 
 import torch
 
@@ -22,9 +22,10 @@ from data import fail, generator
 from model import Linear, Sizes, Transformer, pack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, find_objective
 
-VERSION = 5                                     # of checkpoints: their layout, and that of the rows they know
-PARTS = dict(config=dict, step=int, seconds=float, best=float, sources=list, metrics_bytes=int, model=dict,
-             heads=dict, adamw=dict, muon=list, held_out=torch.Tensor)
+VERSION = 6                                     # of checkpoints: their layout, and that of the rows they know
+PARTS = dict(config=dict, step=int, seconds=float, best=float, best_step=int, val=float, sources=list, metrics_bytes=int, model=dict,
+             adamw=dict, muon=list, held_out=torch.Tensor)
+WORSE = 1.01                                    # a loss that is clearly worse than another, as a multiple of it
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes
 RANK = int(os.environ.get("RANK", 0)) if WORLD > 1 else 0
 DEVICE = {"device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
@@ -47,17 +48,20 @@ SETTINGS = {
         "n_head": ({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
         "n_embd": ({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
         "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 32, 1 << 24),
+        "ngram_rows": (65536, "rows of the table of hashed n-grams for each of their lengths, 0 for none", 0, 1 << 26),
         "attn_scale": (1.0, "attention's logits are so many times q k / sqrt(D)", 0.01, 100.0),
     },
     "training": {
         "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
         "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
-        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps", 0, 1 << 40),
+        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps; without it fewer where --max_passes says so", 0, 1 << 40),
+        "max_passes": (4.0, "without --max_iters: the run ends after so many passes over a text, 0 for any", 0.0, 1e9),
         "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
         "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
         "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
         "grad_clip": (1.0, "largest norm of the gradient, 0 for any", 0.0, 1e30),
+        "ngram_drop": (0.5, "share of n-gram lookups that a training step leaves out", 0.0, 0.99),
         "doc_mask": (False, "keep attention inside a document, where rows keep the text's order"),
         "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all)", ("muon", "adamw")),
     },
@@ -204,7 +208,9 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     chosen = saved | given
     usual = defaults(kind, chosen.get("optimizer", "muon"))
     name, _, weight = chosen.get("objective", usual["objective"]).strip().partition(":")
-    own = OBJECTIVES.get(name, {}).get("defaults", {}) if "," not in weight else {}     # a mixture has none
+    own = dict(OBJECTIVES.get(name, {}).get("defaults", {})) if "," not in weight else {}           # a mixture has none
+    if "max_iters" in chosen:
+        usual["max_passes"] = own["max_passes"] = 0.0
     values = usual | own | chosen | {"device": str(device), "resume": False}
     check(values, specs())
     hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume or ""})
@@ -448,44 +454,54 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     return ckpt | {"config": config}
 
 
-def build(hp):  # -> model, heads (an nn.ModuleDict)
+def build(hp):  # -> model
     """Weights are drawn on the CPU from the seed, the trunk before the heads: equal seeds give equal trunks
     on every device and under every objective."""
-    sizes = Sizes(**{f.name: getattr(hp, f.name) for f in fields(Sizes) if hasattr(hp, f.name)})
+    objective = find_objective(hp)
+    sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd, n_outputs=objective["n_outputs"], ngram_rows=hp.ngram_rows,
+                  attn_scale=hp.attn_scale)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
         model = Transformer(sizes, getattr(torch, hp.dtype))
-        heads = torch.nn.ModuleDict(find_objective(hp)["heads"](sizes, hp))
-    return model.to(hp.device), heads.to(hp.device)
+        model.heads.update(objective["heads"](sizes, hp))
+    return model.to(hp.device)
 
 
-def restore(model, heads, ckpt, path, fresh=False):
-    """fresh: heads that the checkpoint does not have stay as they are; else it must have them all. Fails
-    where they do not fit, or are not finite."""
+def restore(model, ckpt, path, fresh=False):
+    """fresh: heads that the checkpoint does not have stay as they are, and of its byte head the columns that both
+    have are taken. Fails where weights do not fit, or are not finite."""
+    saved, own = ckpt["model"], model.state_dict()
     try:
-        model.load_state_dict(ckpt["model"])
-        for name, head in heads.items():
-            if name in ckpt["heads"] or not fresh:
-                head.load_state_dict(ckpt["heads"][name])
-    except (RuntimeError, KeyError, AttributeError) as e:
+        if fresh:
+            saved = {k: v for k, v in saved.items() if not k.startswith("heads.") or k in own}
+            saved |= {k: v for k, v in own.items() if k.startswith("heads.") and k not in saved}
+            n = min(own["head.weight"].size(1), saved["head.weight"].size(1))
+            saved["head.weight"] = torch.cat((saved["head.weight"][:, :n], own["head.weight"].cpu()[:, n:]), dim=1)
+        model.load_state_dict(saved)
+    except (RuntimeError, KeyError, AttributeError, IndexError) as e:
         fail(f"{path}: its weights do not fit its settings, or this model.py ({type(e).__name__}). Try another run")
-    if not all(bool(p.isfinite().all()) for module in (model, heads) for p in module.parameters()):
+    if not all(bool(p.isfinite().all()) for p in model.parameters()):
         fail(f"{path}: has weights that are not finite. Try best.pt beside it, or another run")
 
 
-def load_run(path, device="auto", dtype="auto"):  # -> model, heads, settings, checkpoint; for inference
-    """Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products, and
-    switches cuDNN's attention off, which plans anew for every length of a cache."""
-    ckpt = load_checkpoint(path)
+def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint; for inference
+    """Of a run's folder ckpt.pt, or best.pt where validation became clearly worse after it, which a line on standard
+    error says. Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products,
+    and switches cuDNN's attention off, which plans anew for every length of a cache."""
+    ckpt, best = load_checkpoint(path), os.path.join(path, "best.pt")
+    if ckpt["val"] > WORSE * ckpt["best"] and ckpt["best_step"] and os.path.isfile(best):
+        print(f"--- {best}: of step {ckpt['best_step']:,}, with a validation loss of {ckpt['best']:.3f} nats; at step "
+              f"{ckpt['step']:,} it was {ckpt['val']:.3f}", file=sys.stderr)
+        ckpt = load_checkpoint(best)
     hp, device = argparse.Namespace(**ckpt["config"]), pick_device(device)
     use_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
-    model, heads = build(hp)
-    restore(model, heads, ckpt, path)
+    model = build(hp)
+    restore(model, ckpt, path)
     # no training here: weights take the activations' type, and a pass reads half as much
-    for module in (model.requires_grad_(False), heads.requires_grad_(False)):
-        for layer in [m for m in module.modules() if isinstance(m, (Linear, torch.nn.Embedding))]:
-            layer.to(getattr(torch, hp.dtype))
-        pack_weights(module)
-    return model, heads, hp, ckpt
+    model.requires_grad_(False)
+    for layer in [m for m in model.modules() if isinstance(m, (Linear, torch.nn.Embedding))]:
+        layer.to(getattr(torch, hp.dtype))
+    pack_weights(model)
+    return model, hp, ckpt

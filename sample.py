@@ -493,10 +493,10 @@ def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, 
     return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
 
 
-# ---- modes: (model, heads, entry, hp, flags, held-out bytes) -> prints
+# ---- modes: (model, entry, hp, flags, held-out bytes) -> prints
 # a flag is None where it was not given; without a text a mode demonstrates itself on the held-out bytes
 
-def continue_mode(model, heads, entry, hp, flags, held_out):
+def continue_mode(model, entry, hp, flags, held_out):
     """Goes on with a prompt, laid out as the entry's continues says."""
     layout = entry["continues"](hp) or fail(f"--out_dir: {entry['name']} does not say how a text goes on")
     (mask, before, after), T, prompt = layout, hp.block_size, flags.prompt
@@ -510,7 +510,7 @@ def continue_mode(model, heads, entry, hp, flags, held_out):
         if len(prompt) > room:
             print(f"--- the last {room} of {len(prompt)} bytes of the prompt, which leave room in the block")
         prompt = prompt[-room:]
-    drafter = flags.speculate and entry["drafter"] and entry["drafter"](model, heads, hp)
+    drafter = flags.speculate and entry["drafter"] and entry["drafter"](model, hp)
     if drafter:
         return speculate_mode(model, drafter, hp, flags, prompt)
     ids = tensor(before + prompt + after, hp).expand(flags.num_samples, -1)
@@ -542,7 +542,7 @@ def speculate_mode(model, drafter, hp, flags, prompt):
     print(f"--- {n / max(1, len(tally)):.2f} bytes a pass; drafts kept: {' '.join(each)}", file=sys.stderr)
 
 
-def fill_mode(model, heads, entry, hp, flags, held_out):
+def fill_mode(model, entry, hp, flags, held_out):
     """Fills masked bytes; a model whose MASKs may be anywhere also goes on with a prompt in the same
     block."""
     frame, T = entry["fills"](hp), hp.block_size
@@ -576,7 +576,7 @@ def fill_mode(model, heads, entry, hp, flags, held_out):
             print(marked(runs(out, [i == MASK for i in ids])))
 
 
-def infill_mode(model, heads, entry, hp, flags, held_out):
+def infill_mode(model, entry, hp, flags, held_out):
     """Writes what belongs in the holes of a prompt, or between --prefix and --suffix."""
     T, sides = hp.block_size, [flags.prefix, flags.suffix]
     if flags.prompt is not None:
@@ -612,7 +612,7 @@ def infill_mode(model, heads, entry, hp, flags, held_out):
         print(marked(parts) + note)
 
 
-def repair_mode(model, heads, entry, hp, flags, held_out):
+def repair_mode(model, entry, hp, flags, held_out):
     """Writes the target of a source, row after row of a long text; [MASK] may stand in it."""
     T, n, noisy = hp.block_size, entry["n"], flags.prompt
     if noisy is None:
@@ -635,8 +635,8 @@ def repair_mode(model, heads, entry, hp, flags, held_out):
         print(shown(out) + (f"\n--- stopped after {most} bytes" if len(out) >= most else ""))
 
 
-def mark_mode(model, heads, entry, hp, flags, held_out):
-    """Marks the bytes that answer(model, heads, x (1, n)) -> log-odds (1, n) finds suspicious; lists the
+def mark_mode(model, entry, hp, flags, held_out):
+    """Marks the bytes that answer(model, x (1, n)) -> log-odds (1, n) finds suspicious; lists the
     likeliest."""
     if flags.prompt is None:
         g, clean = generator("demonstration"), tensor(held_out[:hp.block_size], hp)[0]
@@ -647,7 +647,7 @@ def mark_mode(model, heads, entry, hp, flags, held_out):
         print("--- marked where the model thinks so:")
     else:
         x = tensor(needed(flags.prompt, "prompt"), hp)[0]
-    p = torch.cat([entry["answer"](model, heads, part[None])[0] for part in x.split(hp.block_size)]).sigmoid()
+    p = torch.cat([entry["answer"](model, part[None])[0] for part in x.split(hp.block_size)]).sigmoid()
     found = p > 0.5
     print(marked(runs(x.tolist(), found.tolist()), ("«", "»")))
     for i in p.argsort(descending=True)[:10].tolist():
@@ -657,36 +657,36 @@ def mark_mode(model, heads, entry, hp, flags, held_out):
         print(f"--- {hits} of {int(bad.sum())} replaced bytes found, {hits} of {int(found.sum())} marks right")
 
 
-def follow_mode(model, heads, entry, hp, flags, held_out):
-    """Prints the probability that --suffix follows --prefix, by answer(model, heads, ids, ids, hp) ->
+def follow_mode(model, entry, hp, flags, held_out):
+    """Prints the probability that --suffix follows --prefix, by answer(model, ids, ids, hp) ->
     log-odds."""
     if flags.prefix is not None or flags.suffix is not None:
         first, second = needed(flags.prefix, "prefix"), needed(flags.suffix, "suffix")
-        p = float(entry["answer"](model, heads, first, second, hp).sigmoid())
+        p = float(entry["answer"](model, first, second, hp).sigmoid())
         print(f"the second text follows the first with probability {p:.3f}")
         return
     n = min(len(held_out) // 2, hp.block_size // 2)
     first, true, other = (held_out[a:a + n].tolist() for a in (0, n, len(held_out) - n))
     print(f"first text:\n{shown(first)}")
     for title, second in (("its continuation", true), ("a later passage", other)):
-        p = float(entry["answer"](model, heads, first, second, hp).sigmoid())
+        p = float(entry["answer"](model, first, second, hp).sigmoid())
         print(f"--- {title}, which follows with probability {p:.3f}:\n{shown(second)}")
 
 
-def embeddings(model, heads, entry, texts, T):  # list of ids -> (N, C) float32 of length 1
-    """By answer(model, heads, x (B, n)) -> (B, C). Of a long text the mean over its blocks, weighed by
+def embeddings(model, entry, texts, T):  # list of ids -> (N, C) float32 of length 1
+    """By answer(model, x (B, n)) -> (B, C). Of a long text the mean over its blocks, weighed by
     length."""
     blocks = [(i, text[a:a + T] or [EOT]) for i, text in enumerate(texts) for a in range(0, max(1, len(text)), T)]
     blocks.sort(key=lambda b: len(b[1]))        # those of one length can share a batch
     out = torch.zeros(len(texts), model.sizes.n_embd)
     for some in batches(blocks, lambda b: len(b[1])):
         owner, rows = zip(*some)
-        e = entry["answer"](model, heads, torch.tensor(rows, device=model.embed.weight.device)).cpu()
+        e = entry["answer"](model, torch.tensor(rows, device=model.embed.weight.device)).cpu()
         out.index_add_(0, torch.tensor(owner), len(rows[0]) * e)
     return F.normalize(out, dim=1)
 
 
-def search_mode(model, heads, entry, hp, flags, held_out):
+def search_mode(model, entry, hp, flags, held_out):
     """Prints the three passages nearest to --query, of the lines of --corpus; without a query the lines' embeddings."""
     T = hp.block_size
     if flags.corpus is None:
@@ -694,34 +694,34 @@ def search_mode(model, heads, entry, hp, flags, held_out):
     else:
         found = enumerate(read_text("corpus", flags.corpus).splitlines(), 1)
         texts = needed({f"line {i}": list(line) for i, line in found if line.strip()}, "corpus")
-    titles, vectors = [*texts], embeddings(model, heads, entry, [*texts.values()], T)       # (N, C)
+    titles, vectors = [*texts], embeddings(model, entry, [*texts.values()], T)       # (N, C)
     if flags.query is None and flags.corpus is not None:
         for title, e in zip(titles, vectors.tolist()):
             print(" ".join(f"{v:.5f}" for v in e), title, sep="\t")
         return
     query = held_out[T // 4:T // 4 + T // 2].tolist() if flags.query is None else needed(flags.query, "query")
-    near = vectors @ embeddings(model, heads, entry, [query], T)[0]
+    near = vectors @ embeddings(model, entry, [query], T)[0]
     print(f"query:\n{shown(query)}")
     for i in near.argsort(descending=True)[:3].tolist():
         print(f"--- similarity {float(near[i]):.3f}, {titles[i]}:\n{shown(texts[titles[i]][:T])}")
 
 
-def seam_mode(model, heads, entry, hp, flags, held_out):
-    """Rolls a text back to where its first byte most likely is, by answer(model, heads, x (1, n)) -> scores
+def seam_mode(model, entry, hp, flags, held_out):
+    """Rolls a text back to where its first byte most likely is, by answer(model, x (1, n)) -> scores
     (1, n)."""
     T, turn = hp.block_size, hp.block_size // 3
     ids = held_out[:T].roll(turn).tolist() if flags.prompt is None else needed(flags.prompt, "prompt")
     if len(ids) > T:
         print(f"--- the first {T} of {len(ids)} bytes, which fill the block")
         ids = ids[:T]
-    p = entry["answer"](model, heads, tensor(ids, hp))[0].softmax(0)
+    p = entry["answer"](model, tensor(ids, hp))[0].softmax(0)
     at = int(p.argmax())
     truth = f", the right one is {turn % len(ids)}" if flags.prompt is None else ""
     print(f"rotated:\n{shown(ids)}\n--- rolled back at byte {at} (probability {float(p[at]):.2f}{truth}):")
     print(shown(ids[at:] + ids[:at]))
 
 
-def score_mode(model, heads, entry, hp, flags, held_out):
+def score_mode(model, entry, hp, flags, held_out):
     """Bits per byte of a file: exact, a bound, or a pseudo-likelihood, and says which. Fails for objectives
     without any."""
     from train import compressors  # here: scoring alone wants it
@@ -816,7 +816,7 @@ def main(argv=None):
         sys.stdout.reconfigure(errors="replace")
     path = flags.out_dir or newest_run()
     exact = flags.score is not None and flags.dtype == "auto"           # a score is worth the slower float32
-    model, heads, hp, ckpt = load_run(path, flags.device, "float32" if exact else flags.dtype)
+    model, hp, ckpt = load_run(path, flags.device, "float32" if exact else flags.dtype)
     members = {m["name"]: m for _, m in find_objective(hp)["members"]}
     name = flags.objective or next(iter(members))
     if name not in members:
@@ -826,7 +826,7 @@ def main(argv=None):
         users = [n for n, e in OBJECTIVES.items() if flag in MODES[e["mode"]][1] and n != name]
         hint = "with --score" if flag == "stride" else f"with {' '.join(users)}" if users else "without it"
         fail(f"--{flag}: not used by {name} here. Try {hint}")
-    mode(model, heads, members[name], hp, flags, ckpt["held_out"])
+    mode(model, members[name], hp, flags, ckpt["held_out"])
     say_how_far(members[name], hp, ckpt["step"], path)
 
 

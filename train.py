@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
-from model import Linear
+from model import NGRAMS, Linear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, targets_of
 from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, get_config
 from run import load_checkpoint, open_metrics, process_as_it_was, restore, save_checkpoint, use_device, write_line
@@ -33,9 +33,11 @@ import torch
 from tqdm import tqdm
 
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
+MIN_ITERS = 200                                 # steps of a run whose length is not given, however small its text
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
 MOMENTUM, NS_STEPS = 0.9, 4                     # Muon; at width 128 as good as 5 steps, and .9 better than .95
+NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # n-gram tables: of the second moments; times the others' rate
 
 
 # ---- batches
@@ -52,7 +54,13 @@ def make_batch(entry, corpus, split, where, g, hp):  # the windows at where, cor
     batch = entry["make"](x.to(hp.device, non_blocking=True), g, hp)
     for k in [k for k in batch if k.endswith("inp")] if hp.doc_mask else []:
         batch[k.removesuffix("inp") + "doc"] = document_ids(batch[k])               # a masked EOT ends nothing
+    for k in [k for k in batch if k.endswith("inp")] if split == "train" and hp.ngram_rows and hp.ngram_drop else []:
+        batch[k.removesuffix("inp") + "ngram_scale"] = dropout_scale((*batch[k].shape, len(NGRAMS)), g, hp.ngram_drop)
     return batch
+
+
+def dropout_scale(shape, g, p):  # -> shape, float32: 0 with probability p, else 1 / (1 - p)
+    return (torch.rand(shape, generator=g, device=g.device) >= p) / (1 - p)
 
 
 def draw_batch(entry, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of key
@@ -67,11 +75,14 @@ def micro_batch(batch, i, n):  # the i-th of n equal parts; a mixture's members 
 
 # ---- optimizer
 
-def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (params, momentum)}, lr=0-D tensor)
-    """Muon for the Linear layers inside blocks, AdamW for embeddings, heads and vectors."""
-    modules = [*model.named_modules(), *heads.named_modules()]
-    hidden = [m.weight for name, m in modules if isinstance(m, Linear) and "blocks." in name]
-    rest = [p for p in [*model.parameters(), *heads.parameters()] if not any(p is q for q in hidden)]
+def make_optimizer(model, hp):
+    """-> dict(adamw=AdamW, muon={shape: (params, momentum)}, moments=of the n-gram table's rows, lr=0-D tensor)
+
+    Muon for the Linear layers inside blocks, ngram_step for the n-gram table, AdamW for embeddings, heads and
+    vectors."""
+    hidden = [m.weight for name, m in model.named_modules() if isinstance(m, Linear) and "blocks." in name]
+    table = model.ngrams and model.ngrams.table
+    rest = [p for p in model.parameters() if not any(p is q for q in [table, *hidden])]
     groups = [dict(params=rest, weight_decay=0.0)]
     if hp.optimizer == "adamw":
         groups, hidden = groups + [dict(params=hidden, weight_decay=hp.weight_decay)], []
@@ -83,7 +94,8 @@ def make_optimizer(model, heads, hp):  # -> dict(adamw=AdamW, muon={shape: (para
         muon[shape] = params, torch.zeros(sum(len(p) for p in params), *shape, device=params[0].device)
     lr = torch.zeros((), device=hp.device)      # a tensor, so that a captured step reads each step's rate
     adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True, capturable=lr.is_cuda)
-    return dict(adamw=adamw, muon=muon, lr=lr)
+    moments = None if table is None else torch.zeros(len(table), device=table.device)
+    return dict(adamw=adamw, muon=muon, moments=moments, lr=lr)
 
 
 def optimizer_step(opt, bad, hp):
@@ -95,6 +107,24 @@ def optimizer_step(opt, bad, hp):
     adamw.step()
     for params, momentum in opt["muon"].values():
         muon_step(params, momentum, opt["lr"], bad, hp)
+
+
+def take_lookups(table):  # -> rows of the table (n,), gradients (n, D) of the lookups since the last call
+    """Of each micro-batch by itself: torch would add equal rows of two sparse gradients on some devices, and so give
+    accumulation another second moment than a large batch has."""
+    grad, table.grad = table.grad, None
+    return grad._indices()[0], grad._values()
+
+
+@torch.no_grad()
+def ngram_step(table, moments, lookups, lr, bad):  # table (N R, D), moments (N R,), lookups [(rows, gradients)]
+    """Updates only the rows that were looked up, each lookup by its own gradient: RMSprop with one second moment a
+    row. What a step costs does not depend on the size of the table, and no shape on how many lookups share a row."""
+    row, grad = (torch.cat(parts) for parts in zip(*lookups))                       # (n,), (n, D)
+    grad = torch.where(bad, 0.0, grad)
+    moments.mul_(torch.where(bad, 1.0, NGRAM_DECAY)).index_add_(0, row, grad.square().mean(1))
+    scale = NGRAM_RATE * lr / (moments[row].sqrt() + EPS)
+    table.index_add_(0, row, -scale[:, None] * grad)
 
 
 @torch.no_grad()
@@ -148,22 +178,23 @@ class State:
     entry: dict                                 # of the objective
     corpus: list
     model: torch.nn.Module
-    heads: torch.nn.ModuleDict
     loss: object                                # the entry's, perhaps compiled
     opt: dict
     where: list                                 # source (B,), offset (B, tries) of the step's windows
     g: torch.Generator
     step: torch.Tensor
     first_bad: torch.Tensor                     # the first step whose loss or gradient was not finite, else -1
-    params: list
+    params: list                                # all but the n-gram table, whose gradient is sparse
+    table: torch.nn.Parameter                   # or None
 
 
 def prepare(entry, corpus, hp):  # -> State before the first step
-    device, (model, heads) = torch.device(hp.device), build(hp)
+    device, model = torch.device(hp.device), build(hp)
+    table = model.ngrams and model.ngrams.table
     where = draw_windows(entry, corpus, "train", hp.batch_size * hp.accum, "0")     # its shapes alone are used
     return State(
-        hp, entry, corpus, model, heads, entry["loss"], make_optimizer(model, heads, hp),
-        params=[*model.parameters(), *heads.parameters()],
+        hp, entry, corpus, model, entry["loss"], make_optimizer(model, hp),
+        params=[p for p in model.parameters() if p is not table], table=table,
         where=[t.to(corpus[0]["train"].device) for t in where],
         g=torch.Generator(device), step=torch.zeros((), dtype=torch.long, device=device),
         first_bad=torch.full((), -1, device=device))
@@ -187,20 +218,25 @@ def training_step(s):  # -> batch, loss (nats: sum over terms of coefficient * s
     batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, hp)
 
     # forward and backward: sums of nats, divided by the counts of the whole batch
-    terms = s.entry["terms"](batch, hp)
+    terms, lookups = s.entry["terms"](batch, hp), []
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
-        part = total(s.loss(s.model, s.heads, micro_batch(batch, i, hp.accum), hp), terms)
+        part = total(s.loss(s.model, micro_batch(batch, i, hp.accum), hp), terms)
         part.backward()
         loss += part.detach()
+        if s.table is not None and s.table.grad is not None:
+            lookups.append(take_lookups(s.table))
     if WORLD > 1:
         add_up([p.grad for p in s.params if p.grad is not None] + [loss])
+        lookups = [[gather_rows(t) for t in part] for part in lookups]
 
     # clip, look for what is not finite, move
     norm = torch.nn.utils.clip_grad_norm_(s.params, hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
     s.first_bad.copy_(torch.where((s.first_bad < 0) & ~finite, s.step, s.first_bad))
     optimizer_step(s.opt, s.first_bad >= 0, hp)
-    for p in s.params:
+    if lookups:
+        ngram_step(s.table, s.opt["moments"], lookups, s.opt["lr"], s.first_bad >= 0)
+    for p in s.model.parameters():
         p.grad = None
     return batch, loss, norm
 
@@ -213,12 +249,12 @@ def compile_loss(s):  # -> the loss, plain where torch.compile cannot; what cann
     loss = torch.compile(s.loss, fullgraph=True, dynamic=False)
     try:
         batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, s.hp)
-        sum(loss(s.model, s.heads, micro_batch(batch, 0, s.hp.accum), s.hp).values()).backward()
+        sum(loss(s.model, micro_batch(batch, 0, s.hp.accum), s.hp).values()).backward()
     except Exception as e:                      # no compiler, an old one, an operating system without support
         why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
         print(f"--compile: does not work here ({why}), going on without it")
         loss = s.loss
-    for p in s.params:
+    for p in s.model.parameters():
         p.grad = None
     return loss
 
@@ -237,14 +273,14 @@ def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches,
 
 
 @torch.no_grad()
-def evaluate(model, heads, validation, hp):  # -> one record for each source and member
+def evaluate(model, validation, hp):  # -> one record for each source and member
     """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold
     start; a bound from above where the entry says so; None where the objective does not define it.
     targets: targets for one row position, whatever their weight. terms: the loss's terms and figures."""
     records = []
     for source, _, m, batches, causal in validation:
-        figures, loss = means(m, model, heads, batches, hp)
-        nats = means(CAUSAL, model, heads, causal, hp)[1] if causal else loss
+        figures, loss = means(m, model, batches, hp)
+        nats = means(CAUSAL, model, causal, hp)[1] if causal else loss
         positions = EVAL_ROWS * hp.block_size
         share = sum(float(targets_of(m, b, hp)) for b in batches) / len(batches) / positions
         records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
@@ -253,9 +289,9 @@ def evaluate(model, heads, validation, hp):  # -> one record for each source and
     return records
 
 
-def means(entry, model, heads, batches, hp):  # -> {term: sum of sums / sum of counts}, their total
+def means(entry, model, batches, hp):  # -> {term: sum of sums / sum of counts}, their total
     known = [entry["terms"](b, hp) for b in batches]
-    sums = [entry["loss"](model, heads, b, hp) for b in batches]
+    sums = [entry["loss"](model, b, hp) for b in batches]
     out = {term: sum(float(s[term]) for s in sums) / max(1.0, sum(float(k[term][0]) for k in known))
            for term in sums[0]}
     return out, sum(known[0][term][1] * mean for term, mean in out.items())
@@ -310,6 +346,12 @@ def add_up(tensors):  # each becomes its sum over all processes, in one exchange
         t.copy_(summed.view_as(t))
 
 
+def gather_rows(t):  # (n, ...) of each process -> (WORLD n, ...), those of all of them
+    out = t.new_empty(WORLD * len(t), *t.shape[1:])
+    torch.distributed.all_gather_into_tensor(out, t.contiguous())
+    return out
+
+
 def any_says(yes):  # -> does any process say so?
     said = torch.tensor(int(yes))
     if WORLD > 1:
@@ -356,15 +398,17 @@ def train(hp, stop, stack):  # -> exit code
     for source in corpus:
         source["train"] = source["train"][:hp.train_bytes or None]
     check_sizes(corpus, entry["n"], hp.block_size)
+    if hp.max_passes and not hp.resume:
+        plan_steps(corpus, entry, hp)
     sources = [[s["name"], s["size"], s["crc"], s["weight"]] for s in corpus]
     move_corpus(corpus, hp)
 
     # the model, its optimizer, what a checkpoint says of them
-    s, at = prepare(entry, corpus, hp), dict(step=0, seconds=0.0, best=math.inf, metrics_bytes=0)
+    s, at = prepare(entry, corpus, hp), dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
     if hp.resume:
         at = resume(load_checkpoint(hp.resume), s, sources)
     elif hp.init_from:
-        restore(s.model, s.heads, load_checkpoint(hp.init_from), hp.init_from, fresh=True)
+        restore(s.model, load_checkpoint(hp.init_from), hp.init_from, fresh=True)
     validation = validation_list(entry, corpus, hp)
     if metrics is None:
         metrics = stack.enter_context(open_metrics(hp.out_dir))
@@ -390,7 +434,7 @@ def train(hp, stop, stack):  # -> exit code
             if int(s.first_bad) >= 0:
                 break
             log.pause()
-            better = due and log.evaluation(step, evaluate(s.model, s.heads, validation, hp), validation)
+            better = due and log.evaluation(step, evaluate(s.model, validation, hp), validation)
             for name in ["best.pt"] * better + ["ckpt.pt"]:     # after a kill in between, best.pt is written anew
                 save(s, log, name, step, sources)
             log.go_on(step)
@@ -419,14 +463,31 @@ def train(hp, stop, stack):  # -> exit code
         print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
         return 128 + (stop or [signal.SIGTERM])[0]
     release(handlers)                           # what is left can be interrupted anywhere
+    if log.val > log.best:
+        print(f"validation was at its best at step {log.best_step}: {log.best:.4f} nats, now {log.val:.4f}; "
+              f"{hp.out_dir}/best.pt holds that state")
     return finish(s) if RANK == 0 else 0
+
+
+def passes(corpus, entry, hp):  # -> how often a step reads the source that it reads most often
+    rows = hp.batch_size * hp.accum
+    return max(rows * entry["n"] * source["weight"] / len(source["train"]) for source in corpus)
+
+
+def plan_steps(corpus, entry, hp):
+    """Of a small text fewer steps: repeated too often, it is learned by heart (Muennighoff et al. 2023)."""
+    most = max(MIN_ITERS, math.ceil(hp.max_passes / passes(corpus, entry, hp)))
+    if most < hp.max_iters:
+        hp.max_iters = most
+        hp.eval_interval = min(hp.eval_interval, max(50, math.ceil(most / 4)))
 
 
 class Log:
     """What a run says while it trains: lines of metrics.jsonl, the bar or plain lines; and its clock."""
 
     def __init__(self, s, metrics, at):
-        self.s, self.hp, self.metrics, self.best, self.seconds = s, s.hp, metrics, at["best"], at["seconds"]
+        self.s, self.hp, self.metrics, self.seconds = s, s.hp, metrics, at["seconds"]
+        self.best, self.best_step, self.val = at["best"], at["best_step"], at["val"]
         self.bar = tqdm(total=self.hp.max_iters, initial=at["step"], disable=True if RANK else None, unit="step",
                         dynamic_ncols=True)
         self.printed = 0.0
@@ -442,8 +503,10 @@ class Log:
         for r in records:
             write_line(self.metrics, {"step": step, **r, "seconds": round(self.seconds, 3)})
             self.bar.write(describe(step, r))
-        mean = sum(r["loss"] * weight for r, (_, weight, *_) in zip(records, validation))
-        better, self.best = mean < self.best, min(mean, self.best)
+        self.val = sum(r["loss"] * weight for r, (_, weight, *_) in zip(records, validation))
+        better = self.val < self.best
+        if better:
+            self.best, self.best_step = self.val, step
         return better
 
     def step(self, step, batch, loss, norm):
@@ -469,12 +532,12 @@ def save(s, log, name, step, sources):
     os.fsync(log.metrics.fileno())              # a checkpoint counts its bytes
     save_checkpoint(os.path.join(s.hp.out_dir, name), dict(
         version=VERSION, config=vars(s.hp) | {"resume": False}, step=step, seconds=log.seconds, best=log.best,
-        sources=sources, metrics_bytes=log.metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(),
-        model=s.model.state_dict(), heads={name: head.state_dict() for name, head in s.heads.items()},
-        adamw=s.opt["adamw"].state_dict(), muon=[momentum for _, momentum in s.opt["muon"].values()]))
+        best_step=log.best_step, val=log.val, sources=sources, metrics_bytes=log.metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(),
+        model=s.model.state_dict(), adamw=s.opt["adamw"].state_dict(),
+        muon=[momentum for _, momentum in s.opt["muon"].values()], moments=s.opt["moments"]))
 
 
-def resume(ckpt, s, sources):  # -> {step, seconds, best, metrics_bytes} of the checkpoint
+def resume(ckpt, s, sources):  # -> {step, seconds, best, best_step, val, metrics_bytes} of the checkpoint
     """Fails where the corpus, the plan or the optimizer is not the checkpoint's."""
     hp = s.hp
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in sources]:
@@ -486,18 +549,20 @@ def resume(ckpt, s, sources):  # -> {step, seconds, best, metrics_bytes} of the 
     if hp.max_iters != ckpt["config"]["max_iters"]:
         print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: "
               "the learning rate follows the new plan")
-    restore(s.model, s.heads, ckpt, hp.resume)
-    adamw, muon = s.opt["adamw"], s.opt["muon"]
+    restore(s.model, ckpt, hp.resume)
+    adamw, muon, moments = s.opt["adamw"], s.opt["muon"], s.opt["moments"]
     try:
         adamw.load_state_dict(ckpt["adamw"])
         for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
             momentum.copy_(saved)
+        if moments is not None:
+            moments.copy_(ckpt["moments"])
     except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
         fail(f"{hp.resume}: its optimizer's state does not fit its settings ({type(e).__name__}). "
              f"Try --init_from {hp.out_dir}")
     for group in adamw.param_groups:            # of this device, not of the checkpoint's
         group.update(lr=s.opt["lr"], capturable=s.opt["lr"].is_cuda)
-    return {k: ckpt[k] for k in ("step", "seconds", "best", "metrics_bytes")}
+    return {k: ckpt[k] for k in ("step", "seconds", "best", "best_step", "val", "metrics_bytes")}
 
 
 def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loader
@@ -512,16 +577,19 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loade
 
 
 def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl, the first two on the terminal
-    hp, size, threads = s.hp, sum(p.numel() for p in s.params), torch.get_num_threads()
+    hp, size, threads = s.hp, sum(p.numel() for p in s.model.parameters()), torch.get_num_threads()
+    tables = 0 if s.table is None else s.table.numel()
     if metrics.tell() == 0:
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__,
                              "python": platform.python_version(), "processes": WORLD, "threads": threads,
-                             "parameters": size, "sources": sources})
+                             "parameters": size, "ngram_parameters": tables, "sources": sources})
     names = ", ".join(f"{name} {n:,} bytes" for name, n, _, _ in sources)
     names += f", the first {hp.train_bytes:,} to train on" if hp.train_bytes else ""
     many = f"{threads} thread{'s' * (threads > 1)}" + (f", {WORLD} processes" if WORLD > 1 else "")
-    print(f"{hp.objective} | {size:,} parameters | {names} | {hp.out_dir}")
+    table = f" and {tables:,} in the n-gram table" if tables else ""
+    print(f"{hp.objective} | {size - tables:,} parameters{table} | {names} | {hp.out_dir}")
     print(f"{hp.device}, {many} | activations {hp.dtype}, {precision}")
+    print(f"{hp.max_iters:,} steps, which read the text {hp.max_iters * passes(s.corpus, s.entry, hp):.2g} times")
     if hp.warmup_iters > hp.max_iters > 0:
         print(f"--warmup_iters {hp.warmup_iters}: longer than the run, whose rate never reaches its peak")
 

@@ -9,7 +9,7 @@ from model import Sizes, Transformer
 from objectives import find_objective
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
-        "--eval_iters", "1", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
+        "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
 
 
 @pytest.fixture
@@ -21,10 +21,11 @@ def text(tmp_path, monkeypatch):  # a text file in an empty current folder
     return str(path)
 
 
-def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32):
+def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
     """A model in which every parameter is N(0, .3): at zero-init nothing mixes positions, and a test of a
     mask or a cache would pass on anything."""
-    return randomize(Transformer(Sizes(n_layer, n_head, n_embd), dtype), seed)
+    sizes = Sizes(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)
+    return randomize(Transformer(sizes, dtype), seed)
 
 
 def randomize(module, seed=0):
@@ -36,7 +37,7 @@ def randomize(module, seed=0):
 
 
 def settings(name, T, **changes):  # every setting of a run of that objective or mixture, in rows of T
-    tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4)
+    tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64)
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 

@@ -5,7 +5,7 @@ import bench
 from run import get_config
 
 SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4",
-         "--repeats", "1", "--steps", "1", "--new", "8", "--device", "cpu", "--dtype", "float32"]
+         "--repeats", "1", "--steps", "1", "--new", "8", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32"]
 
 
 def test_a_short_run_prints_every_part(capsys):
@@ -37,7 +37,7 @@ def products(rows, C, T, layers=1):  # of blocks of width C: 12 C^2 weights a po
 def settings(name, T, C=8, *more):
     sizes = ["--n_layer", "1", "--n_head", "1", "--n_embd", str(C), "--block_size", str(T)]
     own = ["--objective", name, "--batch_size", "4", "--device", "cpu", "--dtype", "float32", *more]
-    return get_config(sizes + own)
+    return get_config([*sizes, "--ngram_rows", "0", *own])
 
 
 def count(name, C, T=40, *more):
@@ -49,7 +49,12 @@ def test_flops_are_counted_as_by_hand(name, T, told):
     """What the mask hides is computed all the same: a causal row's blocks cost what a bidirectional one's do. Logits
     are computed where there is a target."""
     for C in (2, 16):
-        assert count(name, C, T, "--n_layer", "3") == products(4, C, T, 3) + 6 * 4 * told * C * 512
+        assert count(name, C, T, "--n_layer", "3") == products(4, C, T, 3) + 6 * 4 * told * C * 256
+
+
+def test_ngrams_cost_the_product_that_joins_them():
+    """Looking them up costs none; their width does not depend on the model's."""
+    assert count("clm", 8, 40, "--ngram_rows", "16") == count("clm", 8) + 6 * 4 * 40 * 4 * 32 * 8
 
 
 def test_of_long_causal_rows_the_first_half_does_not_meet_the_keys_of_the_second():
@@ -63,16 +68,16 @@ def test_on_another_device_nothing_is_computed_and_every_position_has_its_logits
     """As on a GPU, where FlexAttention refuses the counter's mode."""
     hp = settings(name, 40)
     hp.device = "cuda"
-    assert bench.count_flops(hp) == products(4, 8, 40) + 6 * 4 * 40 * 8 * 512
+    assert bench.count_flops(hp) == products(4, 8, 40) + 6 * 4 * 40 * 8 * 256
 
 
 def test_of_a_mixture_each_members_rows_cost():
-    assert count("clm:.5,mlm:.5", 8) == products(4, 8, 40) + 6 * 2 * (40 + 12) * 8 * 512
+    assert count("clm:.5,mlm:.5", 8) == products(4, 8, 40) + 6 * 2 * (40 + 12) * 8 * 256
 
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_far_heads_cost_their_maps_and_their_logits(n):
-    far = 6 * 4 * 40 * (8 * 8 + 8 * 512)
+    far = 6 * 4 * 40 * (8 * 8 + 8 * 256)
     assert count("mtp", 8, 40, "--mtp_heads", str(n)) == count("clm", 8) + (n - 1) * far
 
 
@@ -80,7 +85,7 @@ def test_far_heads_cost_their_maps_and_their_logits(n):
 def test_a_generator_costs_its_blocks_and_its_logits_at_the_masks(C):
     """Of 40 bytes 6 are masked; the discriminator reads one number off each position."""
     found = count("electra", 16, 40, "--gen_scale", str(C / 16))
-    assert found == products(4, 16, 40) + 6 * 4 * 40 * 16 + products(4, C, 40) + 6 * 4 * 6 * C * 512
+    assert found == products(4, 16, 40) + 6 * 4 * 40 * 16 + products(4, C, 40) + 6 * 4 * 6 * C * 256
 
 
 # ---- the other parts
@@ -131,7 +136,7 @@ def test_a_peer_is_measured_beside(text, tmp_path, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_training_and_decoding_are_timed_on_a_gpu(capsys):
     sizes = ["--n_layer", "2", "--n_head", "4", "--n_embd", "64", "--block_size", "64", "--batch_size", "4"]
-    fast = ["--compile", "--cuda_graph", "--repeats", "1", "--steps", "1", "--new", "8", "--device", "cuda"]
+    fast = ["--compile", "--cuda_graph", "--repeats", "1", "--steps", "1", "--new", "8", "--ngram_rows", "64", "--device", "cuda"]
     bench.main(["--objectives", "clm,prefix", *sizes, *fast])
     said = capsys.readouterr()
     assert "prefix both" in said.out and "\ncompiled" in said.out

@@ -39,7 +39,7 @@ def job(what, name, answer, text):  # -> what a model with those answers reaches
     hp = settings(name, 64)
     entry = OBJECTIVES[name] | {"n": OBJECTIVES[name]["window"](64, hp), "answer": answer}
     with torch.no_grad():
-        found = what(*compare.build(hp), entry, hp, text)
+        found = what(compare.build(hp), entry, hp, text)
         return found["done"], found["rule"]
 
 
@@ -50,7 +50,7 @@ def sentences():
 def test_marks_are_right_where_the_letter_was_replaced():
     windows = sentences().long().unfold(0, 64, 1)[:45]          # all that there are
 
-    def replaced(model, heads, x):
+    def replaced(model, x):
         off = windows != x[:, None]                             # (N, 45, 64)
         return off[torch.arange(len(x)), off.sum(2).argmin(1)].float()
     right, rule = job(compare.typos, "electra", replaced, sentences())
@@ -60,9 +60,9 @@ def test_marks_are_right_where_the_letter_was_replaced():
 
 def test_recall_is_1_for_who_knows_the_passage_and_chance_for_who_does_not(monkeypatch):
     monkeypatch.setattr(compare, "windows", lambda text, n, count, key: torch.arange(256)[:, None].expand(-1, n))
-    known = job(compare.recalls, "contrastive", lambda m, h, x: F.one_hot(x[:, 0], 256).float(), None)
+    known = job(compare.recalls, "contrastive", lambda m, x: F.one_hot(x[:, 0], 256).float(), None)
     assert known == (1, 1), "here the bytes alone tell"
-    blind = job(compare.recalls, "contrastive", lambda m, h, x: torch.ones(len(x), 2), None)
+    blind = job(compare.recalls, "contrastive", lambda m, x: torch.ones(len(x), 2), None)
     assert blind[0] == pytest.approx(1 / 256)
 
 
@@ -86,9 +86,9 @@ def test_a_hole_is_restored_or_not_and_ends_and_is_cut(monkeypatch):
         return [[32] * 5 if ids[0] == 32 else [*b"abcdx"]], whole
     monkeypatch.setattr(compare.sample, "infill", answer)
     monkeypatch.setattr(compare.sample, "join", lambda m, e, hp, left, middle, right: middle[:4 + (left[0] == 32)])
-    found = compare.holes(randomized(), {}, OBJECTIVES["span"], settings("span", 256), None)
+    found = compare.holes(randomized(), OBJECTIVES["span"], settings("span", 256), None)
     assert found == {"done": 0.75, "rule": 0.25, "ended": 0.75}
-    assert compare.holes(randomized(), {}, OBJECTIVES["span"], settings("span", 127), None) == {}
+    assert compare.holes(randomized(), OBJECTIVES["span"], settings("span", 127), None) == {}
 
 
 def test_the_second_half_is_read_after_the_first(monkeypatch):
@@ -98,7 +98,7 @@ def test_the_second_half_is_read_after_the_first(monkeypatch):
     seen = []
     monkeypatch.setattr(compare, "left_logits", lambda m, e, hp, x, a, n: seen.append((x.shape, a, n)))
     hp = settings("prefix", 64)
-    assert compare.halves(randomized(), {}, OBJECTIVES["prefix"], hp, text) == {}
+    assert compare.halves(randomized(), OBJECTIVES["prefix"], hp, text) == {}
     assert seen == [((4 * compare.ROWS, 60), 30, 30)]
 
 
@@ -113,15 +113,15 @@ def test_lines_drawn_byte_by_byte_are_worse_than_lines_of_a_text(monkeypatch):
         text = compare.from_bytes(f.read())
     mdlm, hp = OBJECTIVES["mdlm"], settings("mdlm", 128)
     monkeypatch.setattr(compare.sample, "fill", lambda *args, **how: compare.windows(text, 128, 32, "lines"))
-    found = compare.lines(None, {}, mdlm, hp, text)
+    found = compare.lines(None, mdlm, hp, text)
     assert found["done"] > found["rule"] + 0.2
-    assert compare.lines(None, {}, mdlm, settings("mdlm", 64), text) == {}
+    assert compare.lines(None, mdlm, settings("mdlm", 64), text) == {}
 
 
 def test_what_needs_no_repair_is_none(monkeypatch):
     entry = OBJECTIVES["bart"] | {"n": 31}
     hp = settings("bart", 64, bart_noise="permute")
-    assert compare.repairs(randomized(), {}, entry, hp, compare.from_bytes(b"word " * 400)) == {}
+    assert compare.repairs(randomized(), entry, hp, compare.from_bytes(b"word " * 400)) == {}
 
 
 def test_every_mode_with_a_job_has_its_row(text, capsys, monkeypatch):
@@ -374,9 +374,9 @@ def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
         def logits(self, row):
             return F.one_hot(row, 512).float() * 9
 
-    def answer(model, heads, z):
+    def answer(model, z):
         return ((z - z.roll(1, 1)) % 26 != 1).float()
-    score = compare.corruption(Knows(), {}, OBJECTIVES[name] | {"answer": answer}, settings(name, 64), text)
+    score = compare.corruption(Knows(), OBJECTIVES[name] | {"answer": answer}, settings(name, 64), text)
     assert 0.8 < score["replaced"] < 1, "a letter after a replaced one is a surprise too"
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import randomized
 
 import model as M
-from data import generator
+from data import MASK, SEP, generator
 
 T, B = 8, 2
 SIZES = M.Sizes(2, 2, 32)
@@ -47,27 +47,30 @@ def mistake(monkeypatch, other):  # every pass has another mask than it was give
 
 # ---- who may see whom
 
-def dependence(net, x, mask, doc=None):  # -> (B, T, B, T): size of d logits[b, q] / d embedding[b', k]
-    taken = []
-    hook = net.embed.register_forward_hook(lambda module, args, out: taken.append(out))
-    logits = net.logits(net(x, mask, doc)) @ torch.randn(512, generator=generator("direction"))
-    hook.remove()
-    rows = [torch.autograd.grad(y, taken[0], retain_graph=True)[0].abs().amax(-1) for y in logits.flatten()]
-    return torch.stack(rows).view(*x.shape, *x.shape)
+@torch.no_grad()
+def dependence(net, x, mask, doc=None):  # -> (B, T, B, T) bool: whether the state at [b, q] changes with the id at [b', k]
+    """By other ids rather than by gradients, since n-grams are looked up by a hash of ids."""
+    states, changes = net(x, mask, doc), []
+    for b in range(B):
+        for k in range(T):
+            other = x.clone()
+            other[b, k] = x[b, k] % 255 + 1
+            changes.append((net(other, mask, doc) != states).any(-1))
+    return torch.stack(changes, dim=-1).unflatten(-1, (B, T))
 
 
 def check_leaks(mask, doc=None):
-    size = dependence(randomized(), ids(), mask, doc)
+    depends = dependence(randomized(), ids(), mask, doc)
     for b in range(B):
         for q in range(T):
             for k in range(T):
-                assert (size[b, q, b, k] > 0) == rule(mask, b, q, k, doc), (b, q, k)
-                assert size[b, q, 1 - b, k] == 0, "rows see each other"
+                assert depends[b, q, b, k] == rule(mask, b, q, k, doc), (b, q, k)
+                assert not depends[b, q, 1 - b, k], "rows see each other"
 
 
 @pytest.mark.parametrize("doc", [None, DOC], ids=["one document", "two documents"])
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_flow_exactly_where_the_rule_allows(name, doc):
+def test_states_depend_on_exactly_the_ids_that_the_rule_allows(name, doc):
     check_leaks(MASKS[name], doc)
 
 
@@ -247,7 +250,7 @@ def test_a_cache_has_no_more_room_than_it_says_and_a_static_length_stays_where_a
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("what, mask", [("mask", "causal"), ("mask", None), ("near", "causal"), ("near", None),
+@pytest.mark.parametrize("what, mask", [("mask", "causal"), ("mask", None), ("ids", "causal"), ("ids", None),
                                         ("rotation", "causal"), ("move", None)])
 def test_the_cache_tests_reject_common_mistakes(what, mask, kind, monkeypatch):
     rotations, move = M.rotations, kind.move
@@ -255,8 +258,8 @@ def test_the_cache_tests_reject_common_mistakes(what, mask, kind, monkeypatch):
         mistake(monkeypatch, lambda mask, q: "bidirectional" if len(q) > 1 else mask)
     elif what == "rotation":                    # every pass starts at angle 0
         monkeypatch.setattr(M, "rotations", lambda at, *rest: rotations(at - at[0], *rest))
-    elif what == "near":                        # every pass's convolution starts anew
-        monkeypatch.setattr(kind, "before", lambda cache, x: x.new_zeros(B, M.NEAR - 1, x.size(2)))
+    elif what == "ids":                         # every pass's convolution and n-grams start anew
+        monkeypatch.setattr(kind, "context", lambda cache, idx: idx.new_zeros(B, M.CONTEXT - 1))
     else:                                       # one too many is taken back
         monkeypatch.setattr(kind, "move", lambda cache, n: move(cache, n - (n < 0)))
     with pytest.raises(AssertionError):
@@ -317,23 +320,113 @@ def test_fresh_weights_predict_every_id_alike_and_the_block_has_no_length_limit(
     assert logits.shape == (1, 300, 512) and logits.dtype == torch.float32
     assert logits.abs().max() == 0
     x = ids(shape=(2, 9))
-    start = M.norm(M.convolve(net.embed(x), torch.zeros(2, M.NEAR - 1, 16), net.near))
+    past = M.context_ids(x, torch.zeros(2, M.CONTEXT - 1, dtype=torch.long))
+    start = M.norm(M.causal_conv(past, net.embed.weight, net.conv_weight))
     assert torch.equal(net(x, "causal"), M.norm(start)), "every block starts as the identity"
 
 
 @pytest.mark.parametrize("doc", [None, DOC])
-def test_the_convolution_adds_the_embeddings_before_each_weighed_by_channel(doc):
-    e, w = (torch.randn(*shape, generator=generator(f"{shape}")) for shape in [(B, T, 6), (M.NEAR, 6)])
-    want = torch.zeros_like(e)
+def test_the_context_of_a_position_is_the_last_ids_of_its_document(doc):
+    x = ids()
+    before = torch.zeros(B, M.CONTEXT - 1, dtype=torch.long)
+    past = M.context_ids(x, before, doc)
     for b in range(B):
         for t in range(T):
-            for j in range(min(M.NEAR, t + 1)):
-                if doc is None or doc[b, t - j] == doc[b, t]:
-                    want[b, t] += w[j] * e[b, t - j]
-    near(M.convolve(e, torch.zeros(B, M.NEAR - 1, 6), w, doc), want)
+            for j in range(M.CONTEXT):
+                inside = t >= j and (doc is None or doc[b, t - j] == doc[b, t])
+                assert past[b, t, j] == (x[b, t - j] if inside else 0)
     if doc is None:                             # in pieces, as over a cache
-        first, rest = M.convolve(e[:, :5], torch.zeros(B, M.NEAR - 1, 6), w), M.convolve(e[:, 5:], e[:, 2:5], w)
-        near(torch.cat((first, rest), 1), want)
+        rest = M.context_ids(x[:, 6:], x[:, 6 - (M.CONTEXT - 1):6])
+        assert torch.equal(rest, past[:, 6:])
+
+
+def test_the_convolution_adds_the_embeddings_before_each_weighed_by_channel():
+    embedding, weight = (torch.randn(*shape, generator=generator(f"{shape}")) for shape in [(9, 6), (M.CONV_WIDTH, 6)])
+    past = torch.randint(0, 9, (B, T, M.CONTEXT), generator=generator("past"))
+    want = torch.zeros(B, T, 6)
+    for b in range(B):
+        for t in range(T):
+            for j in range(M.CONV_WIDTH):
+                want[b, t] += weight[j] * embedding[past[b, t, j]]
+    near(M.causal_conv(past, embedding, weight), want)                      # more positions than embeddings
+    near(M.causal_conv(past[:, :2], embedding, weight), want[:, :2])        # fewer
+
+
+# ---- n-grams
+
+def signed(x):  # a whole number -> what is left of it in 64 bits
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def row_by_hand(gram, rows):  # the ids of an n-gram, the last one first -> its row of the table
+    code = 0
+    for i in gram:
+        code = signed(code * M.HASH_FACTOR + i + 1)
+    return (code ^ (code >> 32)) % rows + M.NGRAMS.index(len(gram)) * rows
+
+
+def test_ngrams_are_looked_up_as_in_a_dictionary():
+    """What stands before the row is EOT; an n-gram with a sentinel or a separator counts as zero, one with a MASK
+    does not."""
+    net, x = randomized(), ids()
+    x[0, 3], x[1, 5] = MASK, SEP
+    past = M.context_ids(x, torch.zeros(B, M.CONTEXT - 1, dtype=torch.long))
+    got, special = net.ngrams(past, None, torch.float32), 0
+    for b in range(B):
+        row = [0] * (M.CONTEXT - 1) + x[b].tolist()
+        for t in range(T):
+            grams = [row[t + M.CONTEXT - n:t + M.CONTEXT][::-1] for n in M.NGRAMS]
+            each = [net.ngrams.table[row_by_hand(gram, 64)] * (max(gram) <= MASK) for gram in grams]
+            special += sum(max(gram) > MASK for gram in grams)
+            near(got[b, t], torch.cat(each) @ net.ngrams.proj.weight[0].T)
+    assert M.NGRAM_IDS == MASK + 1 and 0 < special < B * T * len(M.NGRAMS)
+
+
+def test_ngrams_spread_evenly_over_their_rows():
+    """Of 20,000 different n-grams of each length, in 4,096 rows: as uneven as chance has it, text or not."""
+    text = torch.tensor([*open(M.__file__, "rb").read()])
+    for x in (torch.randint(0, 512, (40_000,), generator=generator("spread")), text):
+        grams = torch.unique(x.unfold(0, M.CONTEXT, 1), dim=0)[None, :20_000].flip(2)
+        for i, rows in enumerate(M.hash_ngrams(grams, 4096)[0].T):
+            assert rows.min() >= i * 4096 and rows.max() < (i + 1) * 4096
+            different = len(torch.unique(grams[0, :, :M.NGRAMS[i]], dim=0))
+            used, expected = len(rows.unique()), 4096 * (1 - (1 - 1 / 4096) ** different)
+            assert abs(used - expected) < 0.05 * 4096
+
+
+def test_ngrams_change_nothing_before_they_are_trained_and_can_be_left_out():
+    torch.manual_seed(0)
+    net = M.Transformer(M.Sizes(2, 2, 16, ngram_rows=64))
+    torch.manual_seed(0)
+    plain = M.Transformer(M.Sizes(2, 2, 16))
+    assert plain.ngrams is None
+    weights = dict(net.named_parameters())
+    for name, p in plain.named_parameters():
+        assert torch.equal(p, weights[name]), name
+        p.data.copy_(weights[name].data.normal_(0, 0.3))
+    assert torch.equal(net(ids(), "causal"), plain(ids(), "causal"))
+
+
+def test_every_block_adds_its_share_of_the_ngrams():
+    net, x, seen = randomized(), ids(), []
+    for block in net.blocks:
+        block.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    net(x, "causal")
+    past = M.context_ids(x, torch.zeros(B, M.CONTEXT - 1, dtype=torch.long))
+    e = net.ngrams(past, None, torch.float32)
+    before = M.norm(M.causal_conv(past, net.embed.weight, net.conv_weight) + e)
+    for (taken, out), gain in zip(seen, net.ngrams.gain):
+        near(taken, before + M.norm(e) * gain)
+        before = out
+
+
+def test_lookups_that_are_dropped_count_nothing_and_the_others_more():
+    net, x = randomized(), ids()
+    past = M.context_ids(x, torch.zeros(B, M.CONTEXT - 1, dtype=torch.long))
+    scale = torch.rand(B, T, len(M.NGRAMS), generator=generator("scale"))
+    each = [net.ngrams(past, F.one_hot(torch.tensor(i), len(M.NGRAMS)).expand(B, T, -1), torch.float32)
+            for i in range(len(M.NGRAMS))]
+    near(net.ngrams(past, scale, torch.float32), sum(scale[..., i, None] * e for i, e in enumerate(each)))
 
 
 def test_positions_given_turn_queries_and_keys_but_move_no_mask():

@@ -48,7 +48,7 @@ class Stub:
     def __init__(self, logits):
         self.logits = logits
 
-    def __call__(self, ids, mask, doc=None, cache=None, at=None):
+    def __call__(self, ids, mask, doc=None, cache=None, at=None, ngram_scale=None):
         if cache is not None:
             cache.move(ids.size(1))
         return ids
@@ -146,8 +146,8 @@ def drafting(n, seed=0, device="cpu", kind="parallel"):  # a model, and what now
     hp = settings("mtp", T, mtp_heads=n, mtp_kind=kind)
     net = randomized(seed=seed).requires_grad_(False).to(device)
     heads = OBJECTIVES["mtp"]["heads"](net.sizes, hp)
-    heads = {name: randomize(head, seed).requires_grad_(False).to(device) for name, head in heads.items()}
-    return net, mtp_drafter(net, heads, hp)
+    net.heads.update({name: randomize(head, seed).requires_grad_(False).to(device) for name, head in heads.items()})
+    return net, mtp_drafter(net, hp)
 
 
 class Fixed(ParallelDrafter):  # drafts from the same far logits, whatever was written
@@ -433,7 +433,7 @@ def test_the_standard_error_of_a_bound_is_what_its_estimates_scatter():
     hp = settings("mdlm", 32)
 
     class Knows(Stub):
-        def __call__(self, ids, mask, doc=None):
+        def __call__(self, ids, mask, *rest, **how):
             return ((ids != MASK).float().mean(1, keepdim=True) * 5 + wild)[..., None]
     knows = Knows(lambda h: F.one_hot(torch.tensor(65), 512) * h)
     for model, text in ((net, ids(96)[0]), (knows, torch.full((96,), 65))):
@@ -444,10 +444,10 @@ def test_the_standard_error_of_a_bound_is_what_its_estimates_scatter():
 
 def test_a_long_text_is_embedded_by_the_mean_of_its_blocks():
     net, x = randomized().requires_grad_(False), ids(2 * T + 3)[0]
-    mean = sum(embed(net, {}, p[None])[0] * len(p) for p in x.split(T))
-    got = sample.embeddings(net, {}, OBJECTIVES["contrastive"], [[5], x.tolist(), []], T)
+    mean = sum(embed(net, p[None])[0] * len(p) for p in x.split(T))
+    got = sample.embeddings(net, OBJECTIVES["contrastive"], [[5], x.tolist(), []], T)
     torch.testing.assert_close(got[1], F.normalize(mean, dim=0), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(got[0], embed(net, {}, torch.tensor([[5]]))[0])
+    torch.testing.assert_close(got[0], embed(net, torch.tensor([[5]]))[0])
     assert got.norm(dim=1).tolist() == pytest.approx([1, 1, 1])
 
 
@@ -725,12 +725,12 @@ def test_a_fork_with_a_bound_of_its_own_is_scored_by_it(runs, capsys, monkeypatc
 def test_what_is_shown_is_what_was_found(runs, capsys, monkeypatch):
     """The seam is rolled back to the front; the nearest passages come first; a positive answer means
     replaced; a positive answer means that the second text follows."""
-    monkeypatch.setitem(OBJECTIVES["rotation"], "answer", lambda model, heads, x: (x == ord("f")) * 9.0)
+    monkeypatch.setitem(OBJECTIVES["rotation"], "answer", lambda model, x: (x == ord("f")) * 9.0)
     assert say(capsys, "rotation", "--prompt", "defabc").endswith("\nfabcde\n")
-    monkeypatch.setattr(sample, "embeddings", lambda *a: torch.tensor([[float(len(t)), 1.0] for t in a[3]]))
+    monkeypatch.setattr(sample, "embeddings", lambda *a: torch.tensor([[float(len(t)), 1.0] for t in a[2]]))
     out = say(capsys, "contrastive", "--query", "aa", "--corpus", "lines.txt")
     assert re.findall(r"line (\d)", out) == ["3", "4", "1"]
-    monkeypatch.setitem(OBJECTIVES["electra"], "answer", lambda model, heads, x: (x > 127) * 4.0 - 2)
+    monkeypatch.setitem(OBJECTIVES["electra"], "answer", lambda model, x: (x > 127) * 4.0 - 2)
     out = say(capsys, "electra", "--prompt", "naïve café")
     assert out.startswith("na«ï»ve caf«é»\n"), "characters of several bytes stay whole"
     assert out.count("probability 0.88") == 4
@@ -745,7 +745,7 @@ ECHO |= {"mlm": RAW + "[MASK]", "fim": RAW + "<extra_id_0>"}
 @pytest.mark.parametrize("name", ECHO)
 def test_control_bytes_reach_a_pipe_but_no_terminal(name, runs, capsys, monkeypatch):
     for other in ("electra", "rotation"):       # the first byte leads, and none is suspicious
-        monkeypatch.setitem(OBJECTIVES[other], "answer", lambda model, heads, x: -(x.cumsum(1) + 1.0))
+        monkeypatch.setitem(OBJECTIVES[other], "answer", lambda model, x: -(x.cumsum(1) + 1.0))
     assert RAW in say(capsys, name, "--prompt", ECHO[name])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     out = say(capsys, name, "--prompt", ECHO[name])
@@ -757,7 +757,7 @@ def test_control_bytes_reach_a_pipe_but_no_terminal(name, runs, capsys, monkeypa
 @pytest.mark.parametrize("name", ["mdlm", "sedd"])
 def test_the_bound_of_an_untrained_model_is_8_bits_a_byte(name):
     hp = settings(name, 32)
-    model, _ = build(hp)
+    model = build(hp)
     bits, error = sample.score_bound(model, find_objective(hp), ids(100)[0].byte(), hp, 1)
     assert bits == pytest.approx(800, rel=1e-5)
     assert error == pytest.approx(0, abs=1e-3)

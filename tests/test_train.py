@@ -71,7 +71,7 @@ def equal(a, b):  # nested dicts, lists and tensors, to the bit
 
 def assert_same_run(a, b):
     one, two = load_checkpoint(a), load_checkpoint(b)
-    for part in ("model", "heads", "adamw", "muon", "step", "best", "sources", "held_out"):
+    for part in ("model", "adamw", "muon", "moments", "step", "best", "sources", "held_out"):
         assert equal(one[part], two[part]), part
     assert metrics(a) == metrics(b)
 
@@ -91,7 +91,8 @@ def take(s, *steps):  # -> what the last of these steps returns
 
 def snapshot(s):  # -> copies of the weights and of the optimizers' state, but of what is still 0
     adamw = [t for state in s.opt["adamw"].state.values() for t in state.values()]
-    tensors = [*s.params, *(momentum for _, momentum in s.opt["muon"].values()), *adamw]
+    muon = [momentum for _, momentum in s.opt["muon"].values()]
+    tensors = [*s.model.parameters(), *muon, s.opt["moments"], *adamw]
     return [t.detach().clone() for t in tensors if t.any()]
 
 
@@ -186,18 +187,20 @@ def test_micro_batches_give_the_gradient_of_the_total_by_hand(name, clip, text, 
     """Weights of members, coefficients of terms, counts of the whole batch; then the norm is cut."""
     ratio = ["--hybrid_ratio", "0.25"] if name == "hybrid" else []
     s = start("--data", text, "--objective", name, "--accum", "2", "--grad_clip", str(clip), *ratio)
-    grads, (net, heads) = [], build(s.hp)
-    for module in (s.model, s.heads, net, heads):
+    grads, tables, net = [], [], build(s.hp)
+    for module in (s.model, net):
         randomize(module)
     monkeypatch.setattr(train, "optimizer_step", lambda *args: grads.extend(p.grad for p in s.params))
+    monkeypatch.setattr(train, "ngram_step", lambda table, moments, lookups, *rest: tables.extend(lookups))
     _, loss, norm = take(s, 0)
     batch = train.draw_batch(s.entry, s.corpus, "train", 8, f"{s.hp.seed},0", s.hp)
     total = 0.0
     for weight, m in s.entry["members"]:
         part = part_of(batch, m) or batch
-        terms, sums = m["terms"](part, s.hp), m["loss"](net, heads, part, s.hp)
+        terms, sums = m["terms"](part, s.hp), m["loss"](net, part, s.hp)
         total += weight * sum(terms[k][1] * x / terms[k][0] for k, x in sums.items())
-    want = torch.autograd.grad(total, [*net.parameters(), *heads.parameters()], allow_unused=True)
+    *want, table = torch.autograd.grad(total, [*(p for p in net.parameters() if p is not net.ngrams.table),
+                                               net.ngrams.table], allow_unused=True)
     length = float(torch.stack([w.norm() for w in want if w is not None]).norm())
     assert (float(loss), float(norm)) == pytest.approx((float(total.detach()), length), rel=1e-4)
     scale = min(1.0, clip / length) if clip else 1.0
@@ -206,6 +209,10 @@ def test_micro_batches_give_the_gradient_of_the_total_by_hand(name, clip, text, 
             assert g is None or not g.any()
         else:
             assert torch.allclose(g, w * scale, rtol=1e-3, atol=1e-5 * length * scale)
+    sums = torch.zeros_like(s.table)
+    for row, grad in tables:                    # the n-gram table's is not cut
+        sums.index_add_(0, row, grad)
+    torch.testing.assert_close(sums, table.to_dense(), rtol=1e-3, atol=1e-5 * length)
 
 
 def test_a_mean_of_means_would_not_pass(text, monkeypatch):
@@ -214,7 +221,7 @@ def test_a_mean_of_means_would_not_pass(text, monkeypatch):
     def mean_of_means(s):
         terms, loss = s.entry["terms"], s.loss
         s.entry = s.entry | {"terms": lambda batch, hp: {"nll": (torch.tensor(2.0), 1.0)}}
-        s.loss = lambda net, heads, part, hp: {"nll": loss(net, heads, part, hp)["nll"] / terms(part, hp)["nll"][0]}
+        s.loss = lambda net, part, hp: {"nll": loss(net, part, hp)["nll"] / terms(part, hp)["nll"][0]}
         return plain(s)
     monkeypatch.setattr(train, "training_step", mean_of_means)
     with pytest.raises(AssertionError):
@@ -293,7 +300,7 @@ def test_a_run_is_a_folder_with_all_it_needs(text, capsys, monkeypatch):
     line, val = (metrics("out/prefix", split, clock=True)[0] for split in ("train", "val"))
     assert set(line) == {"step", "split", "data", "objective", "loss", "bpb", "targets", "lr", "grad_norm",
                          "tok_per_s", "seconds"}
-    assert val["bpb"] == pytest.approx(9.0) and val["loss"] == pytest.approx(math.log(512))
+    assert val["bpb"] == pytest.approx(8.0) and val["loss"] == pytest.approx(math.log(256))
     assert 0.5 < line["targets"] < 0.95
 
 
@@ -373,10 +380,10 @@ def test_bits_per_byte_are_clms_on_plain_windows(name, text):
     """The same weights, the same windows: the same bits per byte, whatever rows the objective trains on."""
     write("nul.txt", b"in which some windows of 33 bytes have an end and some do not\0" * 200)
     fit("nul.txt", "a", "--objective", name, "--max_iters", "5")
-    fit("nul.txt", "clm", "--init_from", "a", "--max_iters", "0")
-    [bpb] = losses("clm", "bpb", "val")
-    assert losses("a", "bpb", "val")[-1] == pytest.approx(bpb, rel=1e-6)
-    assert losses("clm", "loss", "val")[0] / math.log(2) == pytest.approx(bpb)
+    fit("nul.txt", "b", "--objective", f"clm,{name}", "--batch_size", "16", "--init_from", "a", "--max_iters", "0")
+    clm, bpb = losses("b", "loss", "val")[0], losses("b", "bpb", "val")
+    assert losses("a", "bpb", "val")[-1] == pytest.approx(bpb[0], rel=1e-6)
+    assert bpb == pytest.approx([clm / math.log(2)] * 2)
 
 
 def test_a_mixture_logs_its_total_and_evaluates_each_member(text):
@@ -385,7 +392,7 @@ def test_a_mixture_logs_its_total_and_evaluates_each_member(text):
     said = [(r["step"], r["objective"], r["bpb"] is None) for r in val]
     assert said == [(0, "clm", False), (0, "mlm", True), (3, "clm", False), (3, "mlm", True)]
     assert [(r["step"], r["objective"]) for r in line] == [(0, MIXTURE), (1, MIXTURE), (2, MIXTURE)]
-    assert line[0]["loss"] == pytest.approx(math.log(512), abs=1e-4)
+    assert line[0]["loss"] == pytest.approx(math.log(256), abs=1e-4)
     assert line[0]["targets"] == pytest.approx((1 + 10 / 32) / 2) and line[0]["bpb"] is None
 
 
@@ -582,14 +589,103 @@ def test_a_step_never_waits_for_the_gpu(text):
         torch.cuda.set_sync_debug_mode("default")
 
 
+# ---- n-grams
+
+def test_the_sparse_update_of_ngrams_equals_a_dense_one(text):
+    """Row by row: one second moment a row, to which each lookup adds its own; rows that were not looked up stay."""
+    s = start("--data", text, "--accum", "2")
+    randomize(s.model)
+    table, moments = s.table, s.opt["moments"]
+    seen, step = [], train.ngram_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "ngram_step", lambda t, m, lookups, *rest: (seen.extend(lookups), step(t, m, lookups, *rest)))
+        for i in range(3):
+            weights, second = table.detach().clone().double(), moments.clone().double() * train.NGRAM_DECAY
+            seen.clear()
+            take(s, i)
+            row, grad = (torch.cat(parts) for parts in zip(*seen))
+            grad = grad.double()
+            assert len(row) == 2 * 4 * 32 * 4, "micro-batches, rows, positions, lengths"
+            for r, g in zip(row.tolist(), grad):
+                second[r] += g.square().mean()
+            for r, g in zip(row.tolist(), grad):
+                weights[r] -= train.NGRAM_RATE * float(s.opt["lr"]) * g / (second[r].sqrt() + train.EPS)
+            torch.testing.assert_close(table.double(), weights, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(moments.double(), second, rtol=1e-4, atol=1e-12)
+            same = torch.ones(len(table), dtype=torch.bool)
+            same[row] = False
+            assert same.any() and torch.equal(table[same].double(), weights[same])
+
+
+def test_lookups_are_dropped_in_training_alone(text):
+    s = start("--data", text, "--ngram_drop", "0.3", "--batch_size", "64")
+    train.set_step(s, 0)
+    batch = train.make_batch(s.entry, s.corpus, "train", s.where, s.g, s.hp)
+    scale = batch["ngram_scale"]
+    assert scale.shape == (64, 32, 4)
+    assert scale.unique().tolist() == pytest.approx([0, 1 / 0.7])
+    assert float((scale == 0).float().mean()) == pytest.approx(0.3, abs=0.03)
+    for batch in [train.draw_batch(s.entry, s.corpus, "val", 4, "a", s.hp),
+                  draw_training_batch("--data", text, "--ngram_drop", "0"),
+                  draw_training_batch("--data", text, "--ngram_rows", "0")]:
+        assert "ngram_scale" not in batch
+    mixed = draw_training_batch("--data", text, "--objective", "contrastive,clm", "--batch_size", "8")
+    assert mixed["clm.ngram_scale"].shape == (4, 32, 4) and mixed["contrastive.ngram_scale"].shape == (4, 2, 8, 4)
+
+
+def draw_training_batch(*flags):
+    s = start(*flags)
+    return train.draw_batch(s.entry, s.corpus, "train", s.hp.batch_size, "a", s.hp)
+
+
+@every
+def test_every_objective_reads_ngrams_and_drops_lookups(name, text):
+    """A loss that does not hand ngram_scale on would learn with all lookups."""
+    s = start("--data", text, "--objective", name, "--batch_size", "16")
+    randomize(s.model)
+    batch = train.draw_batch(s.entry, s.corpus, "train", 16, "a", s.hp)
+    scales = {k: torch.zeros_like(v) for k, v in batch.items() if k.endswith("ngram_scale")}
+    with torch.no_grad():
+        plain = s.loss(s.model, {k: v for k, v in batch.items() if k not in scales}, s.hp)
+        none = s.loss(s.model, batch | scales, s.hp)
+        s.model.ngrams.table.zero_()
+        zero = s.loss(s.model, {k: v for k, v in batch.items() if k not in scales}, s.hp)
+    assert scales and any(not torch.equal(plain[term], none[term]) for term in plain)
+    for term in plain:
+        torch.testing.assert_close(none[term], zero[term])
+
+
+# ---- how long a run is
+
+def test_a_small_text_is_read_a_few_times_unless_steps_are_given(text, capsys):
+    write("small.txt", open(text, "rb").read()[:20_000])
+    config = lambda *flags: load_checkpoint_after("--data", "small.txt", "--batch_size", "16", *flags)
+    hp = config("--max_passes", "8")
+    # 18,000 bytes to train on, 16 rows of 33 bytes a step
+    assert hp["max_iters"] == math.ceil(8 * 18_000 / (16 * 33)) == 273 and hp["eval_interval"] == 69
+    assert "273 steps, which read the text 8 times" in capsys.readouterr().out
+    assert config("--max_passes", "1")["max_iters"] == train.MIN_ITERS
+    assert config("--max_iters", "300", "--max_passes", "0")["max_iters"] == 300
+    assert config("--max_iters", "300")["max_passes"] == 0
+
+
+def load_checkpoint_after(*flags):  # -> the settings of a run, which is stopped before its first step
+    hp = get_config([*TINY, *flags])
+    corpus, entry = open_corpus(hp.data), find_objective(hp)
+    if hp.max_passes:
+        train.plan_steps(corpus, entry, hp)
+    print(f"{hp.max_iters} steps, which read the text {hp.max_iters * train.passes(corpus, entry, hp):.2g} times")
+    return vars(hp)
+
+
 # ---- what goes wrong
 
 @pytest.mark.parametrize("where, log, seen", [("loss", 4, 9), ("gradient", 4, 9), ("loss", 100, 10)])
 def test_a_non_finite_step_never_reaches_the_weights(where, log, seen, text, monkeypatch, capsys):
     """Step 7 is bad; that is seen after step 8, which is logged, or before step 10, which is saved."""
     loss, calls, before = OBJECTIVES["clm"]["loss"], [], signal.getsignal(signal.SIGINT)
-    def poisoned(model, heads, batch, hp):
-        sums = loss(model, heads, batch, hp)
+    def poisoned(model, batch, hp):
+        sums = loss(model, batch, hp)
         calls.append(torch.is_grad_enabled())
         if calls[-1] and sum(calls) == 8:
             zero = (model.head.weight * 0).sum()                # the gradient of its root is not finite
