@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -219,24 +220,36 @@ def pack_weights(module):
             return
 
 
+class Lookups(NamedTuple):
+    """What a training step knows of its lookups in the n-gram table."""
+    scale: torch.Tensor                         # (B, T, N): their factors, 0 for those that are dropped
+    row: torch.Tensor                           # (B, T, N): the rows that were looked up, written by the model
+    delta: torch.Tensor                         # (B, T, N, NGRAM_DIM): zeros added to these; its gradient is theirs
+
+
 class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, DeepSeek-AI 2026): for each
     length a row of one table, joined by one matrix. Rows start at zero. Sentinels and separators stand between pieces
-    of text that do not belong together: n-grams that hold one count as zero. The table's gradient is sparse, a row for
-    each lookup; train.ngram_step updates these rows alone. gain: what each block's input takes of the embeddings."""
+    of text that do not belong together: n-grams that hold one count as zero. The table is no leaf of the gradient,
+    which would be as large: train.ngram_step updates the rows of Lookups alone. gain: how much of the embeddings each
+    block's input takes."""
 
     def __init__(self, config):
         super().__init__()
         self.rows = config.ngram_rows
-        self.table = nn.Parameter(torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))  # (N R, NGRAM_DIM)
+        table = torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM)
+        self.table = nn.Parameter(table, requires_grad=False)                       # (N R, NGRAM_DIM)
         self.proj = Linear(len(NGRAMS) * NGRAM_DIM, config.n_embd)
         self.gain = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
 
-    def forward(self, past, scale, dtype):  # ids (B, T, W), scale (B, T, N) or None -> (B, T, C)
-        x = F.embedding(hash_ngrams(past, self.rows), self.table, sparse=True)      # (B, T, N, NGRAM_DIM)
-        keep = torch.stack([past[..., :n].amax(2) < NGRAM_IDS for n in NGRAMS], dim=2)              # (B, T, N)
-        x = x * (keep if scale is None else keep * scale)[..., None]
-        return self.proj(x.flatten(2).to(dtype))
+    def forward(self, past, dtype, lookups=None):  # ids (B, T, W) -> (B, T, C)
+        row = hash_ngrams(past, self.rows)                                          # (B, T, N)
+        scale = torch.stack([past[..., :n].amax(2) < NGRAM_IDS for n in NGRAMS], dim=2)             # (B, T, N)
+        x = F.embedding(row, self.table)                                            # (B, T, N, NGRAM_DIM)
+        if lookups is not None:
+            lookups.row.copy_(row)
+            x, scale = x + lookups.delta, scale * lookups.scale
+        return self.proj((x * scale[..., None]).flatten(2).to(dtype))
 
 
 class Block(nn.Module):
@@ -299,16 +312,16 @@ class Transformer(nn.Module):
         self.ngrams = NgramEmbedding(sizes) if sizes.ngram_rows else None
         self.heads = nn.ModuleDict()
 
-    def forward(self, idx, mask, doc=None, cache=None, at=None, ngram_scale=None):  # idx (B, T) -> (B, T, C)
+    def forward(self, idx, mask, doc=None, cache=None, at=None, lookups=None):  # idx (B, T) -> (B, T, C)
         """-> hidden states, normed. mask: "causal", "bidirectional", or prefix lengths (B,). doc: document ids (B, T),
         to keep a document to itself. cache: a Cache or StaticCache; idx then continues what it holds. at: positions
-        for RoPE (B, T), where they are not 0, 1, 2, ... ngram_scale: (B, T, N), factors of the n-gram embeddings."""
+        for RoPE (B, T), where they are not 0, 1, 2, ... lookups: of n-grams, where the table is trained."""
         before = idx.new_zeros(len(idx), CONTEXT - 1) if cache is None else cache.context(idx)
         past = context_ids(idx, before, doc)                                        # (B, T, W)
         x = causal_conv(past, self.embed.weight, self.conv_weight).to(self.dtype)
         added = None
         if self.ngrams is not None:
-            e = self.ngrams(past, ngram_scale, self.dtype)                          # (B, T, C)
+            e = self.ngrams(past, self.dtype, lookups)                          # (B, T, C)
             x = x + e
             added = norm(e) * self.ngrams.gain[:, None, None].to(self.dtype)        # (L, B, T, C)
         return norm(run_blocks(self.blocks, norm(x), self.sizes, mask, doc, cache, at, added))

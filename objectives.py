@@ -144,7 +144,7 @@ def token_terms(batch, hp):
 
 def hidden_states(model, batch):  # -> (B, T, C), of a batch's inputs under its mask
     return model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"),
-                 ngram_scale=batch.get("ngram_scale"))
+                 lookups=batch.get("lookups"))
 
 
 def token_loss(model, batch, hp):
@@ -665,8 +665,8 @@ def electra_fakes(generator, batch):  # -> generator's logits (B, k, V), clean b
     return logits, batch["tgt"].gather(1, at), fake.clamp(max=N_BYTES - 1)
 
 
-def electra_answer(model, x, ngram_scale=None):  # x (B, T) -> (B, T): log-odds that each byte was replaced
-    return model.heads["replaced"](model(x, "bidirectional", ngram_scale=ngram_scale).float())[..., 0]
+def electra_answer(model, x, lookups=None):  # x (B, T) -> (B, T): log-odds that each byte was replaced
+    return model.heads["replaced"](model(x, "bidirectional", lookups=lookups).float())[..., 0]
 
 
 def electra_terms(batch, hp):
@@ -679,7 +679,7 @@ def electra_loss(model, batch, hp):
     logits, clean, fake = electra_fakes(model.heads["generator"], batch)
     labels = torch.zeros_like(batch["inp"]).scatter(1, batch["masked"], (fake != clean).long())         # (B, T)
     x = batch["inp"].scatter(1, batch["masked"], fake)                              # (B, T)
-    replaced = electra_answer(model, x, batch.get("ngram_scale"))
+    replaced = electra_answer(model, x, batch.get("lookups"))
     sums = {"generator": nats(logits, clean), "discriminator": yes_no(replaced, labels)}
     if evaluating():
         area = auc(replaced.flatten(), labels.flatten())
@@ -954,8 +954,8 @@ def contrastive_window(T, hp):
     return T
 
 
-def embed(model, x, ngram_scale=None):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
-    return F.normalize(model(x, "bidirectional", ngram_scale=ngram_scale).float().mean(1), dim=-1)
+def embed(model, x, lookups=None):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
+    return F.normalize(model(x, "bidirectional", lookups=lookups).float().mean(1), dim=-1)
 
 
 def contrastive_terms(batch, hp):
@@ -964,8 +964,7 @@ def contrastive_terms(batch, hp):
 
 
 def contrastive_loss(model, batch, hp):
-    crops, scale = batch["inp"].flatten(0, 1), batch.get("ngram_scale")
-    states = embed(model, crops, None if scale is None else scale.flatten(0, 1))    # (2 B, C)
+    states = embed(model, batch["inp"].flatten(0, 1), batch.get("lookups"))         # (2 B, C)
     a, b = states.unflatten(0, (-1, 2)).unbind(1)
     sim = a @ b.T / hp.tau                                                          # (B, B)
     own = torch.arange(len(sim), device=sim.device)
@@ -1058,8 +1057,8 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     return dict(inp=x.gather(1, at), labels=((T - r) % T)[:, 0], mask="bidirectional")
 
 
-def rotation_answer(model, x, ngram_scale=None):  # x (B, T) -> (B, T): a score for each position
-    return model.heads["seam"](model(x, "bidirectional", ngram_scale=ngram_scale).float())[..., 0]
+def rotation_answer(model, x, lookups=None):  # x (B, T) -> (B, T): a score for each position
+    return model.heads["seam"](model(x, "bidirectional", lookups=lookups).float())[..., 0]
 
 
 def rotation_terms(batch, hp):
@@ -1068,7 +1067,7 @@ def rotation_terms(batch, hp):
 
 
 def rotation_loss(model, batch, hp):
-    scores = rotation_answer(model, batch["inp"], batch.get("ngram_scale"))
+    scores = rotation_answer(model, batch["inp"], batch.get("lookups"))
     return {"seam": nats(scores, batch["labels"]), "accuracy": (scores.argmax(1) == batch["labels"]).sum()}
 
 

@@ -23,8 +23,8 @@ from model import Linear, Sizes, Transformer, pack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, find_objective
 
 VERSION = 6                                     # of checkpoints: their layout, and that of the rows they know
-PARTS = dict(config=dict, step=int, seconds=float, best=float, best_step=int, val=float, sources=list, metrics_bytes=int, model=dict,
-             adamw=dict, muon=list, held_out=torch.Tensor)
+PARTS = dict(config=dict, step=int, seconds=float, best=float, best_step=int, val=float, sources=list,
+             metrics_bytes=int, model=dict, adamw=dict, muon=list, held_out=torch.Tensor)
 WORSE = 1.01                                    # a loss that is clearly worse than another, as a multiple of it
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes
 RANK = int(os.environ.get("RANK", 0)) if WORLD > 1 else 0
@@ -61,7 +61,7 @@ SETTINGS = {
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
         "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
         "grad_clip": (1.0, "largest norm of the gradient, 0 for any", 0.0, 1e30),
-        "ngram_drop": (0.5, "share of n-gram lookups that a training step leaves out", 0.0, 0.99),
+        "ngram_drop": (0.5, "share of n-gram lookups left out, reached after 2.5 million positions", 0.0, 0.99),
         "doc_mask": (False, "keep attention inside a document, where rows keep the text's order"),
         "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all)", ("muon", "adamw")),
     },

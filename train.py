@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
-from model import NGRAMS, Linear
+from model import NGRAM_DIM, NGRAMS, Linear, Lookups
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, targets_of
 from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, get_config
 from run import load_checkpoint, open_metrics, process_as_it_was, restore, save_checkpoint, use_device, write_line
@@ -37,7 +37,8 @@ MIN_ITERS = 200                                 # steps of a run whose length is
 COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
 MOMENTUM, NS_STEPS = 0.9, 4                     # Muon; at width 128 as good as 5 steps, and .9 better than .95
-NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # n-gram tables: of the second moments; times the others' rate
+NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # the n-gram table: of its second moments; times the others' rate
+NGRAM_WARMUP = 2_500_000                        # positions over which its drop rate grows
 
 
 # ---- batches
@@ -54,13 +55,22 @@ def make_batch(entry, corpus, split, where, g, hp):  # the windows at where, cor
     batch = entry["make"](x.to(hp.device, non_blocking=True), g, hp)
     for k in [k for k in batch if k.endswith("inp")] if hp.doc_mask else []:
         batch[k.removesuffix("inp") + "doc"] = document_ids(batch[k])               # a masked EOT ends nothing
-    for k in [k for k in batch if k.endswith("inp")] if split == "train" and hp.ngram_rows and hp.ngram_drop else []:
-        batch[k.removesuffix("inp") + "ngram_scale"] = dropout_scale((*batch[k].shape, len(NGRAMS)), g, hp.ngram_drop)
     return batch
 
 
-def dropout_scale(shape, g, p):  # -> shape, float32: 0 with probability p, else 1 / (1 - p)
-    return (torch.rand(shape, generator=g, device=g.device) >= p) / (1 - p)
+def ngram_scales(batch, drop, g):  # a batch, 0-D -> {key: (B, ..., T, N)}: factors of the lookups of each input
+    """0 with probability drop, else 1 / (1 - drop)."""
+    shapes = {k.removesuffix("inp"): (*batch[k].shape, len(NGRAMS)) for k in batch if k.endswith("inp")}
+    return {k + "ngram_scale": (torch.rand(shape, generator=g, device=g.device) >= drop) / (1 - drop)
+            for k, shape in shapes.items()}
+
+
+def add_lookups(batch):  # a micro-batch with ngram_scales -> the same with Lookups, and a list of these
+    scales = {k: v.flatten(0, -3) for k, v in batch.items() if k.endswith("ngram_scale")}           # (B, T, N) each
+    lookups = {k.removesuffix("ngram_scale") + "lookups": Lookups(
+        scale, torch.zeros_like(scale, dtype=torch.long), scale.new_zeros(*scale.shape, NGRAM_DIM, requires_grad=True))
+        for k, scale in scales.items()}
+    return batch | lookups, [*lookups.values()]
 
 
 def draw_batch(entry, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of key
@@ -81,8 +91,7 @@ def make_optimizer(model, hp):
     Muon for the Linear layers inside blocks, ngram_step for the n-gram table, AdamW for embeddings, heads and
     vectors."""
     hidden = [m.weight for name, m in model.named_modules() if isinstance(m, Linear) and "blocks." in name]
-    table = model.ngrams and model.ngrams.table
-    rest = [p for p in model.parameters() if not any(p is q for q in [table, *hidden])]
+    rest = [p for p in model.parameters() if p.requires_grad and not any(p is q for q in hidden)]
     groups = [dict(params=rest, weight_decay=0.0)]
     if hp.optimizer == "adamw":
         groups, hidden = groups + [dict(params=hidden, weight_decay=hp.weight_decay)], []
@@ -94,7 +103,7 @@ def make_optimizer(model, hp):
         muon[shape] = params, torch.zeros(sum(len(p) for p in params), *shape, device=params[0].device)
     lr = torch.zeros((), device=hp.device)      # a tensor, so that a captured step reads each step's rate
     adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True, capturable=lr.is_cuda)
-    moments = None if table is None else torch.zeros(len(table), device=table.device)
+    moments = None if model.ngrams is None else torch.zeros(len(model.ngrams.table), device=hp.device)
     return dict(adamw=adamw, muon=muon, moments=moments, lr=lr)
 
 
@@ -109,18 +118,10 @@ def optimizer_step(opt, bad, hp):
         muon_step(params, momentum, opt["lr"], bad, hp)
 
 
-def take_lookups(table):  # -> rows of the table (n,), gradients (n, D) of the lookups since the last call
-    """Of each micro-batch by itself: torch would add equal rows of two sparse gradients on some devices, and so give
-    accumulation another second moment than a large batch has."""
-    grad, table.grad = table.grad, None
-    return grad._indices()[0], grad._values()
-
-
 @torch.no_grad()
-def ngram_step(table, moments, lookups, lr, bad):  # table (N R, D), moments (N R,), lookups [(rows, gradients)]
+def ngram_step(table, moments, row, grad, lr, bad):  # table (R, D), moments (R,), row (n,), grad (n, D)
     """Updates only the rows that were looked up, each lookup by its own gradient: RMSprop with one second moment a
     row. What a step costs does not depend on the size of the table, and no shape on how many lookups share a row."""
-    row, grad = (torch.cat(parts) for parts in zip(*lookups))                       # (n,), (n, D)
     grad = torch.where(bad, 0.0, grad)
     moments.mul_(torch.where(bad, 1.0, NGRAM_DECAY)).index_add_(0, row, grad.square().mean(1))
     scale = NGRAM_RATE * lr / (moments[row].sqrt() + EPS)
@@ -160,6 +161,13 @@ def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthon
     return x
 
 
+def drop_rate(step, hp):  # share of n-gram lookups that a step leaves out
+    """Grows with the positions read, since a table that has read little has nothing that it could rely on too much:
+    runs of all lengths are served by one rate."""
+    read = step * hp.batch_size * hp.accum * hp.block_size
+    return hp.ngram_drop * min(1.0, read / NGRAM_WARMUP)
+
+
 def learning_rate(step, hp):
     """Linear warm-up, constant, linear to 0: the smallest of the three is in force."""
     warm = (step + 1) / (hp.warmup_iters + 1)
@@ -184,19 +192,19 @@ class State:
     g: torch.Generator
     step: torch.Tensor
     first_bad: torch.Tensor                     # the first step whose loss or gradient was not finite, else -1
-    params: list                                # all but the n-gram table, whose gradient is sparse
-    table: torch.nn.Parameter                   # or None
+    drop: torch.Tensor                          # share of n-gram lookups that the step leaves out
+    params: list                                # all with a gradient, and so not the n-gram table
 
 
 def prepare(entry, corpus, hp):  # -> State before the first step
     device, model = torch.device(hp.device), build(hp)
-    table = model.ngrams and model.ngrams.table
     where = draw_windows(entry, corpus, "train", hp.batch_size * hp.accum, "0")     # its shapes alone are used
     return State(
         hp, entry, corpus, model, entry["loss"], make_optimizer(model, hp),
-        params=[p for p in model.parameters() if p is not table], table=table,
+        params=[p for p in model.parameters() if p.requires_grad],
         where=[t.to(corpus[0]["train"].device) for t in where],
         g=torch.Generator(device), step=torch.zeros((), dtype=torch.long, device=device),
+        drop=torch.zeros((), device=device),
         first_bad=torch.full((), -1, device=device))
 
 
@@ -208,6 +216,7 @@ def set_step(s, step):  # what the host has to say before a step
         a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
     reseed(s.g, f"{hp.seed},{step},{s.entry['name']}")
     s.opt["lr"].fill_(learning_rate(step, hp))
+    s.drop.fill_(drop_rate(step, hp))
     s.step.fill_(step)
 
 
@@ -215,30 +224,38 @@ def training_step(s):  # -> batch, loss (nats: sum over terms of coefficient * s
     """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the
     device."""
     hp, loss = s.hp, torch.zeros_like(s.first_bad, dtype=torch.float32)
-    batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, hp)
+    batch, ngrams = training_batch(s), []       # ngrams: Lookups of this process's micro-batches
 
     # forward and backward: sums of nats, divided by the counts of the whole batch
-    terms, lookups = s.entry["terms"](batch, hp), []
+    terms = s.entry["terms"](batch, hp)
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
-        part = total(s.loss(s.model, micro_batch(batch, i, hp.accum), hp), terms)
+        micro, lookups = add_lookups(micro_batch(batch, i, hp.accum))
+        part = total(s.loss(s.model, micro, hp), terms)
         part.backward()
         loss += part.detach()
-        if s.table is not None and s.table.grad is not None:
-            lookups.append(take_lookups(s.table))
+        ngrams += [each for each in lookups if each.delta.grad is not None]
+    row = torch.cat([each.row.flatten() for each in ngrams]) if ngrams else None
+    grad = torch.cat([each.delta.grad.flatten(0, 2) for each in ngrams]) if ngrams else None
     if WORLD > 1:
         add_up([p.grad for p in s.params if p.grad is not None] + [loss])
-        lookups = [[gather_rows(t) for t in part] for part in lookups]
+    if WORLD > 1 and ngrams:
+        row, grad = gather_all(row), gather_all(grad)
 
     # clip, look for what is not finite, move
     norm = torch.nn.utils.clip_grad_norm_(s.params, hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
     s.first_bad.copy_(torch.where((s.first_bad < 0) & ~finite, s.step, s.first_bad))
     optimizer_step(s.opt, s.first_bad >= 0, hp)
-    if lookups:
-        ngram_step(s.table, s.opt["moments"], lookups, s.opt["lr"], s.first_bad >= 0)
-    for p in s.model.parameters():
+    if ngrams:
+        ngram_step(s.model.ngrams.table, s.opt["moments"], row, grad, s.opt["lr"], s.first_bad >= 0)
+    for p in s.params:
         p.grad = None
     return batch, loss, norm
+
+
+def training_batch(s):  # -> the batch of the windows, seed and drop rate that the host put into s
+    batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, s.hp)
+    return batch if s.model.ngrams is None else batch | ngram_scales(batch, s.drop, s.g)
 
 
 def total(sums, terms):  # {term: sum}, {term: (count, coefficient)} -> 0-D
@@ -248,13 +265,13 @@ def total(sums, terms):  # {term: sum}, {term: (count, coefficient)} -> 0-D
 def compile_loss(s):  # -> the loss, plain where torch.compile cannot; what cannot compile fails here, not later
     loss = torch.compile(s.loss, fullgraph=True, dynamic=False)
     try:
-        batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, s.hp)
-        sum(loss(s.model, micro_batch(batch, 0, s.hp.accum), s.hp).values()).backward()
+        micro, _ = add_lookups(micro_batch(training_batch(s), 0, s.hp.accum))
+        sum(loss(s.model, micro, s.hp).values()).backward()
     except Exception as e:                      # no compiler, an old one, an operating system without support
         why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
         print(f"--compile: does not work here ({why}), going on without it")
         loss = s.loss
-    for p in s.model.parameters():
+    for p in s.params:
         p.grad = None
     return loss
 
@@ -346,7 +363,7 @@ def add_up(tensors):  # each becomes its sum over all processes, in one exchange
         t.copy_(summed.view_as(t))
 
 
-def gather_rows(t):  # (n, ...) of each process -> (WORLD n, ...), those of all of them
+def gather_all(t):  # (n, ...) of each process -> (WORLD n, ...), those of all of them
     out = t.new_empty(WORLD * len(t), *t.shape[1:])
     torch.distributed.all_gather_into_tensor(out, t.contiguous())
     return out
@@ -404,7 +421,8 @@ def train(hp, stop, stack):  # -> exit code
     move_corpus(corpus, hp)
 
     # the model, its optimizer, what a checkpoint says of them
-    s, at = prepare(entry, corpus, hp), dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
+    s = prepare(entry, corpus, hp)
+    at = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
     if hp.resume:
         at = resume(load_checkpoint(hp.resume), s, sources)
     elif hp.init_from:
@@ -531,8 +549,9 @@ def save(s, log, name, step, sources):
         return
     os.fsync(log.metrics.fileno())              # a checkpoint counts its bytes
     save_checkpoint(os.path.join(s.hp.out_dir, name), dict(
-        version=VERSION, config=vars(s.hp) | {"resume": False}, step=step, seconds=log.seconds, best=log.best,
-        best_step=log.best_step, val=log.val, sources=sources, metrics_bytes=log.metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(),
+        version=VERSION, config=vars(s.hp) | {"resume": False}, step=step, seconds=log.seconds,
+        best=log.best, best_step=log.best_step, val=log.val, sources=sources, metrics_bytes=log.metrics.tell(),
+        held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(),
         model=s.model.state_dict(), adamw=s.opt["adamw"].state_dict(),
         muon=[momentum for _, momentum in s.opt["muon"].values()], moments=s.opt["moments"]))
 
@@ -578,16 +597,16 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loade
 
 def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl, the first two on the terminal
     hp, size, threads = s.hp, sum(p.numel() for p in s.model.parameters()), torch.get_num_threads()
-    tables = 0 if s.table is None else s.table.numel()
+    table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
     if metrics.tell() == 0:
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__,
                              "python": platform.python_version(), "processes": WORLD, "threads": threads,
-                             "parameters": size, "ngram_parameters": tables, "sources": sources})
+                             "parameters": size, "ngram_parameters": table, "sources": sources})
     names = ", ".join(f"{name} {n:,} bytes" for name, n, _, _ in sources)
     names += f", the first {hp.train_bytes:,} to train on" if hp.train_bytes else ""
     many = f"{threads} thread{'s' * (threads > 1)}" + (f", {WORLD} processes" if WORLD > 1 else "")
-    table = f" and {tables:,} in the n-gram table" if tables else ""
-    print(f"{hp.objective} | {size - tables:,} parameters{table} | {names} | {hp.out_dir}")
+    ngrams = f" and {table:,} in the n-gram table" if table else ""
+    print(f"{hp.objective} | {size - table:,} parameters{ngrams} | {names} | {hp.out_dir}")
     print(f"{hp.device}, {many} | activations {hp.dtype}, {precision}")
     print(f"{hp.max_iters:,} steps, which read the text {hp.max_iters * passes(s.corpus, s.entry, hp):.2g} times")
     if hp.warmup_iters > hp.max_iters > 0:

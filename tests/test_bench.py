@@ -136,7 +136,7 @@ def test_a_peer_is_measured_beside(text, tmp_path, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_training_and_decoding_are_timed_on_a_gpu(capsys):
     sizes = ["--n_layer", "2", "--n_head", "4", "--n_embd", "64", "--block_size", "64", "--batch_size", "4"]
-    fast = ["--compile", "--cuda_graph", "--repeats", "1", "--steps", "1", "--new", "8", "--ngram_rows", "64", "--device", "cuda"]
+    fast = ["--compile", "--cuda_graph", "--repeats", "1", "--steps", "1", "--new", "8", "--device", "cuda"]
     bench.main(["--objectives", "clm,prefix", *sizes, *fast])
     said = capsys.readouterr()
     assert "prefix both" in said.out and "\ncompiled" in said.out

@@ -48,7 +48,7 @@ def mistake(monkeypatch, other):  # every pass has another mask than it was give
 # ---- who may see whom
 
 @torch.no_grad()
-def dependence(net, x, mask, doc=None):  # -> (B, T, B, T) bool: whether the state at [b, q] changes with the id at [b', k]
+def dependence(net, x, mask, doc=None):  # -> (B, T, B, T) bool: does state [b, q] change with id [b', k]?
     """By other ids rather than by gradients, since n-grams are looked up by a hash of ids."""
     states, changes = net(x, mask, doc), []
     for b in range(B):
@@ -371,7 +371,7 @@ def test_ngrams_are_looked_up_as_in_a_dictionary():
     net, x = randomized(), ids()
     x[0, 3], x[1, 5] = MASK, SEP
     past = M.context_ids(x, torch.zeros(B, M.CONTEXT - 1, dtype=torch.long))
-    got, special = net.ngrams(past, None, torch.float32), 0
+    got, special = net.ngrams(past, torch.float32), 0
     for b in range(B):
         row = [0] * (M.CONTEXT - 1) + x[b].tolist()
         for t in range(T):
@@ -413,20 +413,30 @@ def test_every_block_adds_its_share_of_the_ngrams():
         block.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
     net(x, "causal")
     past = M.context_ids(x, torch.zeros(B, M.CONTEXT - 1, dtype=torch.long))
-    e = net.ngrams(past, None, torch.float32)
+    e = net.ngrams(past, torch.float32)
     before = M.norm(M.causal_conv(past, net.embed.weight, net.conv_weight) + e)
     for (taken, out), gain in zip(seen, net.ngrams.gain):
         near(taken, before + M.norm(e) * gain)
         before = out
 
 
-def test_lookups_that_are_dropped_count_nothing_and_the_others_more():
-    net, x = randomized(), ids()
+def test_lookups_are_scaled_and_their_gradients_are_those_of_the_table():
+    net, x = randomized().double(), ids()
+    x[0, 3] = SEP                               # n-grams with it have no gradient
     past = M.context_ids(x, torch.zeros(B, M.CONTEXT - 1, dtype=torch.long))
-    scale = torch.rand(B, T, len(M.NGRAMS), generator=generator("scale"))
-    each = [net.ngrams(past, F.one_hot(torch.tensor(i), len(M.NGRAMS)).expand(B, T, -1), torch.float32)
-            for i in range(len(M.NGRAMS))]
-    near(net.ngrams(past, scale, torch.float32), sum(scale[..., i, None] * e for i, e in enumerate(each)))
+    scale = torch.rand(B, T, len(M.NGRAMS), generator=generator("scale"), dtype=torch.double).round() * 2
+    delta = torch.zeros(*scale.shape, M.NGRAM_DIM, dtype=torch.double, requires_grad=True)
+    lookups = M.Lookups(scale, torch.zeros_like(scale, dtype=torch.long), delta)
+    direction = torch.randn(B, T, 16, generator=generator("direction"), dtype=torch.double)
+    (net.ngrams(past, torch.double, lookups) * direction).sum().backward()
+    assert torch.equal(lookups.row, M.hash_ngrams(past, 64))
+
+    table = net.ngrams.table.requires_grad_()
+    clean = torch.stack([past[..., :n].amax(2) < M.NGRAM_IDS for n in M.NGRAMS], dim=2)
+    taken = table[lookups.row] * (scale * clean)[..., None]                         # (B, T, N, NGRAM_DIM)
+    (net.ngrams.proj(taken.flatten(2)) * direction).sum().backward()
+    near(torch.zeros_like(table).index_add(0, lookups.row.flatten(), delta.grad.flatten(0, 2)), table.grad)
+    assert (delta.grad.any(-1) == (scale * clean > 0)).all()
 
 
 def test_positions_given_turn_queries_and_keys_but_move_no_mask():

@@ -251,7 +251,8 @@ def test_a_crafted_checkpoint_is_refused(key, value, crafted):
         assert any(words in line for words in (f"--{key}", "do not fit", "is at step", "not a checkpoint"))
 
 
-@pytest.mark.parametrize("part, value", [("embed.weight", math.nan), ("ngrams.table", math.inf), ("heads.replaced.bias", math.nan)])
+@pytest.mark.parametrize("part, value", [("embed.weight", math.nan), ("ngrams.table", math.inf),
+                                         ("heads.replaced.bias", math.nan)])
 def test_weights_that_are_not_finite_are_refused(part, value, crafted):
     def spoil(ckpt):
         ckpt["model"][part].view(-1)[-1] = value

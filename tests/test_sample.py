@@ -48,7 +48,7 @@ class Stub:
     def __init__(self, logits):
         self.logits = logits
 
-    def __call__(self, ids, mask, doc=None, cache=None, at=None, ngram_scale=None):
+    def __call__(self, ids, mask, doc=None, cache=None, at=None, lookups=None):
         if cache is not None:
             cache.move(ids.size(1))
         return ids

@@ -187,13 +187,14 @@ def test_micro_batches_give_the_gradient_of_the_total_by_hand(name, clip, text, 
     """Weights of members, coefficients of terms, counts of the whole batch; then the norm is cut."""
     ratio = ["--hybrid_ratio", "0.25"] if name == "hybrid" else []
     s = start("--data", text, "--objective", name, "--accum", "2", "--grad_clip", str(clip), *ratio)
-    grads, tables, net = [], [], build(s.hp)
+    grads, rows, net = [], [], build(s.hp)
     for module in (s.model, net):
         randomize(module)
     monkeypatch.setattr(train, "optimizer_step", lambda *args: grads.extend(p.grad for p in s.params))
-    monkeypatch.setattr(train, "ngram_step", lambda table, moments, lookups, *rest: tables.extend(lookups))
+    monkeypatch.setattr(train, "ngram_step", lambda table, moments, *lookups: rows.append(lookups[:2]))
     _, loss, norm = take(s, 0)
     batch = train.draw_batch(s.entry, s.corpus, "train", 8, f"{s.hp.seed},0", s.hp)
+    net.ngrams.table.requires_grad_()
     total = 0.0
     for weight, m in s.entry["members"]:
         part = part_of(batch, m) or batch
@@ -209,10 +210,8 @@ def test_micro_batches_give_the_gradient_of_the_total_by_hand(name, clip, text, 
             assert g is None or not g.any()
         else:
             assert torch.allclose(g, w * scale, rtol=1e-3, atol=1e-5 * length * scale)
-    sums = torch.zeros_like(s.table)
-    for row, grad in tables:                    # the n-gram table's is not cut
-        sums.index_add_(0, row, grad)
-    torch.testing.assert_close(sums, table.to_dense(), rtol=1e-3, atol=1e-5 * length)
+    [(row, grad)] = rows                        # the n-gram table's is not cut
+    torch.testing.assert_close(torch.zeros_like(table).index_add(0, row, grad), table, rtol=1e-3, atol=1e-5 * length)
 
 
 def test_a_mean_of_means_would_not_pass(text, monkeypatch):
@@ -466,12 +465,13 @@ def test_a_step_reads_nothing_but_its_tensors(text):
     """What a graph would replay: other windows, seeds, rate and number give what a fresh batch gives."""
     s = start("--data", text, "--objective", "ul2", "--max_iters", "9", "--seed", "2")
     def places():
-        return [t.data_ptr() for t in (s.step, s.first_bad, s.opt["lr"], *s.where)]
+        return [t.data_ptr() for t in (s.step, s.first_bad, s.opt["lr"], s.drop, *s.where)]
     before = places()
     for step in range(4):
         batch, *_ = take(s, step)
         want = train.draw_batch(s.entry, s.corpus, "train", 4, f"2,{step}", s.hp)
-        assert equal(batch, want)
+        assert batch.keys() - want.keys() == {"ngram_scale"} and equal({k: batch[k] for k in want}, want)
+        assert float(s.drop) == pytest.approx(train.drop_rate(step, s.hp))
         rate = s.opt["adamw"].param_groups[0]["lr"]
         assert float(rate) == pytest.approx(train.learning_rate(step, s.hp))
     assert places() == before
@@ -591,68 +591,47 @@ def test_a_step_never_waits_for_the_gpu(text):
 
 # ---- n-grams
 
-def test_the_sparse_update_of_ngrams_equals_a_dense_one(text):
+def test_the_update_of_touched_rows_equals_a_dense_one(text, monkeypatch):
     """Row by row: one second moment a row, to which each lookup adds its own; rows that were not looked up stay."""
-    s = start("--data", text, "--accum", "2")
+    s, seen, update = start("--data", text, "--accum", "2"), [], train.ngram_step
     randomize(s.model)
-    table, moments = s.table, s.opt["moments"]
-    seen, step = [], train.ngram_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "ngram_step", lambda t, m, lookups, *rest: (seen.extend(lookups), step(t, m, lookups, *rest)))
-        for i in range(3):
-            weights, second = table.detach().clone().double(), moments.clone().double() * train.NGRAM_DECAY
-            seen.clear()
-            take(s, i)
-            row, grad = (torch.cat(parts) for parts in zip(*seen))
-            grad = grad.double()
-            assert len(row) == 2 * 4 * 32 * 4, "micro-batches, rows, positions, lengths"
-            for r, g in zip(row.tolist(), grad):
-                second[r] += g.square().mean()
-            for r, g in zip(row.tolist(), grad):
-                weights[r] -= train.NGRAM_RATE * float(s.opt["lr"]) * g / (second[r].sqrt() + train.EPS)
-            torch.testing.assert_close(table.double(), weights, rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(moments.double(), second, rtol=1e-4, atol=1e-12)
-            same = torch.ones(len(table), dtype=torch.bool)
-            same[row] = False
-            assert same.any() and torch.equal(table[same].double(), weights[same])
+    table, moments = s.model.ngrams.table, s.opt["moments"]
+    monkeypatch.setattr(train, "ngram_step", lambda *args: (seen.append(args[2:4]), update(*args)))
+    for i in range(3):
+        weights, second = table.clone().double(), moments.clone().double() * train.NGRAM_DECAY
+        take(s, i)
+        row, grad = seen[i]
+        assert len(row) == 2 * 4 * 32 * 4, "micro-batches, rows, positions, lengths"
+        for r, g in zip(row.tolist(), grad.double()):
+            second[r] += g.square().mean()
+        for r, g in zip(row.tolist(), grad.double()):
+            weights[r] -= train.NGRAM_RATE * float(s.opt["lr"]) * g / (second[r].sqrt() + train.EPS)
+        torch.testing.assert_close(table.double(), weights, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(moments.double(), second, rtol=1e-4, atol=1e-12)
+        same = torch.ones(len(table), dtype=torch.bool)
+        same[row] = False
+        assert same.any() and torch.equal(table[same].double(), weights[same])
 
 
-def test_lookups_are_dropped_in_training_alone(text):
-    s = start("--data", text, "--ngram_drop", "0.3", "--batch_size", "64")
-    train.set_step(s, 0)
-    batch = train.make_batch(s.entry, s.corpus, "train", s.where, s.g, s.hp)
-    scale = batch["ngram_scale"]
-    assert scale.shape == (64, 32, 4)
-    assert scale.unique().tolist() == pytest.approx([0, 1 / 0.7])
-    assert float((scale == 0).float().mean()) == pytest.approx(0.3, abs=0.03)
-    for batch in [train.draw_batch(s.entry, s.corpus, "val", 4, "a", s.hp),
-                  draw_training_batch("--data", text, "--ngram_drop", "0"),
-                  draw_training_batch("--data", text, "--ngram_rows", "0")]:
-        assert "ngram_scale" not in batch
-    mixed = draw_training_batch("--data", text, "--objective", "contrastive,clm", "--batch_size", "8")
-    assert mixed["clm.ngram_scale"].shape == (4, 32, 4) and mixed["contrastive.ngram_scale"].shape == (4, 2, 8, 4)
-
-
-def draw_training_batch(*flags):
-    s = start(*flags)
-    return train.draw_batch(s.entry, s.corpus, "train", s.hp.batch_size, "a", s.hp)
+def test_a_growing_share_of_lookups_is_dropped(text, monkeypatch):
+    monkeypatch.setattr(train, "NGRAM_WARMUP", 64 * 32 * 4)
+    s = start("--data", text, "--ngram_drop", "0.4", "--batch_size", "64")
+    for step, drop in enumerate([0.0, 0.1, 0.2, 0.3, 0.4, 0.4]):
+        train.set_step(s, step)
+        scale = train.training_batch(s)["ngram_scale"]
+        assert scale.shape == (64, 32, 4)
+        assert float(scale.max()) == pytest.approx(1 / (1 - drop))
+        assert ((scale == 0) | (scale == scale.max())).all()
+        assert float((scale == 0).float().mean()) == pytest.approx(drop, abs=0.03)
+    assert train.training_batch(start("--data", text, "--ngram_rows", "0")).keys() == {"inp", "tgt", "mask"}
 
 
 @every
-def test_every_objective_reads_ngrams_and_drops_lookups(name, text):
-    """A loss that does not hand ngram_scale on would learn with all lookups."""
+def test_every_objective_trains_the_table(name, text):
+    """A loss that does not hand the batch's lookups on would leave it as it is."""
     s = start("--data", text, "--objective", name, "--batch_size", "16")
-    randomize(s.model)
-    batch = train.draw_batch(s.entry, s.corpus, "train", 16, "a", s.hp)
-    scales = {k: torch.zeros_like(v) for k, v in batch.items() if k.endswith("ngram_scale")}
-    with torch.no_grad():
-        plain = s.loss(s.model, {k: v for k, v in batch.items() if k not in scales}, s.hp)
-        none = s.loss(s.model, batch | scales, s.hp)
-        s.model.ngrams.table.zero_()
-        zero = s.loss(s.model, {k: v for k, v in batch.items() if k not in scales}, s.hp)
-    assert scales and any(not torch.equal(plain[term], none[term]) for term in plain)
-    for term in plain:
-        torch.testing.assert_close(none[term], zero[term])
+    take(s, 0, 1)
+    assert s.model.ngrams.table.any()
 
 
 # ---- how long a run is
