@@ -192,6 +192,21 @@ def hash_ngrams(past, rows):  # ids (B, T, W) -> (B, T, N): row of the table for
     return (code ^ (code >> 32)) % rows + first
 
 
+class SquaredReLU(torch.autograd.Function):
+    """relu(x)^2, whose gradient 2 relu(x) takes two passes over memory; autograd's own takes four."""
+
+    @staticmethod
+    def forward(ctx, x):
+        r = F.relu(x)
+        ctx.save_for_backward(r)
+        return r * r
+
+    @staticmethod
+    def backward(ctx, grad):
+        [r] = ctx.saved_tensors
+        return (grad * r).mul_(2)
+
+
 class Linear(nn.Module):
     """y = x W^T in x's dtype; the weight stays float32. Several maps of one input are kept as a stack
     (n, n_out, n_in): one product forward, n matrices to the optimizer. Muon takes the Linear layers inside
@@ -277,11 +292,11 @@ class Block(nn.Module):
         y = attend(q, k, v)                                                         # (B, H, T, D)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
         # each position for itself
-        return x + self.down(F.relu(self.up(norm(x))).square())
+        return x + self.down(SquaredReLU.apply(self.up(norm(x))))
 
 
 def run_blocks(blocks, x, sizes, mask, doc=None, cache=None, at=None, added=None):  # x (B, T, C) -> (B, T, C)
-    """added: (L, B, T, C), what each block's input is added to."""
+    """added: for each block what is added to its input (B, T, C)."""
     B, T, _ = x.shape
     q = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                   # (T,)
     attend = choose_attention(mask, q, T if cache is None else cache.reach(T), B, sizes, x.dtype, doc, cache)
@@ -323,7 +338,7 @@ class Transformer(nn.Module):
         if self.ngrams is not None:
             e = self.ngrams(past, self.dtype, lookups)                          # (B, T, C)
             x = x + e
-            added = norm(e) * self.ngrams.gain[:, None, None].to(self.dtype)        # (L, B, T, C)
+            added = [norm(e) * gain for gain in self.ngrams.gain.to(self.dtype).unbind()]           # (B, T, C) each
         return norm(run_blocks(self.blocks, norm(x), self.sizes, mask, doc, cache, at, added))
 
     def logits(self, h):  # hidden (..., C) -> (..., n_outputs) float32
