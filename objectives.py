@@ -265,9 +265,10 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
 
 
 MASK_RATE = {"mask_rate": (0.3, "share of positions to predict", 0.001, 1.0)}
+PATIENT = {"max_passes": 16.0}                  # of an objective that corrupts a text anew each time: it overfits later
 add("mlm", make=mlm, help="masked bytes from all the others", use="fill [MASK]", mask="bidirectional",
     window=same_length, settings=MASK_RATE, packs=True, mode="fill", fills=in_place,
-    orders=("confident", "left"), reaches=(8000, "fills a hole of 4 bytes at 1.10 bits a byte"))
+    orders=("confident", "left"), defaults=PATIENT, reaches=(8000, "fills a hole of 4 bytes at 1.10 bits a byte"))
 
 
 # ---- prefix: prefix language modeling
@@ -394,7 +395,7 @@ SPANS = {"span_rate": (0.3, "share of bytes in spans", 0.001, 0.999),
 SHARP = {"attn_scale": 2.0}                     # what stands far off is found sooner
 add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
     window=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], settings=SPANS, whole=True, n_outputs=V,
-    positions=span_positions, mode="infill", ask=span_ask, defaults=SHARP,
+    positions=span_positions, mode="infill", ask=span_ask, defaults=SHARP | PATIENT,
     holes=N_SENTINELS - 1, ends=lambda k: SENTINEL + k + 1,
     reaches=(8000, "restores 37% of holes of 4 bytes, codes 16 at 1.22 bits a byte"))
 
@@ -443,7 +444,7 @@ def ul2_ask(pieces, m, hp):
 
 add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
     window=ul2_window, settings=SPANS, whole=True, n_outputs=V, positions=span_positions, mode="infill", ask=ul2_ask,
-    defaults=SHARP,
+    defaults=SHARP | {"max_passes": 8.0},
     continues=lambda hp: ("prefix", [MODE_S], [SEP]), ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1,
     reaches=(8000, "restores 34% of holes of 4 bytes, codes 16 at 1.20 bits a byte"))
 
@@ -850,7 +851,7 @@ def bart_ask(pieces, m, hp):
 
 add("bart", make=bart, help="a whole text from a noisy one", use="repair a text", mask="prefix",
     window=bart_window, whole=True, hides=False, positions=bart_positions, mode="repair", ask=bart_ask,
-    ends=lambda k: EOT, defaults=SHARP,
+    ends=lambda k: EOT, defaults=SHARP | PATIENT,
     reaches=(8000, "leaves 69% of a text's noise, 34% of that of few typos"),
     settings={"bart_noise": ("infill,replace", "any of " + ",".join(NOISES)),
               "bart_rate": (0.3, "share of bytes that mask, delete, infill and replace strike, at most", 0.001, 0.9),
@@ -922,7 +923,7 @@ def nsp_answer(model, first, second, hp):  # ids, ids -> 0-D log-odds that the s
 add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
     window=nsp_window, heads=lambda sizes, hp: {"nsp": readout(sizes.n_embd)}, terms=nsp_terms, loss=nsp_loss,
     whole=True, mode="follow", fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
-    defaults=SHARP | {"mask_rate": 0.15}, reaches=(8000, "answers 82% of pairs right"),
+    defaults=SHARP | PATIENT | {"mask_rate": 0.15}, reaches=(8000, "answers 82% of pairs right"),
     settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
                                             ("random", "swap"))})
 
@@ -973,7 +974,7 @@ def contrastive_loss(model, batch, hp):
 
 add("contrastive", make=contrastive, help="which crops share a window", use="embed and search",
     mask="bidirectional", window=contrastive_window, terms=contrastive_terms, loss=contrastive_loss, whole=True,
-    mode="search", answer=embed, defaults={"batch_size": 32},   # rows are its negatives
+    mode="search", answer=embed, defaults=PATIENT | {"batch_size": 32},  # rows are its negatives
     reaches=(8000, "finds 44% of 256 passages by their other half"),
     settings={"tau": (0.05, "temperature of the similarities", 1e-4, 1e4),
               "crop": (0.25, "length of a crop, as a share of the block", 0.01, 0.9)})
@@ -1011,7 +1012,7 @@ def bound_terms(batch, hp):
 add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order", mask="bidirectional",
     window=same_length, targets=count_targets, bpb="bound", bounds=mdlm_bounds, terms=bound_terms,
     loss=lambda model, batch, hp: {"bound": mdlm_bounds(model, batch, hp).sum()},
-    packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident", "left"), defaults=SHARP,
+    packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident", "left"), defaults=SHARP | PATIENT,
     reaches=(8000, "bounds held-out text by 2.07 bits per byte, fills a hole of 4 at 1.23"))
 
 
@@ -1037,7 +1038,7 @@ def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, 
 add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in any order", mask="bidirectional",
     window=same_length, targets=count_targets, bpb="bound", bounds=sedd_bounds, terms=bound_terms,
     loss=lambda model, batch, hp: {"bound": sedd_bounds(model, batch, hp).sum()},
-    packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic", "left"), defaults=SHARP,
+    packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic", "left"), defaults=SHARP | PATIENT,
     reaches=(8000, "bounds held-out text by 2.11 bits per byte, fills a hole of 4 at 1.47"))
 
 
@@ -1127,6 +1128,7 @@ def hybrid_loss(model, batch, hp):
 add("hybrid", make=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", mask="both",
     window=hybrid_window, terms=hybrid_terms, loss=hybrid_loss, bpb="causal", packs=True, mode="fill",
     orders=("confident", "left"), continues=lambda hp: from_left(hp) if hp.hybrid_ratio < 1 else None,
+    defaults={"max_passes": 8.0},
     fills=lambda hp: ([EOT], [], 1) if hp.hybrid_ratio > 0 else None,
     reaches=(8000, "fills a hole of 4 bytes at 1.15 bits a byte, goes on with a text at 1.30"),
     settings=MASK_RATE | {"hybrid_ratio": (0.25, "share of rows that are masked", 0.0, 1.0)})

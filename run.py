@@ -66,7 +66,7 @@ SETTINGS = {
         "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all)", ("muon", "adamw")),
     },
     "evaluation": {
-        "eval_interval": ({"cpu": 200, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
+        "eval_interval": ({"cpu": 600, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
         "eval_iters": (8, f"validation batches of {EVAL_ROWS} rows for each source", 1, 1 << 24),
         "log_interval": (10, "steps between lines of metrics.jsonl", 1, 1 << 40),
     },

@@ -801,7 +801,8 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
 def say_how_far(entry, hp, step, path):  # on standard error, of a model that is not yet what its size can be
     steps, what = entry["reaches"] or (0, "")
     usual = defaults() | entry["defaults"]
-    known = {*SETTINGS["model"], *SETTINGS["training"], *entry["settings"], "data", "train_bytes"} - {"max_iters"}
+    known = {*SETTINGS["model"], *SETTINGS["training"], *entry["settings"], "data", "train_bytes"}
+    known -= {"max_iters", "max_passes"}
     told = hp.objective == entry["name"] and all(getattr(hp, flag) == usual[flag] for flag in known)
     if told and step < steps:
         print(f"--- {step:,} steps; after {steps:,} of the standard library {entry['name']} {what}. Go on with: "
