@@ -28,9 +28,9 @@ from argparse import Namespace
 from data import V, fail, generator, open_corpus
 import sample
 import train
-from model import Sizes, Transformer, pack_weights
+from model import Sizes, Transformer
 from objectives import OBJECTIVES, find_objective
-from run import Captured, build, get_config, load_run, parse_beside, process_as_it_was, use_device
+from run import Captured, build, for_inference, get_config, load_run, parse_beside, process_as_it_was, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -89,6 +89,8 @@ def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and 
     if hp.device != "cpu":                      # without values nothing is computed; a counter stops FlexAttention
         model = model.to("meta")
         batch = {k: v if isinstance(v, str) else v.to("meta") for k, v in batch.items()}
+    if model.ngrams is not None:                # whose lookups have gradients in training
+        model.ngrams.table.requires_grad_()
     with FlopCounterMode(display=False) as counter:
         sum(entry["loss"](model, batch, hp).values()).backward()
     return counter.get_total_flops()
@@ -215,11 +217,11 @@ def bench_decode(flags, hp, names):
     else:
         entry, T, dtype = OBJECTIVES[names[0]], hp.block_size, getattr(torch, hp.dtype)
         torch.manual_seed(1)
-        model = Transformer(Sizes(hp.n_layer, hp.n_head, hp.n_embd, ngram_rows=hp.ngram_rows), dtype)
-        model = model.to(hp.device, dtype)
+        sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd, n_outputs=entry["n_outputs"], ngram_rows=hp.ngram_rows)
+        model = Transformer(sizes, dtype).to(hp.device)
         for p in model.requires_grad_(False).parameters():      # at zero-init every byte is alike, EOT too
             p.normal_(0, 0.05)
-        pack_weights(model)
+        for_inference(model)
         torch.backends.cuda.enable_cudnn_sdp(False)             # as load_run does
         prompt = torch.randint(1, 256, (T // 2,), generator=generator("bench")).tolist()
     x, seeds, tally = torch.tensor([prompt], device=hp.device), itertools.count(), []

@@ -193,7 +193,8 @@ def hash_ngrams(past, rows):  # ids (B, T, W) -> (B, T, N): row of the table for
 
 
 class SquaredReLU(torch.autograd.Function):
-    """relu(x)^2, whose gradient 2 relu(x) takes two passes over memory; autograd's own takes four."""
+    """relu(x)^2, whose gradient 2 relu(x) takes two passes over memory; autograd's own takes four. Has no second
+    derivative."""
 
     @staticmethod
     def forward(ctx, x):
@@ -296,14 +297,16 @@ class Block(nn.Module):
 
 
 def run_blocks(blocks, x, sizes, mask, doc=None, cache=None, at=None, added=None):  # x (B, T, C) -> (B, T, C)
-    """added: for each block what is added to its input (B, T, C)."""
+    """added: e (B, T, C) and gains (L, C); the input of block i is added to e * gains[i]."""
     B, T, _ = x.shape
     q = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                   # (T,)
     attend = choose_attention(mask, q, T if cache is None else cache.reach(T), B, sizes, x.dtype, doc, cache)
     at = q if at is None else at[:, None]
     cos, sin = rotations(at, sizes.n_embd // sizes.n_head, x.dtype, sizes.attn_scale)
     for i, block in enumerate(blocks):
-        x = x if added is None else x + added[i]
+        if added is not None:
+            e, gains = added
+            x = x + e * gains[i]
         x = block(x, cos, sin, attend, None if cache is None else functools.partial(cache.extend, i, q))
     if cache is not None:
         cache.move(T)
@@ -338,7 +341,7 @@ class Transformer(nn.Module):
         if self.ngrams is not None:
             e = self.ngrams(past, self.dtype, lookups)                          # (B, T, C)
             x = x + e
-            added = [norm(e) * gain for gain in self.ngrams.gain.to(self.dtype).unbind()]           # (B, T, C) each
+            added = norm(e), self.ngrams.gain.to(self.dtype).unbind()
         return norm(run_blocks(self.blocks, norm(x), self.sizes, mask, doc, cache, at, added))
 
     def logits(self, h):  # hidden (..., C) -> (..., n_outputs) float32

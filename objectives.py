@@ -648,7 +648,7 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked (B, k) places, u (
 def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads as wide where that divides
     H = max(1, round(sizes.n_head * hp.gen_scale))
     C = 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H)))
-    return dataclasses.replace(sizes, n_head=H, n_embd=C, ngram_rows=0)
+    return dataclasses.replace(sizes, n_head=H, n_embd=C, n_outputs=N_BYTES, ngram_rows=0)
 
 
 def electra_heads(sizes, hp):

@@ -40,7 +40,7 @@ SETTINGS = {
         "train_bytes": (0, "train on the first so many bytes of each source, 0 for all", 0, 1 << 50),
         "out_dir": ("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
         "resume": (False, "go on with the run in --out_dir, without it with the newest under out/"),
-        "init_from": ("", "run or checkpoint whose weights to start from, with a new optimizer"),
+        "init_from": ("", "run (its last state) or checkpoint whose weights to start from, with a new optimizer"),
         "seed": (1, "of weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -54,16 +54,18 @@ SETTINGS = {
     "training": {
         "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
         "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
-        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps; without it fewer where --max_passes says so", 0, 1 << 40),
-        "max_passes": (4.0, "without --max_iters: the run ends after so many passes over a text, 0 for any", 0.0, 1e9),
+        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
+        "max_passes": (4.0, "passes over a text after which a run ends, but not before step 200; 0, the default with "
+                            "--max_iters: any number", 0.0, 1e9),
         "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
         "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
         "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
-        "grad_clip": (1.0, "largest norm of the gradient, 0 for any", 0.0, 1e30),
-        "ngram_drop": (0.5, "share of n-gram lookups left out, reached after 2.5 million positions", 0.0, 0.99),
+        "grad_clip": (1.0, "largest norm of the gradient, but of the n-gram table's; 0 for any", 0.0, 1e30),
+        "ngram_drop": (0.5, "share of n-gram lookups left out after the first pass; of several passes more", 0.0, 0.99),
         "doc_mask": (False, "keep attention inside a document, where rows keep the text's order"),
-        "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all)", ("muon", "adamw")),
+        "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all but n-grams)",
+                      ("muon", "adamw")),
     },
     "evaluation": {
         "eval_interval": ({"cpu": 600, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
@@ -441,8 +443,9 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             raise ValueError("layout")
         config = defaults() | ckpt["config"] | {"resume": False}                    # a fork may have brought new flags
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
-        best = os.path.join(os.path.dirname(path), "best.pt")
-        beside = best if os.path.exists(best) and best != path else "another run"
+        other = "ckpt.pt" if os.path.basename(path) == "best.pt" else "best.pt"
+        beside = os.path.join(os.path.dirname(path), other)
+        beside = beside if os.path.exists(beside) else "another run"
         fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try {beside}")
     if version != VERSION:
         fail(f"{path}: has layout {version}, this program reads {VERSION}. Try the version that wrote it")
@@ -468,7 +471,7 @@ def build(hp):  # -> model
 
 
 def restore(model, ckpt, path, fresh=False):
-    """fresh: heads that the checkpoint does not have stay as they are, and of its byte head the columns that both
+    """fresh: heads that the checkpoint does not have stay as they are, and of its byte head the ids that both
     have are taken. Fails where weights do not fit, or are not finite."""
     saved, own = ckpt["model"], model.state_dict()
     try:
@@ -490,8 +493,8 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoi
     and switches cuDNN's attention off, which plans anew for every length of a cache."""
     ckpt, best = load_checkpoint(path), os.path.join(path, "best.pt")
     if ckpt["val"] > WORSE * ckpt["best"] and ckpt["best_step"] and os.path.isfile(best):
-        print(f"--- {best}: of step {ckpt['best_step']:,}, with a validation loss of {ckpt['best']:.3f} nats; at step "
-              f"{ckpt['step']:,} it was {ckpt['val']:.3f}", file=sys.stderr)
+        print(f"--- uses {best}: validation was at its best at step {ckpt['best_step']:,} ({ckpt['best']:.3f} nats, "
+              f"{ckpt['val']:.3f} when it was last measured)", file=sys.stderr)
         ckpt = load_checkpoint(best)
     hp, device = argparse.Namespace(**ckpt["config"]), pick_device(device)
     use_device(device)
@@ -499,9 +502,12 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoi
     hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
     model = build(hp)
     restore(model, ckpt, path)
-    # no training here: weights take the activations' type, and a pass reads half as much
+    for_inference(model)
+    return model, hp, ckpt
+
+
+def for_inference(model):  # weights take the activations' type, and a pass reads half as much
     model.requires_grad_(False)
     for layer in [m for m in model.modules() if isinstance(m, (Linear, torch.nn.Embedding))]:
-        layer.to(getattr(torch, hp.dtype))
+        layer.to(model.dtype)
     pack_weights(model)
-    return model, hp, ckpt

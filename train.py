@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
 from model import NGRAM_DIM, NGRAMS, Linear, Lookups
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, targets_of
-from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, get_config
+from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, defaults, get_config
 from run import load_checkpoint, open_metrics, process_as_it_was, restore, save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
@@ -119,13 +119,15 @@ def optimizer_step(opt, bad, hp):
 
 
 @torch.no_grad()
-def ngram_step(table, moments, row, grad, lr, bad):  # table (R, D), moments (R,), row (n,), grad (n, D)
-    """Updates only the rows that were looked up, each lookup by its own gradient: RMSprop with one second moment a
-    row. What a step costs does not depend on the size of the table, and no shape on how many lookups share a row."""
-    grad = torch.where(bad, 0.0, grad)
-    moments.mul_(torch.where(bad, 1.0, NGRAM_DECAY)).index_add_(0, row, grad.square().mean(1))
-    scale = NGRAM_RATE * lr / (moments[row].sqrt() + EPS)
-    table.index_add_(0, row, -scale[:, None] * grad)
+def ngram_step(table, moments, lookups, lr, bad):  # table (R, D), moments (R,), lookups [(row, gradient, square)]
+    """Updates the rows that were looked up, each lookup by its own gradient: RMSprop with one second moment a row.
+    row (n,), gradient (n, D), its mean square (n,): no shape depends on how many lookups share a row."""
+    moments.mul_(torch.where(bad, 1.0, NGRAM_DECAY))
+    for row, _, square in lookups:
+        moments.index_add_(0, row, torch.where(bad, 0.0, square))
+    for row, grad, _ in lookups:
+        scale = NGRAM_RATE * lr / (moments[row].sqrt() + EPS)
+        table.index_add_(0, row, -scale[:, None] * torch.where(bad, 0.0, grad))
 
 
 @torch.no_grad()
@@ -161,11 +163,21 @@ def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthon
     return x
 
 
-def drop_rate(step, hp):  # share of n-gram lookups that a step leaves out
-    """Grows with the positions read, since a table that has read little has nothing that it could rely on too much:
-    runs of all lengths are served by one rate."""
+def passes(corpus, entry, hp):  # -> how often a step reads the source that it reads most often
+    rows = hp.batch_size * hp.accum
+    return max(rows * entry["n"] * source["weight"] / len(source["train"]) for source in corpus)
+
+
+def drop_rate(step, corpus, entry, hp):  # share of n-gram lookups that a step leaves out
+    """Grows over the first pass over the text (NGRAM_WARMUP positions at most), since a table that has read little has
+    nothing that could be relied on too much; of a run that reads its text several times it ends higher, since the
+    table would know the text by heart. A run from another's weights starts at the full rate."""
+    each = passes(corpus, entry, hp)
+    end = 1 - (1 - hp.ngram_drop) / max(1.0, hp.max_iters * each) ** (2 / 3) if hp.ngram_drop else 0.0
+    if hp.init_from:
+        return end
     read = step * hp.batch_size * hp.accum * hp.block_size
-    return hp.ngram_drop * min(1.0, read / NGRAM_WARMUP)
+    return end * min(1.0, max(step * each, read / NGRAM_WARMUP))
 
 
 def learning_rate(step, hp):
@@ -216,7 +228,7 @@ def set_step(s, step):  # what the host has to say before a step
         a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
     reseed(s.g, f"{hp.seed},{step},{s.entry['name']}")
     s.opt["lr"].fill_(learning_rate(step, hp))
-    s.drop.fill_(drop_rate(step, hp))
+    s.drop.fill_(drop_rate(step, s.corpus, s.entry, hp))
     s.step.fill_(step)
 
 
@@ -224,30 +236,30 @@ def training_step(s):  # -> batch, loss (nats: sum over terms of coefficient * s
     """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the
     device."""
     hp, loss = s.hp, torch.zeros_like(s.first_bad, dtype=torch.float32)
-    batch, ngrams = training_batch(s), []       # ngrams: Lookups of this process's micro-batches
+    batch, lookups = training_batch(s), []      # lookups: of n-grams, for ngram_step
 
     # forward and backward: sums of nats, divided by the counts of the whole batch
     terms = s.entry["terms"](batch, hp)
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
-        micro, lookups = add_lookups(micro_batch(batch, i, hp.accum))
+        micro, taken = add_lookups(micro_batch(batch, i, hp.accum))
         part = total(s.loss(s.model, micro, hp), terms)
         part.backward()
         loss += part.detach()
-        ngrams += [each for each in lookups if each.delta.grad is not None]
-    row = torch.cat([each.row.flatten() for each in ngrams]) if ngrams else None
-    grad = torch.cat([each.delta.grad.flatten(0, 2) for each in ngrams]) if ngrams else None
+        for each in taken:
+            if each.delta.grad is not None:     # None: no term reached it
+                grad = each.delta.grad.flatten(0, 2)
+                lookups.append((each.row.flatten(), grad, grad.square().mean(1)))
     if WORLD > 1:
         add_up([p.grad for p in s.params if p.grad is not None] + [loss])
-    if WORLD > 1 and ngrams:
-        row, grad = gather_all(row), gather_all(grad)
+        lookups = sum_lookups(lookups, s.model.ngrams.table) if lookups else []
 
     # clip, look for what is not finite, move
     norm = torch.nn.utils.clip_grad_norm_(s.params, hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
     s.first_bad.copy_(torch.where((s.first_bad < 0) & ~finite, s.step, s.first_bad))
     optimizer_step(s.opt, s.first_bad >= 0, hp)
-    if ngrams:
-        ngram_step(s.model.ngrams.table, s.opt["moments"], row, grad, s.opt["lr"], s.first_bad >= 0)
+    if lookups:
+        ngram_step(s.model.ngrams.table, s.opt["moments"], lookups, s.opt["lr"], s.first_bad >= 0)
     for p in s.params:
         p.grad = None
     return batch, loss, norm
@@ -363,10 +375,14 @@ def add_up(tensors):  # each becomes its sum over all processes, in one exchange
         t.copy_(summed.view_as(t))
 
 
-def gather_all(t):  # (n, ...) of each process -> (WORLD n, ...), those of all of them
-    out = t.new_empty(WORLD * len(t), *t.shape[1:])
-    torch.distributed.all_gather_into_tensor(out, t.contiguous())
-    return out
+def sum_lookups(lookups, table):  # -> those of all processes, as one for each row of the table
+    """Dense, since a sum over equal rows has the same bits in all processes only where it is made once."""
+    sums, squares = torch.zeros_like(table), table.new_zeros(len(table))
+    for row, grad, square in lookups:
+        sums.index_add_(0, row, grad)
+        squares.index_add_(0, row, square)
+    add_up([sums, squares])
+    return [(torch.arange(len(table), device=table.device), sums, squares)]
 
 
 def any_says(yes):  # -> does any process say so?
@@ -487,17 +503,13 @@ def train(hp, stop, stack):  # -> exit code
     return finish(s) if RANK == 0 else 0
 
 
-def passes(corpus, entry, hp):  # -> how often a step reads the source that it reads most often
-    rows = hp.batch_size * hp.accum
-    return max(rows * entry["n"] * source["weight"] / len(source["train"]) for source in corpus)
-
-
 def plan_steps(corpus, entry, hp):
     """Of a small text fewer steps: repeated too often, it is learned by heart (Muennighoff et al. 2023)."""
     most = max(MIN_ITERS, math.ceil(hp.max_passes / passes(corpus, entry, hp)))
     if most < hp.max_iters:
         hp.max_iters = most
-        hp.eval_interval = min(hp.eval_interval, max(50, math.ceil(most / 4)))
+        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
+            hp.eval_interval = math.ceil(most / 4)
 
 
 class Log:

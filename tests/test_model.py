@@ -407,6 +407,14 @@ def test_ngrams_change_nothing_before_they_are_trained_and_can_be_left_out():
     assert torch.equal(net(ids(), "causal"), plain(ids(), "causal"))
 
 
+def test_the_squared_relu_has_the_gradient_of_its_parts():
+    x = torch.randn(50, generator=generator("x"), dtype=torch.double, requires_grad=True)
+    weight = torch.randn(50, generator=generator("weight"), dtype=torch.double)
+    got = torch.autograd.grad((M.SquaredReLU.apply(x) * weight).sum(), x)
+    near(got[0], torch.autograd.grad((F.relu(x).square() * weight).sum(), x)[0])
+    assert torch.equal(M.SquaredReLU.apply(x), F.relu(x).square())
+
+
 def test_every_block_adds_its_share_of_the_ngrams():
     net, x, seen = randomized(), ids(), []
     for block in net.blocks:

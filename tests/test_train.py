@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, randomize
+from conftest import TINY, randomize, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +23,7 @@ import sample
 import train
 from data import generator, open_corpus
 from objectives import EVAL_ROWS, OBJECTIVES, find_objective, part_of
-from run import build, get_config, load_checkpoint, newest_run
+from run import build, get_config, load_checkpoint, load_run, newest_run
 
 HERE, HOME = os.path.dirname(os.path.abspath(__file__)), os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
@@ -191,7 +191,7 @@ def test_micro_batches_give_the_gradient_of_the_total_by_hand(name, clip, text, 
     for module in (s.model, net):
         randomize(module)
     monkeypatch.setattr(train, "optimizer_step", lambda *args: grads.extend(p.grad for p in s.params))
-    monkeypatch.setattr(train, "ngram_step", lambda table, moments, *lookups: rows.append(lookups[:2]))
+    monkeypatch.setattr(train, "ngram_step", lambda table, moments, lookups, *rest: rows.extend(lookups))
     _, loss, norm = take(s, 0)
     batch = train.draw_batch(s.entry, s.corpus, "train", 8, f"{s.hp.seed},0", s.hp)
     net.ngrams.table.requires_grad_()
@@ -210,8 +210,10 @@ def test_micro_batches_give_the_gradient_of_the_total_by_hand(name, clip, text, 
             assert g is None or not g.any()
         else:
             assert torch.allclose(g, w * scale, rtol=1e-3, atol=1e-5 * length * scale)
-    [(row, grad)] = rows                        # the n-gram table's is not cut
-    torch.testing.assert_close(torch.zeros_like(table).index_add(0, row, grad), table, rtol=1e-3, atol=1e-5 * length)
+    sums = torch.zeros_like(table)
+    for row, grad, _ in rows:                   # the n-gram table's is not cut
+        sums.index_add_(0, row, grad)
+    torch.testing.assert_close(sums, table, rtol=1e-3, atol=1e-5 * length)
 
 
 def test_a_mean_of_means_would_not_pass(text, monkeypatch):
@@ -471,7 +473,7 @@ def test_a_step_reads_nothing_but_its_tensors(text):
         batch, *_ = take(s, step)
         want = train.draw_batch(s.entry, s.corpus, "train", 4, f"2,{step}", s.hp)
         assert batch.keys() - want.keys() == {"ngram_scale"} and equal({k: batch[k] for k in want}, want)
-        assert float(s.drop) == pytest.approx(train.drop_rate(step, s.hp))
+        assert float(s.drop) == pytest.approx(train.drop_rate(step, s.corpus, s.entry, s.hp))
         rate = s.opt["adamw"].param_groups[0]["lr"]
         assert float(rate) == pytest.approx(train.learning_rate(step, s.hp))
     assert places() == before
@@ -596,11 +598,12 @@ def test_the_update_of_touched_rows_equals_a_dense_one(text, monkeypatch):
     s, seen, update = start("--data", text, "--accum", "2"), [], train.ngram_step
     randomize(s.model)
     table, moments = s.model.ngrams.table, s.opt["moments"]
-    monkeypatch.setattr(train, "ngram_step", lambda *args: (seen.append(args[2:4]), update(*args)))
+    monkeypatch.setattr(train, "ngram_step", lambda *args: (seen.append(args[2]), update(*args)))
     for i in range(3):
         weights, second = table.clone().double(), moments.clone().double() * train.NGRAM_DECAY
         take(s, i)
-        row, grad = seen[i]
+        row, grad, square = (torch.cat(parts) for parts in zip(*seen[i]))
+        torch.testing.assert_close(square, grad.square().mean(1))
         assert len(row) == 2 * 4 * 32 * 4, "micro-batches, rows, positions, lengths"
         for r, g in zip(row.tolist(), grad.double()):
             second[r] += g.square().mean()
@@ -614,8 +617,8 @@ def test_the_update_of_touched_rows_equals_a_dense_one(text, monkeypatch):
 
 
 def test_a_growing_share_of_lookups_is_dropped(text, monkeypatch):
-    monkeypatch.setattr(train, "NGRAM_WARMUP", 64 * 32 * 4)
-    s = start("--data", text, "--ngram_drop", "0.4", "--batch_size", "64")
+    monkeypatch.setattr(train, "drop_rate", lambda step, *rest: min(0.4, 0.1 * step))
+    s = start("--data", text, "--batch_size", "64")
     for step, drop in enumerate([0.0, 0.1, 0.2, 0.3, 0.4, 0.4]):
         train.set_step(s, step)
         scale = train.training_batch(s)["ngram_scale"]
@@ -626,6 +629,21 @@ def test_a_growing_share_of_lookups_is_dropped(text, monkeypatch):
     assert train.training_batch(start("--data", text, "--ngram_rows", "0")).keys() == {"inp", "tgt", "mask"}
 
 
+def test_the_share_that_is_dropped_follows_from_what_a_run_reads():
+    def rate(step, size, steps, **changes):
+        hp, corpus = settings("clm", 32, max_iters=steps, **changes), [dict(weight=1.0, train=torch.zeros(size))]
+        return train.drop_rate(step, corpus, {"n": 33}, hp)         # a step reads 4 * 33 bytes
+    assert rate(0, 13_200, 400) == 0
+    for passes, end in ((1, 0.5), (4, 1 - 0.5 / 4 ** (2 / 3)), (0.5, 0.5)):
+        steps = int(100 * passes)
+        assert rate(steps, 13_200, steps) == pytest.approx(end * min(1, passes))
+        assert rate(50, 13_200, steps) == pytest.approx(end / 2), "half a pass"
+    assert rate(1000, 1 << 30, 1000) == pytest.approx(0.5 * 1000 * 4 * 32 / train.NGRAM_WARMUP)
+    assert rate(30_000, 1 << 30, 30_000) == 0.5
+    assert rate(0, 13_200, 100, init_from="a") == 0.5
+    assert rate(100, 13_200, 400, ngram_drop=0.0) == 0
+
+
 @every
 def test_every_objective_trains_the_table(name, text):
     """A loss that does not hand the batch's lookups on would leave it as it is."""
@@ -634,27 +652,61 @@ def test_every_objective_trains_the_table(name, text):
     assert s.model.ngrams.table.any()
 
 
-# ---- how long a run is
+# ---- how long a run is, and which of its states is used
 
-def test_a_small_text_is_read_a_few_times_unless_steps_are_given(text, capsys):
-    write("small.txt", open(text, "rb").read()[:20_000])
-    config = lambda *flags: load_checkpoint_after("--data", "small.txt", "--batch_size", "16", *flags)
-    hp = config("--max_passes", "8")
-    # 18,000 bytes to train on, 16 rows of 33 bytes a step
-    assert hp["max_iters"] == math.ceil(8 * 18_000 / (16 * 33)) == 273 and hp["eval_interval"] == 69
-    assert "273 steps, which read the text 8 times" in capsys.readouterr().out
-    assert config("--max_passes", "1")["max_iters"] == train.MIN_ITERS
-    assert config("--max_iters", "300", "--max_passes", "0")["max_iters"] == 300
-    assert config("--max_iters", "300")["max_passes"] == 0
+def test_a_small_text_is_read_a_few_times_unless_steps_are_given(text, monkeypatch, capsys):
+    monkeypatch.setattr(train, "MIN_ITERS", 5)
+    write("small.txt", open(text, "rb").read()[:1000])
+    train.main([*TINY, "--data", "small.txt", "--out_dir", "a", "--max_passes", "3"])
+    steps = math.ceil(3 * 900 / (4 * 33))       # 900 bytes to train on, 4 rows of 33 a step
+    config = load_checkpoint("a")["config"]
+    assert load_checkpoint("a")["step"] == steps == 21 and config["eval_interval"] == 6
+    assert "21 steps, which read the text 3.1 times" in capsys.readouterr().out
+    train.main([*TINY, "--data", "small.txt", "--out_dir", "b", "--max_passes", "0.1", "--eval_interval", "4"])
+    assert load_checkpoint("b")["step"] == 5 and load_checkpoint("b")["config"]["eval_interval"] == 4
+    train.main([*TINY, "--data", "small.txt", "--out_dir", "c", "--max_iters", "40"])
+    assert load_checkpoint("c")["step"] == 40
+    train.main(["--resume", "--out_dir", "a", "--max_iters", "23"])
+    assert load_checkpoint("a")["step"] == 23
 
 
-def load_checkpoint_after(*flags):  # -> the settings of a run, which is stopped before its first step
-    hp = get_config([*TINY, *flags])
-    corpus, entry = open_corpus(hp.data), find_objective(hp)
-    if hp.max_passes:
-        train.plan_steps(corpus, entry, hp)
-    print(f"{hp.max_iters} steps, which read the text {hp.max_iters * train.passes(corpus, entry, hp):.2g} times")
-    return vars(hp)
+def test_the_best_state_is_used_where_the_last_is_clearly_worse(text, capsys):
+    fit(text, "a", "--max_iters", "4", "--eval_interval", "2")
+    last, best = load_checkpoint("a"), load_checkpoint("a/best.pt")
+    best["model"]["embed.weight"] += 1
+    torch.save(best, "a/best.pt")
+    for val, step, used in ((1.02, 2, best), (1.005, 2, last), (1.02, 0, last)):
+        torch.save(last | {"val": val, "best": 1.0, "best_step": step}, "a/ckpt.pt")
+        capsys.readouterr()
+        model, *_ = load_run("a", "cpu", "float32")
+        assert torch.equal(model.embed.weight, used["model"]["embed.weight"])
+        assert ("a/best.pt" in capsys.readouterr().err) == (used is best)
+    torch.save(last | {"val": 2.0, "best": 1.0, "best_step": 2}, "a/ckpt.pt")
+    model, *_ = load_run("a/ckpt.pt", "cpu", "float32")
+    assert torch.equal(model.embed.weight, last["model"]["embed.weight"]), "a file is what was asked for"
+
+
+def test_the_end_says_when_validation_was_at_its_best(text, monkeypatch, capsys):
+    values = iter([5.0, 3.0, 4.0])
+    real = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *args: [r | {"loss": next(values)} for r in real(*args)])
+    fit(text, "a", "--max_iters", "4", "--eval_interval", "2")
+    assert "at its best at step 2: 3.0000 nats, now 4.0000" in capsys.readouterr().out
+    ckpt = load_checkpoint("a")
+    assert (ckpt["val"], ckpt["best"], ckpt["best_step"]) == (4.0, 3.0, 2)
+
+
+def test_a_byte_head_takes_the_ids_that_the_other_objective_has(text):
+    fit(text, "span", "--objective", "span", "--max_iters", "3")
+    wide = load_checkpoint("span")["model"]["head.weight"]
+    fit(text, "clm", "--init_from", "span", "--max_iters", "0")
+    narrow = load_checkpoint("clm")["model"]["head.weight"]
+    assert wide.shape == (1, 512, 16) and torch.equal(narrow, wide[:, :256]) and narrow.any()
+    fit(text, "wide", "--objective", "span", "--init_from", "clm", "--max_iters", "0")
+    again = load_checkpoint("wide")["model"]["head.weight"]
+    assert torch.equal(again[:, :256], narrow) and not again[:, 256:].any()
+    fit(text, "electra", "--objective", "electra", "--max_iters", "1")
+    fit(text, "mix", "--objective", "electra,span", "--init_from", "electra", "--max_iters", "1")
 
 
 # ---- what goes wrong
