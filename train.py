@@ -582,18 +582,30 @@ def resume(ckpt, s, sources):  # -> {step, seconds, best, best_step, val, metric
               "the learning rate follows the new plan")
     restore(s.model, ckpt, hp.resume)
     adamw, muon, moments = s.opt["adamw"], s.opt["muon"], s.opt["moments"]
+    params = [p for group in adamw.param_groups for p in group["params"]]
     try:
+        for i, state in ckpt["adamw"]["state"].items():
+            check_layout(state["step"], torch.zeros(()))
+            check_layout(state["exp_avg"], params[i])
+            check_layout(state["exp_avg_sq"], params[i])
         adamw.load_state_dict(ckpt["adamw"])
         for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
+            check_layout(saved, momentum)
             momentum.copy_(saved)
         if moments is not None:
+            check_layout(ckpt["moments"], moments)
             moments.copy_(ckpt["moments"])
-    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
+    except (RuntimeError, KeyError, ValueError, TypeError, AttributeError, IndexError) as e:
         fail(f"{hp.resume}: its optimizer's state does not fit its settings ({type(e).__name__}). "
              f"Try --init_from {hp.out_dir}")
     for group in adamw.param_groups:            # of this device, not of the checkpoint's
         group.update(lr=s.opt["lr"], capturable=s.opt["lr"].is_cuda)
     return {k: ckpt[k] for k in ("step", "seconds", "best", "best_step", "val", "metrics_bytes")}
+
+
+def check_layout(saved, own):  # the fused kernels read past the end of a state that is too small
+    if saved.shape != own.shape or saved.dtype != own.dtype:
+        raise ValueError("layout")
 
 
 def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loader

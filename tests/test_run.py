@@ -259,6 +259,20 @@ def test_weights_that_are_not_finite_are_refused(part, value, crafted):
     assert all("not finite" in line for line in crafted(spoil, init="heads" not in part))
 
 
+@pytest.mark.parametrize("what", ["exp_avg", "exp_avg_sq", "step", "muon", "moments"])
+@pytest.mark.parametrize("spoiled", [torch.zeros(1), torch.zeros(1, dtype=torch.int32), 0.0])
+def test_an_optimizer_state_of_another_layout_is_refused(what, spoiled, crafted):
+    """A fused kernel would read past the end of it, and a copy would spread one number over all."""
+    def change(ckpt):
+        if what == "muon":
+            ckpt["muon"][0] = spoiled
+        elif what == "moments":
+            ckpt["moments"] = spoiled
+        else:
+            ckpt["adamw"]["state"][0][what] = spoiled
+    assert "its optimizer's state does not fit" in next(crafted(change))
+
+
 def drop_heads(ckpt):
     for name in [name for name in ckpt["model"] if name.startswith("heads.")]:
         del ckpt["model"][name]
