@@ -62,7 +62,7 @@ SETTINGS = {
         "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
         "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
         "grad_clip": (1.0, "largest norm of the gradient, but of the n-gram table's; 0 for any", 0.0, 1e30),
-        "ngram_drop": (0.5, "share of n-gram lookups left out after the first pass; of several passes more", 0.0, 0.99),
+        "ngram_drop": (0.5, "share of n-gram lookups left out after two passes; of more passes more", 0.0, 0.99),
         "doc_mask": (False, "keep attention inside a document, where rows keep the text's order"),
         "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all but n-grams)",
                       ("muon", "adamw")),

@@ -169,7 +169,7 @@ def passes(corpus, entry, hp):  # -> how often a step reads the source that it r
 
 
 def drop_rate(step, corpus, entry, hp):  # share of n-gram lookups that a step leaves out
-    """Grows over the first pass over the text (NGRAM_WARMUP positions at most), since a table that has read little has
+    """Grows over the first two passes over the text (NGRAM_WARMUP positions at most), since a table that has read little has
     nothing that could be relied on too much; of a run that reads its text several times it ends higher, since the
     table would know the text by heart. A run from another's weights starts at the full rate."""
     each = passes(corpus, entry, hp)
@@ -177,7 +177,7 @@ def drop_rate(step, corpus, entry, hp):  # share of n-gram lookups that a step l
     if hp.init_from:
         return end
     read = step * hp.batch_size * hp.accum * hp.block_size
-    return end * min(1.0, max(step * each, read / NGRAM_WARMUP))
+    return end * min(1.0, max(step * each / 2, read / NGRAM_WARMUP))
 
 
 def learning_rate(step, hp):

@@ -636,8 +636,8 @@ def test_the_share_that_is_dropped_follows_from_what_a_run_reads():
     assert rate(0, 13_200, 400) == 0
     for passes, end in ((1, 0.5), (4, 1 - 0.5 / 4 ** (2 / 3)), (0.5, 0.5)):
         steps = int(100 * passes)
-        assert rate(steps, 13_200, steps) == pytest.approx(end * min(1, passes))
-        assert rate(50, 13_200, steps) == pytest.approx(end / 2), "half a pass"
+        assert rate(steps, 13_200, steps) == pytest.approx(end * min(1, passes / 2))
+        assert rate(50, 13_200, steps) == pytest.approx(end / 4), "half a pass"
     assert rate(1000, 1 << 30, 1000) == pytest.approx(0.5 * 1000 * 4 * 32 / train.NGRAM_WARMUP)
     assert rate(30_000, 1 << 30, 30_000) == 0.5
     assert rate(0, 13_200, 100, init_from="a") == 0.5
