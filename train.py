@@ -169,9 +169,9 @@ def passes(corpus, entry, hp):  # -> how often a step reads the source that it r
 
 
 def drop_rate(step, corpus, entry, hp):  # share of n-gram lookups that a step leaves out
-    """Grows over the first two passes over the text (NGRAM_WARMUP positions at most), since a table that has read little has
-    nothing that could be relied on too much; of a run that reads its text several times it ends higher, since the
-    table would know the text by heart. A run from another's weights starts at the full rate."""
+    """Grows over the first two passes over the text (NGRAM_WARMUP positions at most), since a table that has read
+    little has nothing that could be relied on too much; of a run that reads its text several times it ends higher,
+    since the table would know the text by heart. A run from another's weights starts at the full rate."""
     each = passes(corpus, entry, hp)
     end = 1 - (1 - hp.ngram_drop) / max(1.0, hp.max_iters * each) ** (2 / 3) if hp.ngram_drop else 0.0
     if hp.init_from:
