@@ -181,14 +181,15 @@ def causal_conv(past, embedding, weight):  # ids (B, T, W), embedding (V, C), we
 
 
 def hash_ngrams(past, rows):  # ids (B, T, W) -> (B, T, N): row of the table for each n-gram that ends at a position
-    """A polynomial of the ids, its high bits mixed into the low ones. Each length has rows of its own; n-grams of the
-    same hash share one."""
+    """A polynomial of the ids, modulo 2^64, its high bits mixed into the low ones. Each length has rows of its own;
+    n-grams of the same hash share one."""
     code, codes = torch.zeros_like(past[..., 0]), []
+    ids = (past + 1).unbind(2)
     for n in range(1, max(NGRAMS) + 1):
-        code = code * HASH_FACTOR + past[..., n - 1] + 1
+        code = torch.add(ids[n - 1], code, alpha=HASH_FACTOR)
         codes += [code] if n in NGRAMS else []
     code = torch.stack(codes, dim=2)                                                # (B, T, N)
-    first = torch.arange(len(NGRAMS), device=past.device) * rows
+    first = torch.arange(0, len(NGRAMS) * rows, rows, device=past.device)
     return (code ^ (code >> 32)) % rows + first
 
 
@@ -260,7 +261,8 @@ class NgramEmbedding(nn.Module):
 
     def forward(self, past, dtype, lookups=None):  # ids (B, T, W) -> (B, T, C)
         row = hash_ngrams(past, self.rows)                                          # (B, T, N)
-        scale = torch.stack([past[..., :n].amax(2) < NGRAM_IDS for n in NGRAMS], dim=2)             # (B, T, N)
+        largest = past.cummax(dim=2).values         # of the last 1, 2, ... ids
+        scale = torch.stack([largest[..., n - 1] for n in NGRAMS], dim=2) < NGRAM_IDS               # (B, T, N)
         x = F.embedding(row, self.table)                                            # (B, T, N, NGRAM_DIM)
         if lookups is not None:
             lookups.row.copy_(row)
