@@ -341,7 +341,7 @@ class Transformer(nn.Module):
         x = causal_conv(past, self.embed.weight, self.conv_weight).to(self.dtype)
         added = None
         if self.ngrams is not None:
-            e = self.ngrams(past, self.dtype, lookups)                          # (B, T, C)
+            e = self.ngrams(past, self.dtype, lookups)                              # (B, T, C)
             x = x + e
             added = norm(e), self.ngrams.gain.to(self.dtype).unbind()
         return norm(run_blocks(self.blocks, norm(x), self.sizes, mask, doc, cache, at, added))

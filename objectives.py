@@ -142,9 +142,9 @@ def token_terms(batch, hp):
     return {"nll": (count_targets(batch), 1.0)}
 
 
-def hidden_states(model, batch):  # -> (B, T, C), of a batch's inputs under its mask
-    return model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"),
-                 lookups=batch.get("lookups"))
+def hidden_states(model, batch):  # -> (B, T, C)
+    """Of a batch's inputs under its mask. Hands on the lookups by which a training step trains the n-gram table."""
+    return model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"), lookups=batch.get("lookups"))
 
 
 def token_loss(model, batch, hp):
@@ -905,7 +905,7 @@ def nsp_terms(batch, hp):
 
 def nsp_loss(model, batch, hp):
     h = hidden_states(model, batch)                                                 # (B, T, C)
-    follows = model.heads["nsp"](h[:, 0].float())[:, 0]                               # (B,)
+    follows = model.heads["nsp"](h[:, 0].float())[:, 0]                             # (B,)
     sums = {"nll": byte_nats(model, h, batch["tgt"])[0].sum(), "nsp": yes_no(follows, batch["labels"])}
     if evaluating():
         sums["accuracy"] = ((follows > 0) == (batch["labels"] == 1)).sum()

@@ -38,7 +38,7 @@ COMPRESSED = 1 << 24                            # the compressors read at most s
 BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
 MOMENTUM, NS_STEPS = 0.9, 4                     # Muon; at width 128 as good as 5 steps, and .9 better than .95
 NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # the n-gram table: of its second moments; times the others' rate
-NGRAM_WARMUP = 2_500_000                        # positions over which its drop rate grows
+NGRAM_WARMUP = 2_500_000                        # positions over which its drop rate grows, at most
 
 
 # ---- batches
@@ -619,7 +619,7 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loade
         fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
 
 
-def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl, the first two on the terminal
+def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl, the first three on the terminal
     hp, size, threads = s.hp, sum(p.numel() for p in s.model.parameters()), torch.get_num_threads()
     table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
     if metrics.tell() == 0:
