@@ -1,48 +1,48 @@
 """Every pre-training objective: how clean windows become a batch, and how a batch becomes a loss.
 
-B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V vocabulary; k
-chosen positions, S spans, N noise bytes, L bytes of a text, of which m are present
+B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V outputs of the byte
+head; k chosen positions, S spans, N noise bytes, L bytes of a text, of which m are present
 
-An objective is one page: a few functions, and its entry below them. Most entries leave out what is usual
-(USUAL).
-    make(x (B, n), g, hp) -> batch         dict of tensors with B rows each; "mask" may be a name instead
-    window(T, hp) -> n                     raw bytes that fill a row of T positions
-    heads(sizes, hp) -> {name: module}     what is needed beyond the model's byte head, in model.heads
-    terms(batch, hp) -> {term: (count, coefficient)}      known before the forward pass
-    loss(model, batch, hp) -> {term: sum}  in nats; figures have coefficient 0
-hp holds every setting, as run.get_config returns them. A term named "nll" is nats of the byte head: its mean
-is also printed as perplexity. Corruption draws from g alone and has static shapes: no loop over rows, nothing
-read back from the device. Exact counts (k masked bytes, S spans of N bytes in a full row) stand where papers
-draw each position by itself, so that no row is ever without a target. The total is the sum over terms of
-coefficient * sum / count, with sums and counts over the whole global batch: a mean of micro-batch means would
-weigh targets unequally.
+An objective is one page: a few functions and, below them, one Objective, whose fields are described where they are
+declared. hp holds every setting, as run.get_config returns them.
+
+A batch is a dict. "inp" (B, T) are ids, "tgt" (B, T) ids or IGNORE_INDEX where there is no loss, "prefix" an int for
+all rows (0 causal, T bidirectional) or one for each row (B,); an objective may add keys of its own. Every tensor has
+B rows. `corrupt` draws from its generator g alone and has static shapes: no loop over rows, nothing read back from
+the device. Where papers draw each position by itself, the counts here are exact (k masked bytes, S spans of N bytes
+in a full row), so that no row is without a target.
+
+A loss returns sums, `terms` the counts: the total is the sum over terms of coefficient * sum / count, over the whole
+global batch. A mean of micro-batch means would weigh targets unequally.
 """
 import dataclasses
 import difflib
 import math
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
 
+# isort: off  data silences a warning of torch's, and so comes before it
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
+from data import Flag, fail
+from model import Block, Cache, StackedLinear, Transformer, norm, run_blocks
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, V, fail
-from model import Block, Cache, Linear, Transformer, norm, run_blocks
-
-IGNORE = -100                                   # in a target: no loss at this position
+IGNORE_INDEX = -100                             # in a target: no loss at this position
 N_BYTES = 256
 EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
-OBJECTIVES = {}                                 # name: entry, in the order of this file
 
 
-# ---- building blocks: drawing
+# ---- building blocks: random numbers
 
-def choose(B, T, k, g):  # -> (B, k) long: k distinct positions of each row, all subsets equally likely
+def random_positions(B, T, k, g):  # -> (B, k) long: k distinct positions of each row, all subsets equally likely
     return torch.rand(B, T, generator=g, device=g.device).topk(k, dim=1).indices
 
 
-def compose(B, m, k, g):  # -> (B, k) long: positive parts that add up to m, all compositions equally likely
-    cuts = choose(B, m - 1, k - 1, g).sort(dim=1).values + 1                        # k - 1 of the m - 1 gaps
+def random_composition(B, m, k, g):  # -> (B, k) long: positive parts that add up to m, all equally likely
+    cuts = random_positions(B, m - 1, k - 1, g).sort(dim=1).values + 1              # k - 1 of the m - 1 gaps
     return F.pad(F.pad(cuts, (1, 0)), (0, 1), value=m).diff(dim=1)
 
 
@@ -51,8 +51,9 @@ def stratified(B, g):  # -> (B,) in [0, 1): one number from each B-th of the ran
     return (order + torch.rand(B, generator=g, device=g.device)) / B
 
 
-def lengths(B, low, high, g, full=0.5):  # -> (B, 1) long: high in that share of the rows, else uniform over low..high
-    """For rows whose end a model must tell: with full rows alone it would know EOT by its place."""
+def random_lengths(B, low, high, g, full=0.5):  # -> (B, 1) long: high in a share `full` of the rows, else low..high
+    """If every row were full, EOT would always stand at the same position, and the model would never learn to stop
+    early."""
     u = torch.rand(2, B, 1, generator=g, device=g.device)
     return torch.where(u[0] < full, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
 
@@ -61,175 +62,258 @@ def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, n
     return torch.randint(1, N_BYTES, shape, generator=g, device=g.device)
 
 
-def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row come before each
-    return key.argsort(dim=1).argsort(dim=1)    # the second one inverts the first
+def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row are smaller
+    return key.argsort(dim=1).argsort(dim=1)    # the second argsort inverts the first
 
 
 def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest remainder
     shares = [w / sum(weights) * total for w in weights]
     rows = [int(share) for share in shares]
-    for i in sorted(range(len(rows)), key=lambda i: rows[i] - shares[i])[:total - sum(rows)]:
+    by_remainder = sorted(range(len(rows)), key=lambda i: rows[i] - shares[i])
+    for i in by_remainder[:total - sum(rows)]:
         rows[i] += 1
     return rows
 
 
-# ---- building blocks: laying out rows
+# ---- building blocks: the layout of rows
 
-def column(x, value):  # (B, 1) of one id
+def full_column(x, value):  # -> (B, 1) of one id
     return x.new_full((x.size(0), 1), value)
 
 
-def pack(ids, keep, T):  # ids, keep (B, W) -> (B, T): the kept ids moved to the left, PAD after them
-    at = torch.where(keep, keep.cumsum(1) - 1, T).clamp(max=T)                      # what is dropped: column T
-    return ids.new_full((ids.size(0), T + 1), PAD).scatter(1, at, ids)[:, :T]
+def pack_left(ids, keep, T):  # ids, keep (B, W) -> (B, T): the kept ids moved to the left, PAD after them
+    column = torch.where(keep, keep.cumsum(1) - 1, T).clamp(max=T)                  # dropped ids go to column T
+    return ids.new_full((ids.size(0), T + 1), PAD).scatter(1, column, ids)[:, :T]
 
 
 def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W), (B, W2) -> batch of (B, T)
     """One prefix row in place of an encoder and a decoder: [mode] source SEP target EOT PAD.
 
-    Source and SEP are read in both directions; each position from SEP on predicts its next id, up to EOT."""
-    one, mode = column(source, SEP), [] if mode is None else [column(source, mode)]
+    Source and SEP attend both ways; each position from SEP on predicts the next id, up to EOT."""
+    one = full_column(source, SEP)
     always = torch.ones_like(one, dtype=torch.bool)
-    z = torch.cat([*mode, source, one, target, column(source, EOT)], dim=1)
-    keep = torch.cat([always] * len(mode) + [keep, always, keep_target, always], dim=1)
-    z = pack(z, keep, T + 1)
-    P = len(mode) + keep[:, len(mode):len(mode) + source.size(1)].sum(1) + 1        # positions up to SEP
-    end = keep.sum(1) - 1                                                           # EOT's
-    at = torch.arange(T, device=z.device)
-    loss = (at >= P[:, None] - 1) & (at < end[:, None])
-    return dict(inp=z[:, :-1], tgt=z[:, 1:].where(loss, IGNORE), mask=P)
+    ids = [source, one, target, full_column(source, EOT)]
+    keeps = [keep, always, keep_target, always]
+    P = keep.sum(1) + 1                                                             # positions up to SEP
+    if mode is not None:
+        ids = [full_column(source, mode), *ids]
+        keeps = [always, *keeps]
+        P = P + 1
+    keep = torch.cat(keeps, dim=1)
+    z = pack_left(torch.cat(ids, dim=1), keep, T + 1)
+    end = keep.sum(1) - 1                                                           # the position of EOT
+    i = torch.arange(T, device=z.device)
+    has_loss = (i >= P[:, None] - 1) & (i < end[:, None])
+    return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
 
 
-def mask_bytes(x, at, g):  # x (B, T), at (B, k) -> noisy (B, T), targets (B, T) with IGNORE
-    """Of the bytes at the given positions 80% become MASK, 10% a random byte, 10% stay; all are targets."""
-    clean = x.gather(1, at)                                                         # (B, k)
-    u = torch.rand(at.shape, generator=g, device=g.device)
-    noise = torch.where(u < 0.8, MASK, torch.where(u < 0.9, random_bytes(at.shape, g), clean))
-    return x.scatter(1, at, noise), torch.full_like(x, IGNORE).scatter(1, at, clean)
+def mask_bytes(x, positions, g):  # x (B, T), positions (B, k) -> noisy (B, T), targets (B, T) with IGNORE_INDEX
+    """Of the bytes at these positions 80% become MASK, 10% a random byte, 10% stay; all are targets."""
+    clean = x.gather(1, positions)                                                  # (B, k)
+    u = torch.rand(positions.shape, generator=g, device=g.device)
+    noise = torch.where(u < 0.8, MASK, torch.where(u < 0.9, random_bytes(positions.shape, g), clean))
+    return x.scatter(1, positions, noise), torch.full_like(x, IGNORE_INDEX).scatter(1, positions, clean)
 
 
 # ---- building blocks: losses
 
-def nats(logits, tgt):  # logits (..., V), tgt (...) -> sum of the cross-entropy at every position with a target
-    return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE, reduction="sum")
+def cross_entropy_sum(logits, tgt):  # logits (..., V), tgt (...) -> nats, summed over positions with a target
+    return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def told(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), rows (N,)
-    """Of the positions with a target, since no others need logits; of all positions on a GPU, where the number of
-    those would have to be waited for, and under a compiler."""
+def select_targets(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), rows (N,)
+    """Keeps only positions with a target, since no other needs logits. On a GPU it keeps all: their number depends on
+    the data, and reading it would stall the device. A compiler needs constant shapes and keeps all, too."""
     row = torch.arange(len(tgt), device=tgt.device).repeat_interleave(tgt.size(1))
     h, tgt = h.flatten(0, 1), tgt.flatten()
     if h.device.type != "cpu" or torch.compiler.is_compiling():
         return h, tgt, row
-    at = (tgt != IGNORE).nonzero()[:, 0]
-    return h.index_select(0, at), tgt[at], row[at]
+    positions = (tgt != IGNORE_INDEX).nonzero()[:, 0]
+    return h.index_select(0, positions), tgt[positions], row[positions]
 
 
-def byte_nats(model, h, tgt):  # states (B, T, C), tgt (B, T) -> (N,) cross-entropy of the byte head, rows (N,)
-    h, tgt, row = told(h, tgt)
-    return F.cross_entropy(model.logits(h), tgt, ignore_index=IGNORE, reduction="none"), row
+def target_nll(model, h, tgt):  # states (B, T, C), tgt (B, T) -> (N,) nats of the byte head, rows (N,)
+    h, tgt, row = select_targets(h, tgt)
+    return F.cross_entropy(model.logits(h), tgt, ignore_index=IGNORE_INDEX, reduction="none"), row
 
 
-def yes_no(logits, labels):  # logits, labels (...) of 0 and 1 -> sum of the binary cross-entropy
+def bce_sum(logits, labels):  # logits, labels (...) of 0 and 1 -> nats, summed
     return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
 
 
-def count_targets(batch):
-    return (batch["tgt"] != IGNORE).sum()
+def count_token_targets(batch):
+    return (batch["tgt"] != IGNORE_INDEX).sum()
 
 
 def token_terms(batch, hp):
-    return {"nll": (count_targets(batch), 1.0)}
+    return {"nll": (count_token_targets(batch), 1.0)}
 
 
 def hidden_states(model, batch):  # -> (B, T, C)
-    """Of a batch's inputs under its mask. Hands on the lookups by which a training step trains the n-gram table."""
-    return model(batch["inp"], batch["mask"], batch.get("doc"), at=batch.get("at"), lookups=batch.get("lookups"))
+    """The model's states of a batch: under its prefix (or mask), documents and positions. Also passes on the n-gram
+    lookups, without which a training step does not train the n-gram table."""
+    return model(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"),
+                 lookups=batch.get("lookups"), mask=batch.get("mask"))
 
 
 def token_loss(model, batch, hp):
     """Cross-entropy of the byte head at every position with a target, in nats."""
     h = hidden_states(model, batch)                                                 # (B, T, C)
-    return {"nll": byte_nats(model, h, batch["tgt"])[0].sum()}
+    nll, _ = target_nll(model, h, batch["tgt"])
+    return {"nll": nll.sum()}
 
 
-def evaluating():  # figures that cost something are left out of training
+def evaluating():  # training skips figures that cost time
     return not torch.is_grad_enabled()
 
 
-def readout(C):  # a number for each state; starts at zero, so that an untrained model is at chance
+def scalar_head(C):  # one number for each state; starts at zero, so that an untrained model is at chance
     layer = nn.Linear(C, 1)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-# ---- entries
+# ---- what a model is used for: each mode of sample.py asks for one of these
 
-def next_byte(T, hp):  # window of the objectives that predict each row's next byte
+@dataclass(frozen=True)
+class Continue:
+    """Continues a prompt. layout(hp) -> (is the prompt read both ways?, ids before it, ids after it); None where the
+    settings do not train it."""
+    layout: Callable
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Fills MASKs in a text. layout(hp) -> (ids before the text, ids after it, shift); None where the settings do not
+    train it. Byte i is predicted `shift` positions before it."""
+    layout: Callable
+    orders: tuple = ("confident", "left")       # orders of sample.unmask that it allows, the first is the default
+    any_rate: bool = False                      # trained at every share of MASKs, so it can write a whole text
+
+
+@dataclass(frozen=True)
+class Infill:
+    """Writes what belongs in holes of unknown length. prompt(pieces, m, hp) -> (ids up to the first answer, length of
+    their prefix), or None where the settings do not train it; m: bytes expected in a hole. stop_id(k) -> the id that
+    ends the answer for hole k."""
+    prompt: Callable
+    stop_id: Callable
+    max_holes: int = 1
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Writes the target of a source."""
+    in_place: bool = False                      # in one pass, position by position; else rows are laid out by seq2seq
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Marks suspicious bytes. predict(model, x (B, T)) -> log-odds (B, T) that a byte is wrong."""
+    predict: Callable
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Says whether one text follows another. predict(model, first ids, second ids, hp) -> log-odds (0-D)."""
+    predict: Callable
+
+
+@dataclass(frozen=True)
+class Search:
+    """Finds similar texts. embed(model, x (B, n)) -> (B, C) of length 1."""
+    embed: Callable
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Finds where a rotated text was cut. predict(model, x (B, T)) -> scores (B, T) of the positions."""
+    predict: Callable
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafts bytes that sample.speculate verifies. make_drafter(model, hp) -> a drafter, or None; see
+    ParallelDrafter."""
+    make_drafter: Callable
+
+
+def find_use(objective, kind):  # -> the objective's use of that class, or None
+    return next((use for use in objective.uses if isinstance(use, kind)), None)
+
+
+def continue_layout(objective, hp):  # -> as Continue.layout returns it, or None
+    use = find_use(objective, Continue)
+    return use.layout(hp) if use else None
+
+
+def fill_layout(objective, hp):  # -> as Fill.layout returns it, or None
+    use = find_use(objective, Fill)
+    return use.layout(hp) if use else None
+
+
+# ---- an objective
+
+def shifted_window(T, hp):  # n_bytes of objectives that predict the next byte
     return T + 1
 
 
-def same_length(T, hp):  # window of the objectives that work in place
+def aligned_window(T, hp):  # n_bytes of objectives that predict bytes in place
     return T
 
 
-def from_left(hp):
-    return "causal", [], []
+def no_heads(config, hp):
+    return {}
 
 
-def in_place(hp):
+def row_positions(ids, P):
+    return None
+
+
+@dataclass(frozen=True)
+class Objective:
+    name: str
+    corrupt: Callable                           # (x (B, n), g, hp) -> batch
+    help: str                                   # for --help: what is predicted from what
+    use: str                                    # and what the model is used for
+    attention: str                              # in words: causal, bidirectional, prefix or both
+
+    # training
+    n_bytes: Callable = shifted_window          # (T, hp) -> n, the raw bytes that fill a row of T positions
+    heads: Callable = no_heads                  # (config, hp) -> {name: module} beyond the byte head, in model.heads
+    terms: Callable = token_terms               # (batch, hp) -> {term: (count, coefficient)}, before the forward pass
+    loss: Callable = token_loss                 # (model, batch, hp) -> {term: sum}, in nats; figures have coefficient 0
+    # a term named "nll" is of the byte head, and its mean is also printed as perplexity
+    n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
+    flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
+    flag_defaults: dict = dataclasses.field(default_factory=dict)       # other defaults of flags that all share
+    single_document: object = False             # prefers windows without a NUL inside; a mixture: one bool a row
+    supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
+    positions: Callable = row_positions         # (ids (B, T), P (B,)) -> positions for RoPE, where not 0, 1, 2, ...
+    count_targets: Callable | None = None       # (batch) -> positions with loss, where terms count something else
+    members: tuple = ()                         # of a mixture: (weight, objective) each
+
+    # evaluation
+    bpb: str | None = None                      # bits per byte: from its "loss", from "causal" rows, a "bound", or None
+    nelbo: Callable | None = None               # of a bound: (model, batch, hp) -> (B,) nats that bound a row's
+    compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
+    is_random: bool = True                      # corrupt draws random numbers
+    target_hidden: bool = True                  # a prefix row's source holds no byte of its target
+
+    # use: the first is sample.py's mode
+    uses: tuple = ()
+
+
+OBJECTIVES = {}                                 # name: Objective, in the order of this file
+
+
+def causal_layout(hp):
+    return False, [], []
+
+
+def in_place_layout(hp):
     return [], [], 0
-
-
-USUAL = dict(
-    # what training asks
-    window=next_byte,
-    heads=lambda sizes, hp: {},
-    terms=token_terms,
-    loss=token_loss,
-    n_outputs=N_BYTES,      # the byte head predicts ids below this one
-    settings={},            # {flag: (default, help)}, with lowest and highest, or with choices
-    defaults={},            # other defaults of the flags that all objectives share
-    whole=False,            # wants windows without a NUL inside
-    packs=False,            # keeps the text's order, so that --doc_mask can keep attention inside a document
-    targets=None,           # counts positions with loss, where terms count something else
-    # bits per byte, left to right: "loss" (its own loss says them), "causal" (plain causal rows do), "bound" (its
-    # bounds(model, batch, hp) -> (B,) bound them, in nats a row), or None
-    bpb=None,
-    bounds=None,            # sample.py asks for texts shorter than a row too
-    hides=True,             # of prefix rows: no byte of the target stands in the source; the tests look
-    positions=lambda ids, P: None,          # for RoPE, of rows (B, T) with prefixes (B,), where not 0, 1, 2, ...
-    # how it is used: sample.py's mode, and how a text is laid out as in training; None where its settings never
-    # trained it so
-    mode="continue",        # continue, fill, infill, repair, mark, follow, search or seam
-    continues=lambda hp: None,              # a prompt: (mask "causal" or "prefix", ids before, ids after)
-    fills=lambda hp: None,  # a text with MASKs: (ids before, ids after, shift); byte i is read shift before it
-    orders=(),              # in which MASKs may be filled, of sample.unmask's; the first is usual
-    ask=lambda pieces, m, hp: None,         # a text with holes: (ids up to the first answer, P). m: bytes expected
-                            # in a hole, in compare.py its length, in sample.py 4
-    ends=None,              # (k) -> the id that ends the answer for hole k
-    holes=1,                # at most
-    drafter=None,           # (model, hp) -> what drafts for sample.speculate, or None; see mtp
-    answer=None,            # what mode mark, follow, search or seam asks of the model; see sample.py
-    reaches=None,           # (steps, what a model of default size does after them): sample.py says it of earlier ones
-)
-
-
-def add(name, **entry):
-    """An objective of that name: make, help and use (for --help), mask (in words), and what is not USUAL."""
-    unknown = set(entry) - set(USUAL) - {"make", "help", "use", "mask"}
-    assert not unknown and name not in OBJECTIVES, f"{name}: {unknown or 'is there already'}"
-    entry = USUAL | entry | {"name": name}
-    OBJECTIVES[name] = entry | {"make": with_positions(entry["make"], entry["positions"])}
-
-
-def with_positions(make, positions):  # -> make, whose batches hold what positions says of their rows, as "at"
-    def made(x, g, hp):
-        batch = make(x, g, hp)
-        at = positions(batch["inp"], batch["mask"])
-        return batch if at is None else batch | {"at": at}
-    return made
 
 
 # ---- clm: causal language modeling
@@ -237,15 +321,16 @@ def with_positions(make, positions):  # -> make, whose batches hold what positio
 def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     """Causal language modeling: each byte from those before it (Radford et al. 2018).
 
-        inp   t h e   c a      who sees whom: causal
+        inp   t h e   c a      attention: causal
         tgt   h e   c a t      loss at all T positions
     """
-    return dict(inp=x[:, :-1], tgt=x[:, 1:], mask="causal")
+    return dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0)
 
 
-add("clm", make=clm, help="each byte from those before it", use="continue a prompt", mask="causal",
-    bpb="loss", packs=True, continues=from_left, reaches=(8000, "codes held-out text in 1.18 bits per byte"))
-CAUSAL = OBJECTIVES["clm"]                      # on its rows others measure their bits per byte
+OBJECTIVES["clm"] = Objective(
+    "clm", corrupt=clm, help="each byte from those before it", use="continue a prompt", attention="causal",
+    supports_doc_mask=True, bpb="loss", is_random=False, uses=(Continue(causal_layout),))
+CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per byte on its rows
 
 
 # ---- mlm: masked language modeling
@@ -253,111 +338,128 @@ CAUSAL = OBJECTIVES["clm"]                      # on its rows others measure the
 def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
     """Masked language modeling: some bytes from all the others (BERT, Devlin et al. 2019).
 
-        inp   t [M] e   c a q    who sees whom: bidirectional
+        inp   t [M] e   c a q    attention: bidirectional
         tgt   .  h  . . .  . t   loss at the chosen positions: 80% MASK, 10% a random byte, 10% left as they are
 
     Exactly round(mask_rate * T) positions of each row, as in BERT's own code, drawn anew for every batch, as
-    in RoBERTa (Liu et al. 2019). Departures: bytes in place of word pieces; 30% of them, BERT's 15 teach less a
-    row (Wettig et al. 2023); a random byte is never a special id."""
+    in RoBERTa (Liu et al. 2019). Departures: bytes in place of word pieces; 30% of them, since BERT's 15% teach less
+    per row (Wettig et al. 2023); a random byte is never a special id."""
     B, T = x.shape
-    inp, tgt = mask_bytes(x, choose(B, T, max(1, round(hp.mask_rate * T)), g), g)
-    return dict(inp=inp, tgt=tgt, mask="bidirectional")
+    k = max(1, round(hp.mask_rate * T))
+    inp, tgt = mask_bytes(x, random_positions(B, T, k, g), g)
+    return dict(inp=inp, tgt=tgt, prefix=T)
 
 
-MASK_RATE = {"mask_rate": (0.3, "share of positions to predict", 0.001, 1.0)}
-PATIENT = {"max_passes": 16.0}                  # of an objective that corrupts a text anew each time: it overfits later
-add("mlm", make=mlm, help="masked bytes from all the others", use="fill [MASK]", mask="bidirectional",
-    window=same_length, settings=MASK_RATE, packs=True, mode="fill", fills=in_place,
-    orders=("confident", "left"), defaults=PATIENT, reaches=(8000, "fills a hole of 4 bytes at 1.10 bits a byte"))
+MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
+MORE_PASSES = {"max_passes": 16.0}              # where each pass corrupts the text anew, overfitting comes later
+OBJECTIVES["mlm"] = Objective(
+    "mlm", corrupt=mlm, help="masked bytes from all the others", use="fill [MASK]", attention="bidirectional",
+    n_bytes=aligned_window, flags=MASK_RATE, flag_defaults=MORE_PASSES, supports_doc_mask=True,
+    uses=(Fill(in_place_layout),))
 
 
 # ---- prefix: prefix language modeling
 
-def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
-    """Prefix language modeling: a suffix from a prefix that is read in both directions (T5, Raffel et al.
-    2020).
+def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
+    """Prefix language modeling: a suffix from a prefix that attends both ways (T5, Raffel et al. 2020).
 
-        inp   t h e   c a      who sees whom: the first P positions all of each other, the rest causal (P = 3)
+        inp   t h e   c a      attention: both ways among the first P positions, then causal (P = 3)
         tgt   . .   c a t      loss from position P - 1 on, which predicts the first byte after the prefix
 
-    P is uniform over 1 .. prefix_max * T (at most T - 1), drawn per row. Positions before P - 1 see the byte that
-    they would predict, so they have no loss. Departure: T5 splits a text anywhere; prefixes of at most half a row
-    leave three quarters of the positions to learn from."""
+    P is uniform over 1 .. prefix_max * T (at most T - 1), drawn per row. Positions before P - 1 attend to the byte
+    that they would predict, so they have no loss. Departure: T5 splits a text anywhere; prefixes of at most half a
+    row leave three quarters of the positions with loss."""
     B, T = x.size(0), x.size(1) - 1
     longest = min(max(1, round(hp.prefix_max * T)), T - 1)
     P = torch.randint(1, longest + 1, (B,), generator=g, device=g.device)
     suffix = torch.arange(T, device=x.device) >= P[:, None] - 1                     # (B, T)
-    return dict(inp=x[:, :-1], tgt=x[:, 1:].where(suffix, IGNORE), mask=P)
+    return dict(inp=x[:, :-1], tgt=x[:, 1:].where(suffix, IGNORE_INDEX), prefix=P)
 
 
-add("prefix", make=prefix_lm, help="a suffix from a prefix read both ways", use="read a prompt, continue",
-    mask="prefix", bpb="causal", packs=True, continues=lambda hp: ("prefix", [], []),
-    reaches=(8000, "codes second halves of windows in 1.13 bits per byte"),
-    settings={"prefix_max": (0.5, "longest prefix, as a share of the block", 0.0, 1.0)})
+def prefix_layout(hp):
+    return True, [], []
+
+
+OBJECTIVES["prefix"] = Objective(
+    "prefix", corrupt=prefix_lm, help="a suffix from a prefix read both ways", use="read a prompt, continue",
+    attention="prefix", flags={"prefix_max": Flag(0.5, "longest prefix, as a share of the block", 0.001, 1.0)},
+    supports_doc_mask=True, bpb="causal", uses=(Continue(prefix_layout),))
 
 
 # ---- span: span corruption
 
-def span(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
+def span(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     """Span corruption: a text's noise spans, from the text with a sentinel in place of each (T5, Raffel et
     al. 2020).
 
         z     t h [0] c a t   s [1] SEP [0] e   [1] a t EOT     z one longer than a row; inp z[:-1], tgt z[1:]
               \\____ source: both ways ____/  \\__ causal, loss __/
 
-    Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in a full row, all placements in
-    which no two spans touch equally likely. One row in eight is cut short, in a span too, after 8 bytes or more and
-    one of noise: else EOT would be known by its place, and no text as short as a prompt be trained. Departures: T5's
-    own code always starts with a kept token and ends with a noise one, which makes the last position noise in every
-    row; here both edges are free. Sentinels count up, and, as in the code but not in the paper's figure, no final
-    sentinel follows the last span; 30% of the bytes are noise, T5's 15 teach less a row; spans of 6 bytes on average,
-    where T5 has 3 tokens and ByT5 (Xue et al. 2022) 20 bytes. A span's positions go on from its place in the source,
-    kin of GLM's (Du et al. 2022), which leaves ROOM for it; a longer one shares positions with what follows."""
+    Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in a full row; all placements in
+    which no two spans touch are equally likely. One row in eight is truncated after 8 bytes or more, perhaps inside a
+    span: if every row were full, EOT would always stand at the same position, and short texts would never be trained.
+    Each sentinel in the source reserves SPAN_POSITIONS position numbers; its span's bytes in the target use them.
+
+    Departures: T5's own code always starts with a kept token and ends with a noise one, which makes the last position
+    noise in every row; here both ends are free. Sentinels count up and, as in T5's code but not in the paper's figure,
+    no final sentinel follows the last span. 30% of the bytes are noise, since T5's 15% teach less per row. Spans have
+    6 bytes on average, where T5's have 3 tokens and ByT5's (Xue et al. 2022) 20 bytes. GLM (Du et al. 2022) gives a
+    span's bytes a second kind of position; here they continue from their sentinel's, and a span longer than
+    SPAN_POSITIONS shares position numbers with what follows it."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
-    return span_rows(x, N, S, hp.block_size, g)
+    batch = span_rows(x, N, S, hp.block_size, g)
+    return dict(batch, positions=span_positions(batch["inp"], batch["prefix"]))
 
 
 def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     B, n = x.shape
     first, noise = place_spans(B, n, N, S, g)                                       # (B, n) bool each
-    m = lengths(B, min(8, n), n, g, full=7 / 8)                                     # (B, 1)
-    m = m.maximum(first.long().argmax(1, keepdim=True) + 1)                         # a noise byte at least
+    m = random_lengths(B, min(8, n), n, g, full=7 / 8)                              # (B, 1)
+    m = m.maximum(first.long().argmax(1, keepdim=True) + 1)                         # at least one noise byte
     present = torch.arange(n, device=g.device) < m
-    first, noise = first & present, noise & present
-    sentinel = SENTINEL - 1 + first.cumsum(1)                                       # of the last span begun
-    # source: a span's first byte becomes its sentinel, its others go
-    source, keep = torch.where(first, sentinel, x), first | present & ~noise
-    # target: the noise bytes, and before each span's first one its sentinel; every byte has a slot before it
+    first = first & present
+    noise = noise & present
+    sentinel = SENTINEL - 1 + first.cumsum(1)                                       # of the latest span
+    # source: a span's first byte becomes its sentinel, its other bytes are dropped
+    source = torch.where(first, sentinel, x)
+    keep = first | present & ~noise
+    # target: the noise bytes, and before each span's first byte its sentinel; every byte has a slot before it
     target = torch.stack((sentinel, x), dim=2).flatten(1)                           # (B, 2 n)
-    return seq2seq(source, keep, target, torch.stack((first, noise), dim=2).flatten(1), T, mode)
+    keep_target = torch.stack((first, noise), dim=2).flatten(1)
+    return seq2seq(source, keep, target, keep_target, T, mode)
 
 
-ROOM, ROOM_X = 8, 64                            # positions that a sentinel of the source leaves for its span
+SPAN_POSITIONS = 8                              # position numbers that a sentinel of the source reserves for its span
+LONG_SPAN_POSITIONS = 64                        # and in ul2's rows of long spans
 
 
 def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
-    """Those of the row, but that each sentinel of the source leaves ROOM after it (ROOM_X in ul2's rows of long spans),
-    where the bytes that follow it in the target stand:
+    """Position numbers for RoPE. Each sentinel of the source reserves SPAN_POSITIONS (LONG_SPAN_POSITIONS in rows that
+    start with MODE_X) for the bytes that follow it in the target:
 
-        ids   t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
-        at    0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18
+        ids         t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
+        positions   0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18
     """
-    i, N = torch.arange(ids.size(1), device=ids.device).expand_as(ids), N_SENTINELS
-    source, sentinel = i < P[:, None], ids >= SENTINEL
-    asks = (source & sentinel).long()
-    room = torch.where(ids[:, :1] == MODE_X, ROOM_X, ROOM)
-    i = i + room * (asks.cumsum(1) - asks)
-    def places(those):  # -> (B, N + 1): of each sentinel; in the last column of what is none
-        return i.new_zeros(len(ids), N + 1).scatter(1, torch.where(sentinel & those, ids - SENTINEL, N), i)
-    begun = (sentinel & ~source).cumsum(1)      # they ascend: the last one of the target so far, 0 for none
-    back = (places(source) - places(~source)).gather(1, (begun - 1).clamp(min=0))
-    return torch.where(begun > 0, i + back, i)
+    i = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
+    in_source = i < P[:, None]
+    is_sentinel = ids >= SENTINEL
+    in_source_sentinel = (in_source & is_sentinel).long()
+    reserved = torch.where(ids[:, :1] == MODE_X, LONG_SPAN_POSITIONS, SPAN_POSITIONS)
+    i = i + reserved * (in_source_sentinel.cumsum(1) - in_source_sentinel)
+
+    def sentinel_positions(where):  # -> (B, N_SENTINELS + 1); the last column takes all other ids
+        number = torch.where(is_sentinel & where, ids - SENTINEL, N_SENTINELS)
+        return i.new_zeros(len(ids), N_SENTINELS + 1).scatter(1, number, i)
+    # sentinels ascend, so their count is the number of the target's latest one, 0 where there is none yet
+    latest = (is_sentinel & ~in_source).cumsum(1)
+    offset = sentinel_positions(in_source) - sentinel_positions(~in_source)
+    return torch.where(latest > 0, i + offset.gather(1, (latest - 1).clamp(min=0)), i)
 
 
 def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N bytes in all, none touching another
-    length = compose(B, N, S, g)                                                    # (B, S)
-    # S + 1 stretches of kept bytes around them; the two at the edges may be empty: drawn one byte too long
-    kept = compose(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1                    # (B, S): kept bytes before
+    length = random_composition(B, N, S, g)                                         # (B, S)
+    # S + 1 stretches of kept bytes around them; the first and last may be empty, so they are drawn one byte too long
+    kept = random_composition(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1         # (B, S): kept bytes before a span
     start = kept + length.cumsum(1) - length
     # +1 where a span starts, -1 after its end: the running sum is 1 inside
     edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device)
@@ -366,7 +468,7 @@ def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N byt
 
 
 def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and spans of a row
-    """The most raw bytes whose source, SEP, target and EOT, with `extra` ids beside, fill T + 1 ids."""
+    """The most raw bytes whose source, SEP, target, EOT and `extra` ids fit T + 1 ids."""
     for n in range(T - 1 - extra, 1, -1):
         N = min(max(round(n * rate), 1), n - 1)
         S = max(1, round(N / mean))
@@ -381,41 +483,57 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and
     return n, N, S
 
 
-def span_ask(pieces, m, hp, mode=()):
-    """A source that does not end with a hole gets one more sentinel: in training EOT mostly stood in one place."""
+def span_prompt(pieces, m, hp, mode=()):
+    """A text that does not end with a hole gets one more sentinel, so that its row looks like a truncated one: in
+    training EOT mostly stood at one position."""
     ids = [*mode, *pieces[0]]
     for k, piece in enumerate(pieces[1:]):
         ids += [SENTINEL + k, *piece]
-    ids += [SENTINEL + len(pieces) - 1] if pieces[-1] else []
+    if pieces[-1]:
+        ids.append(SENTINEL + len(pieces) - 1)
     return ids + [SEP, SENTINEL], len(ids) + 1
 
 
-SPANS = {"span_rate": (0.3, "share of bytes in spans", 0.001, 0.999),
-         "span_mean": (6.0, "mean length of a span, in bytes", 1.0, 1e6)}
-SHARP = {"attn_scale": 2.0}                     # what stands far off is found sooner
-add("span", make=span, help="spans of a text after their sentinels", use="fill holes", mask="prefix",
-    window=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], settings=SPANS, whole=True, n_outputs=V,
-    positions=span_positions, mode="infill", ask=span_ask, defaults=SHARP | PATIENT,
-    holes=N_SENTINELS - 1, ends=lambda k: SENTINEL + k + 1,
-    reaches=(8000, "restores 37% of holes of 4 bytes, codes 16 at 1.22 bits a byte"))
+def span_bytes(T, hp):
+    n, N, _ = fit_spans(T, hp.span_rate, hp.span_mean)
+    if hp.span_mean > 2 * N:
+        fail(f"--span_mean {hp.span_mean:g}: a row of --block_size {T} has only {N} bytes in spans. "
+             f"Try --span_mean {N} or less, or a larger --block_size")
+    return n
+
+
+def next_sentinel(k):
+    return SENTINEL + k + 1
+
+
+SPAN_FLAGS = {"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
+              "span_mean": Flag(6.0, "mean length of a span, in bytes", 1.0, 1e6)}
+SHARP_ATTENTION = {"attn_scale": 2.0}           # sharper attention learns long-range lookups sooner
+OBJECTIVES["span"] = Objective(
+    "span", corrupt=span, help="spans of a text after their sentinels", use="fill holes", attention="prefix",
+    n_bytes=span_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
+    single_document=True, positions=span_positions, uses=(Infill(span_prompt, next_sentinel, N_SENTINELS - 1),))
 
 
 # ---- ul2: a mixture of denoisers
 
-UL2_X = 0.5, 32                                 # rate and mean of the extreme denoiser's spans
+UL2_X = 0.5, 32                                 # rate and mean length of the extreme denoiser's spans
 
 
-def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
+def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     """A mixture of denoisers, each named by the row's first id (UL2, Tay et al. 2022).
 
         [R] source SEP spans EOT     half of the rows: short spans, as in span
-        [S] prefix SEP rest EOT      a quarter: the rest of a text, cut anywhere
+        [S] prefix SEP rest EOT      a quarter: the rest of a text, split anywhere
         [X] source SEP spans EOT     a quarter: half of the text in spans of mean 32
 
-    The shares are the same in every batch. Departures: three denoisers stand for the paper's seven, whose S cuts off
-    a quarter; half of the rows are R (U-PaLM, Tay et al. 2022, gives S as many); spans as in span, but that X leaves
-    them ROOM_X. Targets of all rows are pooled in one mean: S and X have about as many, more than half again R's."""
-    T, parts, batches = hp.block_size, denoisers(hp.block_size, hp), []
+    The shares are the same in every batch. The loss is one mean over the targets of all rows; S and X have about
+    equally many, half again as many as R. Departures: three denoisers stand for the paper's seven, whose S removes a
+    quarter of a text; half of the rows are R (U-PaLM, Tay et al. 2022, has as many S); spans as in span, but in X
+    their sentinels reserve LONG_SPAN_POSITIONS."""
+    T = hp.block_size
+    parts = denoisers(T, hp)
+    batches = []
     for (_, mode, n, N, S), rows in zip(parts, apportion([share for share, *_ in parts], x.size(0))):
         raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes
         if mode == MODE_S:
@@ -424,7 +542,8 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt (B, T), mask (B,)
             batches.append(seq2seq(raw, left, raw, ~left, T, mode))
         else:
             batches.append(span_rows(raw, N, S, T, g, mode))
-    return {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
+    batch = {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
+    return dict(batch, positions=span_positions(batch["inp"], batch["prefix"]))
 
 
 def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
@@ -432,21 +551,25 @@ def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
             (0.25, MODE_X, *fit_spans(T, *UL2_X, extra=1))]
 
 
-def ul2_window(T, hp):
+def ul2_bytes(T, hp):
     if hp.batch_size * hp.accum < 4:
-        fail(f"--objective ul2: wants 4 rows a step, and has {hp.batch_size * hp.accum}. Try a larger --batch_size")
+        fail(f"--objective ul2: needs 4 rows a step, and has {hp.batch_size * hp.accum}. Try a larger --batch_size")
     return max(n for _, _, n, _, _ in denoisers(T, hp))
 
 
-def ul2_ask(pieces, m, hp):
-    return span_ask(pieces, m, hp, [MODE_X if m > 16 else MODE_R])
+def ul2_prompt(pieces, m, hp):
+    return span_prompt(pieces, m, hp, [MODE_X if m > 16 else MODE_R])
 
 
-add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", mask="prefix",
-    window=ul2_window, settings=SPANS, whole=True, n_outputs=V, positions=span_positions, mode="infill", ask=ul2_ask,
-    defaults=SHARP | {"max_passes": 8.0},
-    continues=lambda hp: ("prefix", [MODE_S], [SEP]), ends=lambda k: SENTINEL + k + 1, holes=N_SENTINELS - 1,
-    reaches=(8000, "restores 34% of holes of 4 bytes, codes 16 at 1.20 bits a byte"))
+def ul2_layout(hp):
+    return True, [MODE_S], [SEP]
+
+
+OBJECTIVES["ul2"] = Objective(
+    "ul2", corrupt=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", attention="prefix",
+    n_bytes=ul2_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | {"max_passes": 8.0},
+    single_document=True, positions=span_positions,
+    uses=(Infill(ul2_prompt, next_sentinel, N_SENTINELS - 1), Continue(ul2_layout)))
 
 
 # ---- fim: fill in the middle
@@ -454,33 +577,37 @@ add("ul2", make=ul2, help="short spans, long spans, suffixes", use="fill holes, 
 def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     """Fill in the middle: a text rearranged so that its middle comes last (Bavarian et al. 2022).
 
-        PSM   PRE prefix SUF suffix MID middle EOT       who sees whom: causal
+        PSM   PRE prefix SUF suffix MID middle EOT       attention: causal
         SPM   PRE SUF suffix MID prefix middle EOT       loss at all T positions
 
-    Two cuts uniform over all places, so that each section is a third on average; a row is rearranged with
-    probability fim_rate, of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text.
-    Windows lie within one document where they can (context-level FIM). Half of the rearranged rows are so to
-    their end; in the others another row's text follows EOT, as another document would: else EOT would be
-    known by its place in the row. A batch of one row has no other, and is rearranged to its end."""
+    Two cuts uniform over all places, so that each section is a third on average. A row is rearranged with probability
+    fim_rate, and of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie
+    within one document where they can (context-level FIM). Half of the rearranged rows are one text; in the others
+    another row's text follows EOT, as another document would: otherwise EOT would always stand at the end of the
+    row. A batch of one row has no other row, and all of it is rearranged."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes
-    i, m = torch.arange(n, device=g.device), lengths(B, 1 if B > 1 else n, n, g)    # m (B, 1) are rearranged
+    i = torch.arange(n, device=g.device)
+    m = random_lengths(B, 1 if B > 1 else n, n, g)                                  # (B, 1): bytes to rearrange
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (m + 1)).long().sort(dim=1).values
     a, b = cut[:, :1], cut[:, 1:]               # (B, 1): prefix i < a, middle a <= i < b, suffix b <= i < m
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
-    spm, moved = u[:, 0] < hp.fim_spm_rate, u[:, 1] < hp.fim_rate                   # (B, 1)
+    is_spm = u[:, 0] < hp.fim_spm_rate                                              # (B, 1)
+    is_fim = u[:, 1] < hp.fim_rate
 
-    # every piece has its number in the row's order, and one stable sort puts the row together
-    prefix, suffix = torch.where(spm, 4, 1), torch.where(spm, 2, 3)
+    # each id gets the number of its piece in the row; one stable sort by that number puts the row together
+    prefix = torch.where(is_spm, 4, 1)
+    suffix = torch.where(is_spm, 2, 3)
     pieces = torch.where(i < a, prefix, torch.where(i < b, 5, torch.where(i < m, suffix, 7)))       # (B, n)
-    controls = [column(x, 0), torch.where(spm, 1, 2), torch.where(spm, 3, 4), column(x, 6)]         # (B, 1) each
+    # (B, 1) each: of PRE, SUF, MID, EOT
+    controls = [full_column(x, 0), torch.where(is_spm, 1, 2), torch.where(is_spm, 3, 4), full_column(x, 6)]
     order = torch.cat((pieces, *controls), dim=1).argsort(dim=1, stable=True)
     text = torch.where(i < m, x[:, :n], x[:, :n].roll(1, 0))
-    ids = torch.cat((text, *(column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1)   # (B, n + 4)
-    return clm(torch.where(moved, ids.gather(1, order), x), g, hp)
+    ids = torch.cat((text, *(full_column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1)   # (B, n + 4)
+    return clm(torch.where(is_fim, ids.gather(1, order), x), g, hp)
 
 
-def fim_ask(pieces, m, hp):
-    """With the suffix first where it was trained so: the middle then goes on from the prefix."""
+def fim_prompt(pieces, m, hp):
+    """SPM where it was trained, since the middle then directly follows the prefix."""
     prefix, suffix = pieces
     if hp.fim_rate == 0:
         return None
@@ -489,53 +616,61 @@ def fim_ask(pieces, m, hp):
     return [PRE, *prefix, SUF, *suffix, MID], 0
 
 
-add("fim", make=fim, help="text with its middle moved to the end", use="write between two texts", mask="causal",
-    bpb="causal", whole=True, n_outputs=MID + 1, mode="infill", ask=fim_ask, ends=lambda k: EOT,
-    continues=lambda hp: from_left(hp) if hp.fim_rate < 1 else None,
-    reaches=(8000, "codes text in 1.27 bits per byte, restores 37% of holes of 4 bytes"),
-    settings={"fim_rate": (0.5, "share of rows that are rearranged", 0.0, 1.0),
-              "fim_spm_rate": (0.5, "share of those with the suffix first", 0.0, 1.0)})
+def fim_layout(hp):
+    return causal_layout(hp) if hp.fim_rate < 1 else None
+
+
+def stop_at_eot(k):
+    return EOT
+
+
+OBJECTIVES["fim"] = Objective(
+    "fim", corrupt=fim, help="text with its middle moved to the end", use="write between two texts",
+    attention="causal", n_outputs=MID + 1,
+    flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
+           "fim_spm_rate": Flag(0.5, "share of those that start with the suffix", 0.0, 1.0)},
+    single_document=True, bpb="causal", uses=(Infill(fim_prompt, stop_at_eot), Continue(fim_layout)))
 
 
 # ---- mtp: multi-token prediction
 
-def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), tgt_far (B, T, n - 1)
+def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
     """Multi-token prediction: the next n = mtp_heads bytes at once (Gloeckle et al. 2024; DeepSeek-AI 2024).
 
-        inp       t h e   c      who sees whom: causal
-        tgt       h e   c a      head 1, the model's own
-        tgt_far   e   c a t      head 2, and so on; each has loss at all T positions
+        inp          t h e   c      attention: causal
+        tgt          h e   c a      of head 1, the model's own
+        future_tgt   e   c a t      of head 2, and so on; each has loss at all T positions
 
-    mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head. Departure: the paper
-    takes a transformer layer per head; its linear heads score nearly the same.
-    sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (of the model, for the first) with the
+    mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head. Departure: the paper's
+    heads are a transformer layer each; on MBPP its linear heads score nearly the same.
+    sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (the model's, for the first) with the
     embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head.
-    The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's; Gloeckle's plain sum,
-    --mtp_weight 3 for 4 heads, cost .14 bits a byte after 1,200 steps. With mtp_heads 1 both kinds are clm exactly."""
+    The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's. Gloeckle's plain sum,
+    --mtp_weight 3 for 4 heads, cost .14 bits a byte after 1,200 steps. With mtp_heads 1 both kinds equal clm."""
     T = x.size(1) - hp.mtp_heads
     ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                 # (B, T, n): bytes t + 1 .. t + n
-    return dict(clm(x[:, :T + 1], g, hp), tgt_far=ahead[:, :, 1:])
+    return dict(clm(x[:, :T + 1], g, hp), future_tgt=ahead[:, :, 1:])
 
 
 class JoinBlock(Block):
-    def __init__(self, sizes):
-        super().__init__(sizes)
-        self.join = Linear(2 * sizes.n_embd, sizes.n_embd)
+    def __init__(self, config):
+        super().__init__(config)
+        self.join = StackedLinear(2 * config.n_embd, config.n_embd)
 
 
-def deeper(model, block, h, ids, doc=None, cache=None):  # states (B, T, C), ids (B, T) -> states (B, T, C)
+def mtp_module(model, block, h, ids, doc=None, cache=None):  # states (B, T, C), ids (B, T) -> states (B, T, C)
     e = norm(model.embed(ids.clamp(min=0)).to(h.dtype))
     x = block.join(torch.cat((h, e), dim=-1))                   # h is normed already
-    return norm(run_blocks([block], x, model.sizes, "causal", doc, cache))
+    return norm(run_blocks([block], x, model.config, 0, doc, cache))
 
 
-def mtp_heads(sizes, hp):
-    n, C = hp.mtp_heads, sizes.n_embd
+def mtp_heads(config, hp):
+    n, C = hp.mtp_heads, config.n_embd
     if n == 1:
         return {}
     if hp.mtp_kind == "parallel":
-        return {"mtp": Linear(C, C, stack=n - 1, zero=True)}
-    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(JoinBlock(sizes) for _ in range(n - 1))})}
+        return {"mtp": StackedLinear(C, C, stack=n - 1, zero=True)}
+    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(JoinBlock(config) for _ in range(n - 1))})}
 
 
 def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, C): what the byte head reads for bytes 2, 3, ... ahead
@@ -543,154 +678,169 @@ def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, C): what the byte head read
 
 
 def mtp_terms(batch, hp):
-    N, far = batch["tgt"].numel(), hp.mtp_heads - 1
-    weight = hp.mtp_weight / max(1, far)
-    return {"nll": (N, 1.0)} | {f"head{k + 2}": (N, weight) for k in range(far)}
+    N = batch["tgt"].numel()
+    n_future = hp.mtp_heads - 1
+    weight = hp.mtp_weight / max(1, n_future)
+    return {"nll": (N, 1.0)} | {f"head{k + 2}": (N, weight) for k in range(n_future)}
 
 
 def mtp_loss(model, batch, hp):
-    h, far = hidden_states(model, batch), batch["tgt_far"]      # (B, T, C), (B, T, n - 1)
-    sums = {"nll": nats(model.logits(h), batch["tgt"])}
+    h = hidden_states(model, batch)                             # (B, T, C)
+    future_tgt = batch["future_tgt"]                            # (B, T, n - 1)
+    sums = {"nll": cross_entropy_sum(model.logits(h), batch["tgt"])}
     if hp.mtp_kind == "parallel" and hp.mtp_heads > 1:
         logits = model.logits(mtp_ahead(model, h))              # (B, T, n - 1, V)
-        return sums | {f"head{k + 2}": nats(logits[:, :, k], far[:, :, k]) for k in range(far.size(2))}
-    for k in range(far.size(2)):
-        ids = batch["tgt"] if k == 0 else far[:, :, k - 1]      # byte i + k + 1 at position i
-        h = deeper(model, model.heads["mtp"]["blocks"][k], h, ids, batch.get("doc"))
-        sums[f"head{k + 2}"] = nats(model.logits(h), far[:, :, k])
+        for k in range(future_tgt.size(2)):
+            sums[f"head{k + 2}"] = cross_entropy_sum(logits[:, :, k], future_tgt[:, :, k])
+        return sums
+    for k in range(future_tgt.size(2)):
+        ids = batch["tgt"] if k == 0 else future_tgt[:, :, k - 1]                   # byte i + k + 1 at position i
+        h = mtp_module(model, model.heads["mtp"]["blocks"][k], h, ids, batch.get("doc"))
+        sums[f"head{k + 2}"] = cross_entropy_sum(model.logits(h), future_tgt[:, :, k])
     return sums
 
 
 class ParallelDrafter:
-    """What sample.speculate drafts with: k drafts a pass. tail: what a pass keeps of the model's states (m, C), which
-    may be compiled with the model's step. draft: goes on from the tails of the positions that were kept, where ids
-    are the block's so far and draw (logits (j, V)) gives j drafts and what they were drawn from (j, 256)."""
+    """Drafts k bytes a pass for sample.speculate. draft_features: what a pass keeps of the model's states (m, C),
+    compiled with the model's step. draft: drafts from the features of the verified positions; ids are the block's so
+    far, draw(logits (j, V)) returns j bytes and the distributions that they were drawn from (j, 256)."""
 
     def __init__(self, model, hp):
         self.model, self.k, self.T = model, hp.mtp_heads - 1, hp.block_size
 
-    def restart(self):  # another block
+    def restart(self):  # a new block begins
         pass
 
-    def tail(self, h):  # (m, C) -> (m, k, V)
+    def draft_features(self, h):  # (m, C) -> (m, k, V)
         return self.model.logits(mtp_ahead(self.model, h))
 
-    def draft(self, tails, ids, draw):
-        return draw(tails[-1])
+    def draft(self, features, ids, draw):
+        return draw(features[-1])
 
 
 class SequentialDrafter(ParallelDrafter):
-    """Module 1 reads the last byte, module 2 what module 1 drafted, and so on, each over a cache of its own. What a
-    module made of drafts it makes anew when the bytes that came are known."""
+    """Module 1 reads the last byte, module 2 the byte that module 1 drafted, and so on, each with a cache of its own.
+    Positions that a module computed from drafts are computed again once the true bytes are known."""
 
     def restart(self):
-        C, device = self.model.sizes.n_embd, self.model.embed.weight.device
+        C = self.model.config.n_embd
+        device = self.model.embed.weight.device
         self.caches = [Cache(self.model, 1, self.T, n_layer=1) for _ in range(self.k)]
-        # states[k]: of module k at every position so far; sure[k]: how many module k + 1 made of bytes that came
+        # states[k]: of module k at every position so far; n_verified[k]: positions of module k + 1 with true bytes
         self.states = [torch.zeros(0, C, dtype=self.model.dtype, device=device) for _ in range(self.k + 1)]
-        self.sure = [0] * self.k
+        self.n_verified = [0] * self.k
 
-    def tail(self, h):
+    def draft_features(self, h):
         return h
 
-    def draft(self, tails, ids, draw):
-        self.states[0] = torch.cat((self.states[0], tails))     # (n, C); the last of the n + 1 ids has none yet
-        n, ids, drafts, q = len(self.states[0]), list(ids), [], []
+    def draft(self, features, ids, draw):
+        self.states[0] = torch.cat((self.states[0], features))  # (n, C); the last of the n + 1 ids has no state yet
+        n = len(self.states[0])
+        ids, drafts, q = list(ids), [], []
         for k, (block, cache) in enumerate(zip(self.model.heads["mtp"]["blocks"], self.caches)):
-            a = self.sure[k]
-            cache.move(a - cache.length)
-            new = torch.tensor([ids[a + k + 1:n + k + 1]], device=tails.device)     # byte i + k + 1 at position i
-            h = deeper(self.model, block, self.states[k][None, a:n], new, cache=cache)[0]           # (n - a, C)
+            a = self.n_verified[k]
+            cache.rewind(cache.length - a)
+            new = torch.tensor([ids[a + k + 1:n + k + 1]], device=features.device)  # byte i + k + 1 at position i
+            h = mtp_module(self.model, block, self.states[k][None, a:n], new, cache=cache)[0]       # (n - a, C)
             self.states[k + 1] = torch.cat((self.states[k + 1][:a], h))
-            some, p = draw(self.model.logits(h[-1:]))
-            self.sure[k] = max(0, n - k)
-            ids, drafts, q = ids + some, drafts + some, q + [p]
+            draft, p = draw(self.model.logits(h[-1:]))
+            self.n_verified[k] = max(0, n - k)
+            ids += draft
+            drafts += draft
+            q.append(p)
         return drafts, torch.cat(q)
 
 
 def mtp_drafter(model, hp):
     if hp.mtp_heads == 1:
         return None
-    return (ParallelDrafter if hp.mtp_kind == "parallel" else SequentialDrafter)(model, hp)
+    if hp.mtp_kind == "parallel":
+        return ParallelDrafter(model, hp)
+    return SequentialDrafter(model, hp)
 
 
-add("mtp", make=mtp, help="several next bytes at once", use="continue, drafting ahead", mask="causal",
-    window=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss, bpb="causal",
-    packs=True, continues=from_left, drafter=mtp_drafter,
-    reaches=(8000, "codes held-out text in 1.25 bits per byte, and writes 2.25 bytes a pass"),
-    settings={"mtp_heads": (4, "bytes predicted at each position", 1, 64),
-              "mtp_kind": ("parallel", "parallel heads or sequential modules", ("parallel", "sequential")),
-              "mtp_weight": (0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)})
+def mtp_bytes(T, hp):
+    return T + hp.mtp_heads
+
+
+OBJECTIVES["mtp"] = Objective(
+    "mtp", corrupt=mtp, help="several next bytes at once", use="continue, drafting ahead", attention="causal",
+    n_bytes=mtp_bytes, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss,
+    flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
+           "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
+           "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)},
+    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(causal_layout), Draft(mtp_drafter)))
 
 
 # ---- electra: replaced token detection
 
-def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked (B, k) places, u (B, k)
-    """Replaced token detection: which bytes did a small generator make up? (ELECTRA, Clark et al. 2020)
+def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked_positions (B, k), uniforms (B, k)
+    """Replaced token detection: which bytes did a small generator replace? (ELECTRA, Clark et al. 2020)
 
-        inp      t [M] e   c [M] t     the generator's, a masked language model
+        inp      t [M] e   c [M] t     the generator's input; it is a masked language model
         fake     t  h  e   c  u  t     its samples filled in, which the discriminator reads
-        label    0  0  0 0 0  1  0     loss at every position: is the byte another than the original?
+        label    0  0  0 0 0  1  0     loss at every position: does the byte differ from the original?
 
     A byte that the generator guesses right counts as original; no gradient passes through the samples;
-    weights 1 and electra_weight. As in the authors' code 85% of the chosen bytes are masked, 15% left.
+    weights 1 and electra_weight. As in the authors' code 85% of the chosen bytes are masked and 15% left.
     Departures: positions without replacement; generator and discriminator do not share embeddings; no dense
-    layer before the readout."""
+    layer before the scalar head. The generator has no n-grams."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
-    at, u = choose(B, T, k, g), torch.rand(B, 2, k, generator=g, device=g.device)
-    clean = x.gather(1, at)
-    inp = x.scatter(1, at, torch.where(u[:, 0] < 0.85, MASK, clean))
-    tgt = torch.full_like(x, IGNORE).scatter(1, at, clean)
-    return dict(inp=inp, tgt=tgt, masked=at, u=u[:, 1], mask="bidirectional")
+    positions = random_positions(B, T, k, g)
+    u = torch.rand(B, 2, k, generator=g, device=g.device)
+    clean = x.gather(1, positions)
+    inp = x.scatter(1, positions, torch.where(u[:, 0] < 0.85, MASK, clean))
+    tgt = torch.full_like(x, IGNORE_INDEX).scatter(1, positions, clean)
+    return dict(inp=inp, tgt=tgt, masked_positions=positions, uniforms=u[:, 1], prefix=T)
 
 
-def electra_sizes(sizes, hp):  # of the generator: gen_scale times the width, heads as wide where that divides
-    H = max(1, round(sizes.n_head * hp.gen_scale))
-    C = 2 * H * max(1, round(sizes.n_embd * hp.gen_scale / (2 * H)))
-    return dataclasses.replace(sizes, n_head=H, n_embd=C, n_outputs=N_BYTES, ngram_rows=0)
+def generator_config(config, hp):  # gen_scale times the width; heads keep their width where that divides
+    H = max(1, round(config.n_head * hp.gen_scale))
+    C = 2 * H * max(1, round(config.n_embd * hp.gen_scale / (2 * H)))
+    return dataclasses.replace(config, n_head=H, n_embd=C, n_outputs=N_BYTES, ngram_rows=0)
 
 
-def electra_heads(sizes, hp):
-    generator = Transformer(electra_sizes(sizes, hp), getattr(torch, hp.dtype))
-    return {"generator": generator, "replaced": readout(sizes.n_embd)}
+def electra_heads(config, hp):
+    generator = Transformer(generator_config(config, hp), getattr(torch, hp.dtype))
+    return {"generator": generator, "replaced": scalar_head(config.n_embd)}
 
 
-def electra_fakes(generator, batch):  # -> generator's logits (B, k, V), clean bytes, sampled bytes (B, k)
-    at = batch["masked"]
-    h = generator(batch["inp"], batch["mask"])
-    logits = generator.logits(h.gather(1, at[..., None].expand(-1, -1, h.size(-1))))
-    with torch.no_grad():                       # the inverse of the distribution function, at the batch's uniforms
+def sample_replacements(generator, batch):  # -> generator's logits (B, k, V), clean bytes, sampled bytes (B, k)
+    positions = batch["masked_positions"]
+    h = generator(batch["inp"], batch["prefix"])
+    logits = generator.logits(h.gather(1, positions[..., None].expand(-1, -1, h.size(-1))))
+    with torch.no_grad():                       # through the inverse CDF, at the batch's uniforms
         cdf = logits[..., :N_BYTES].softmax(-1).cumsum(-1)                          # (B, k, 256)
-        fake = torch.searchsorted(cdf, (batch["u"] * cdf[..., -1])[..., None], right=True)[..., 0]
-    return logits, batch["tgt"].gather(1, at), fake.clamp(max=N_BYTES - 1)
+        fake = torch.searchsorted(cdf, (batch["uniforms"] * cdf[..., -1])[..., None], right=True)[..., 0]
+    return logits, batch["tgt"].gather(1, positions), fake.clamp(max=N_BYTES - 1)
 
 
-def electra_answer(model, x, lookups=None):  # x (B, T) -> (B, T): log-odds that each byte was replaced
-    return model.heads["replaced"](model(x, "bidirectional", lookups=lookups).float())[..., 0]
+def predict_replaced(model, x, lookups=None):  # x (B, T) -> (B, T): log-odds that each byte was replaced
+    return model.heads["replaced"](model(x, x.size(1), lookups=lookups).float())[..., 0]
 
 
 def electra_terms(batch, hp):
     positions = batch["inp"].numel()
-    return {"generator": (batch["masked"].numel(), 1.0), "discriminator": (positions, hp.electra_weight),
+    return {"generator": (batch["masked_positions"].numel(), 1.0), "discriminator": (positions, hp.electra_weight),
             "auc": (positions, 0.0), "replaced": (positions, 0.0)}
 
 
 def electra_loss(model, batch, hp):
-    logits, clean, fake = electra_fakes(model.heads["generator"], batch)
-    labels = torch.zeros_like(batch["inp"]).scatter(1, batch["masked"], (fake != clean).long())         # (B, T)
-    x = batch["inp"].scatter(1, batch["masked"], fake)                              # (B, T)
-    replaced = electra_answer(model, x, batch.get("lookups"))
-    sums = {"generator": nats(logits, clean), "discriminator": yes_no(replaced, labels)}
+    logits, clean, fake = sample_replacements(model.heads["generator"], batch)
+    positions = batch["masked_positions"]
+    labels = torch.zeros_like(batch["inp"]).scatter(1, positions, (fake != clean).long())           # (B, T)
+    x = batch["inp"].scatter(1, positions, fake)                                    # (B, T)
+    replaced = predict_replaced(model, x, batch.get("lookups"))
+    sums = {"generator": cross_entropy_sum(logits, clean), "discriminator": bce_sum(replaced, labels)}
     if evaluating():
         area = auc(replaced.flatten(), labels.flatten())
         sums |= {"auc": area * labels.numel(), "replaced": labels.sum()}
     return sums
 
 
-def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores above a 0
-    """From the sum of the ones' ranks (Mann and Whitney 1947); ties count half; .5 where one of the two is
-    missing."""
+def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
+    """From the sum of the ones' ranks (Mann and Whitney 1947). Ties count half; .5 where a class is missing."""
     scores, labels = scores.cpu().double(), labels.cpu().double()                   # mps has no float64
     order, ones = scores.sort().values, labels.sum()
     rank = (torch.searchsorted(order, scores) + torch.searchsorted(order, scores, right=True) + 1) / 2
@@ -698,67 +848,69 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> chance that a 1 scores abov
     return ((rank * labels).sum() - ones * (ones + 1) / 2) / pairs if pairs else torch.tensor(0.5)
 
 
-add("electra", make=electra, help="which bytes a generator made up", use="mark suspicious bytes",
-    mask="bidirectional", window=same_length, heads=electra_heads, terms=electra_terms, loss=electra_loss,
-    mode="mark", answer=electra_answer, defaults=SHARP | {"mask_rate": 0.15},
-    reaches=(8000, "marks the typo first in 68% of texts"),
-    settings=MASK_RATE | {"electra_weight": (50.0, "weight of the discriminator's loss", 0.0, 1e6),
-                          "gen_scale": (0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)})
+OBJECTIVES["electra"] = Objective(
+    "electra", corrupt=electra, help="which bytes a generator replaced", use="mark suspicious bytes",
+    attention="bidirectional", n_bytes=aligned_window, heads=electra_heads, terms=electra_terms, loss=electra_loss,
+    flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0, 1e6),
+                       "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
+    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15}, uses=(Mark(predict_replaced),))
 
 
 # ---- bart: denoising
 
-def bart(x, g, hp):  # x (B, L) -> inp, tgt (B, T), mask (B,)
+def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
     """Denoising: the whole clean text from a noisy one (BART, Lewis et al. 2020).
 
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
-    bart_noise names any of NOISES, which follow each other in the order below. mask, delete, infill and replace share
-    a rate, uniform up to bart_rate and drawn per row: each strikes as many bytes. L = (T - 1) // 2 bytes fit a row
-    under every noise; half of the rows hold as many, the others fewer: else EOT would be known by its place.
-    Departures: BART strikes 30% of every text, which teaches to spoil a cleaner one; it permutes sentences too
-    (infill,permute), which its ablations hardly miss and small models do not learn; replace is not BART's: with
-    infilling alone a model learns to mend what is marked, and copies a typo; infilled spans never overlap, where
-    fairseq's do and miss their rate; all of them become MASK, none a random byte; a sentence also ends with a
-    newline."""
+    bart_noise names any of NOISES, which are applied in the order below. mask, delete, infill, replace and insert
+    share a rate, uniform up to bart_rate and drawn per row: each takes as many bytes. L = (T - 1) // 2 bytes fit a
+    row, fewer under insert. Half of the rows hold as many and the others fewer: if every row were full, EOT would
+    always stand at the same position.
+    Departures: BART corrupts 30% of every text, and a model trained so spoils texts with less noise; it permutes
+    sentences too (infill,permute), which its ablations hardly miss and small models do not learn; replace and insert
+    are not BART's: with infilling alone a model learns to mend what is marked, and copies a typo. Infilled spans never
+    overlap, where fairseq's do and miss their rate; all of them become MASK, none a random byte; a sentence also ends
+    with a newline."""
     B, L = x.shape
-    m = lengths(B, min(8, L), L, g)                                                 # (B, 1) bytes of each row
+    m = random_lengths(B, min(8, L), L, g)                                          # (B, 1) bytes of each row
     present = torch.arange(L, device=x.device) < m
     k = bart_counts(m, hp, g)                                                       # (B, 1)
-    noisy, kept = x, present
+    noisy, keep = x, present
     for name, noise in NOISES.items():
         if name in hp.bart_noise.split(","):
-            noisy, kept = noise(noisy, kept, k, g, hp)
-    return seq2seq(noisy, kept, x, present, hp.block_size)
+            noisy, keep = noise(noisy, keep, k, g, hp)
+    batch = seq2seq(noisy, keep, x, present, hp.block_size)
+    return dict(batch, positions=bart_positions(batch["inp"], batch["prefix"]))
 
 
 def bart_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
-    """Those of the row, but that the target counts from 0 again, as BART's decoder does: what is to be copied stands
-    near where it is written.
+    """Position numbers for RoPE. The target counts from 0 again, as BART's decoder does, so that bytes to be copied
+    stand near where they are written:
 
-        ids   a [M] b d   SEP   a b c d
-        at    0  1  2 3   -1    0 1 2 3
+        ids         a [M] b d   SEP   a b c d
+        positions   0  1  2 3   -1    0 1 2 3
     """
     i = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
     return torch.where(i < P[:, None] - 1, i, i - P[:, None])
 
 
-# a noise: ids, kept (B, W), k (B, 1) bytes to strike -> ids, kept, of another W where it adds positions
+# a noise: ids, keep (B, W), k (B, 1) bytes to corrupt -> ids, keep (B, W'), with another W' if it inserts ids
 
-def permute(ids, kept, k, g, hp):  # sentences in another order, what is not kept after them
+def permute_noise(ids, keep, k, g, hp):  # sentences in another order; ids that are not kept come after them
     """A sentence ends with a newline, or with white space after a full stop, question or exclamation mark."""
-    key = torch.rand(ids.shape, generator=g, device=g.device).gather(1, sentence_ids(ids)).masked_fill(~kept, 2)
-    return ids.gather(1, key.argsort(dim=1, stable=True)), kept
+    key = torch.rand(ids.shape, generator=g, device=g.device).gather(1, sentence_ids(ids)).masked_fill(~keep, 2)
+    return ids.gather(1, key.argsort(dim=1, stable=True)), keep
 
 
-def infill(ids, kept, k, g, hp):  # spans of Poisson length, each one MASK; those of length 0 insert one
+def infill_noise(ids, keep, k, g, hp):  # spans of Poisson length become one MASK each; those of length 0 insert one
     B, L = ids.shape
     K = 8 + int(hp.bart_rate * L + 1)                                               # spans at most
-    stays, start, used = place_infills(kept, k, K, hp.poisson_lambda, g)            # (B, L), (B, K), (B, K)
+    stays, start, used = place_infills(keep, k, K, hp.poisson_lambda, g)            # (B, L), (B, K), (B, K)
     # byte i has the slot after all spans that start at or before it, the j-th span the slot after j others
     before = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
     byte = torch.arange(L, device=g.device) + before.cumsum(1)[:, :L]               # (B, L)
-    span = torch.where(used, start + torch.arange(K, device=g.device), L + K)       # (B, K); unused: cut off
+    span = torch.where(used, start + torch.arange(K, device=g.device), L + K)       # (B, K); unused: cut off below
     slots = torch.cat((byte, span), dim=1)
     wide = torch.full((B, L + K + 1), PAD, dtype=ids.dtype, device=g.device)
     stays = torch.zeros_like(wide, dtype=torch.bool).scatter(1, slots, torch.cat((stays, used), dim=1))
@@ -766,31 +918,39 @@ def infill(ids, kept, k, g, hp):  # spans of Poisson length, each one MASK; thos
     return ids[:, :L + K], stays[:, :L + K]
 
 
-def mask(ids, kept, k, g, hp):
-    return torch.where(strike(ids, kept, k, g), MASK, ids), kept
+def mask_noise(ids, keep, k, g, hp):
+    return torch.where(pick_bytes(ids, keep, k, g), MASK, ids), keep
 
 
-def delete(ids, kept, k, g, hp):
-    return ids, kept & ~strike(ids, kept, k, g)
+def delete_noise(ids, keep, k, g, hp):
+    return ids, keep & ~pick_bytes(ids, keep, k, g)
 
 
-def replace(ids, kept, k, g, hp):
-    return torch.where(strike(ids, kept, k, g), random_bytes(ids.shape, g), ids), kept
+def replace_noise(ids, keep, k, g, hp):
+    return torch.where(pick_bytes(ids, keep, k, g), random_bytes(ids.shape, g), ids), keep
 
 
-def rotate(ids, kept, k, g, hp):  # another byte comes first: by 1 .. length - 1 positions
-    W, length = ids.size(1), kept.sum(1, keepdim=True)
-    turn = 1 + (torch.rand(len(ids), 1, generator=g, device=g.device) * (length - 1)).long()
+def insert_noise(ids, keep, k, g, hp):  # a random byte before each of k bytes
+    inserted = torch.stack((random_bytes(ids.shape, g), ids), dim=2)                # (B, W, 2)
+    is_kept = torch.stack((pick_bytes(ids, keep, k, g), keep), dim=2)
+    return inserted.flatten(1), is_kept.flatten(1)
+
+
+def rotate_noise(ids, keep, k, g, hp):  # the text starts at another byte: rotated by 1 .. length - 1 positions
+    W, length = ids.size(1), keep.sum(1, keepdim=True)
+    shift = 1 + (torch.rand(len(ids), 1, generator=g, device=g.device) * (length - 1)).long()
     i = torch.arange(W, device=g.device)
-    at = ((i + turn) % length.clamp(min=1)).where(i < length, i)
-    return pack(ids, kept, W).gather(1, at), i < length
+    rotated = ((i + shift) % length.clamp(min=1)).where(i < length, i)
+    return pack_left(ids, keep, W).gather(1, rotated), i < length
 
 
-NOISES = dict(permute=permute, infill=infill, mask=mask, delete=delete, replace=replace, rotate=rotate)
+NOISES = {"permute": permute_noise, "infill": infill_noise, "mask": mask_noise, "delete": delete_noise,
+          "replace": replace_noise, "insert": insert_noise, "rotate": rotate_noise}
+RATED = ("infill", "mask", "delete", "replace", "insert")       # noises that share bart_rate
 
 
-def strike(ids, kept, k, g):  # -> (B, W) bool: k bytes of each row; a MASK is no byte, so none is struck twice
-    free = kept & (ids < N_BYTES)
+def pick_bytes(ids, keep, k, g):  # -> (B, W) bool: k bytes of each row; never a MASK, so no byte is corrupted twice
+    free = keep & (ids < N_BYTES)
     return free & (ranks(torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)) < k)
 
 
@@ -798,19 +958,20 @@ def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte 
     space = (x == 32) | ((x >= 9) & (x <= 13))
     stop = (x == ord(".")) | (x == ord("?")) | (x == ord("!"))
     end = (x == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
-    return end.cumsum(1) - end.long()           # an end is its sentence's
+    return end.cumsum(1) - end.long()           # the end belongs to its sentence
 
 
 def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays (B, L), start, used (B, K)
-    """At most K spans that cover exactly M of the present bytes: lengths are Poisson until they add up to M,
-    the last cut to fit; each span lies at a uniform gap between the bytes that stay."""
-    (B, L), m = present.shape, present.sum(1, keepdim=True)
-    # lengths, by the inverse of Poisson's distribution function
+    """At most K spans that cover exactly M of the present bytes. Lengths are Poisson until they add up to M, the last
+    one is cut to fit; each span lies at a uniformly drawn gap between the bytes that stay."""
+    B, L = present.shape
+    m = present.sum(1, keepdim=True)
+    # lengths, through the inverse of Poisson's CDF
     j = torch.arange(64, device=g.device)
     cdf = (j * math.log(mean) - mean - torch.lgamma(j + 1.0)).exp().cumsum(0)
     length = torch.searchsorted(cdf, torch.rand(B, K, generator=g, device=g.device), right=True).clamp(max=63)
-    # as many as cover M bytes; of those of length 0, which add a MASK and take nothing, so few that the source
-    # never outgrows the text
+    # use spans until they cover M bytes; those of length 0 insert a MASK and cover nothing, so their number is limited
+    # to keep the source no longer than the text
     before = length.cumsum(1) - length
     used = before < M                                                               # (B, K)
     length = torch.where(used, length.minimum(M - before), 0)
@@ -826,54 +987,62 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
     return (edge[:, :L].cumsum(1) == 0) & present, start, used
 
 
-def bart_counts(m, hp, g):  # bytes of the rows (B, 1) -> bytes that each of the noises with a rate strikes (B, 1)
-    rated = len({"mask", "delete", "infill", "replace"} & set(hp.bart_noise.split(",")))
-    most = (m * (hp.bart_rate / max(1, rated)) + 0.5).long().clamp(min=1)
+def bart_counts(m, hp, g):  # bytes of the rows (B, 1) -> bytes that each noise with a rate corrupts (B, 1)
+    n_rated = len(set(RATED) & set(hp.bart_noise.split(",")))
+    most = (m * (hp.bart_rate / max(1, n_rated)) + 0.5).long().clamp(min=1)
     return 1 + (torch.rand(m.shape, generator=g, device=g.device) * most).long()
 
 
-def bart_window(T, hp):
-    noises, L = hp.bart_noise.split(","), (T - 1) // 2
+def bart_bytes(T, hp):
+    noises = hp.bart_noise.split(",")
     if not set(noises) <= set(NOISES) or len(set(noises)) < len(noises):
         fail(f"--bart_noise {hp.bart_noise}: wants different names with commas between. "
              f"Try some of {','.join(NOISES)}")
-    return L
+    growth = hp.bart_rate if "insert" in noises else 0.0        # of the source
+    return int((T - 1 - (growth > 0)) / (2 + growth))
 
 
-def bart_ask(pieces, m, hp):
-    """It writes the whole text: its answer follows what it writes of the left side. infill stands for a hole
-    of any length, mask for one byte, the other noises for none."""
+def bart_prompt(pieces, m, hp):
+    """The model writes the whole text, so its answer follows a copy of the left side. With infill noise MASK stands
+    for a hole of any length, with mask noise for one byte; without either a hole cannot be written."""
     left, right = pieces
     noises = hp.bart_noise.split(",")
-    hole = [MASK] if "infill" in noises else [MASK] * m if "mask" in noises else []
-    return ([*left, *hole, *right, SEP, *left], len(left) + len(hole) + len(right) + 1) if hole else None
+    if "infill" in noises:
+        hole = [MASK]
+    elif "mask" in noises:
+        hole = [MASK] * m
+    else:
+        return None
+    source = [*left, *hole, *right, SEP]
+    return source + left, len(source)
 
 
-add("bart", make=bart, help="a whole text from a noisy one", use="repair a text", mask="prefix",
-    window=bart_window, whole=True, hides=False, positions=bart_positions, mode="repair", ask=bart_ask,
-    ends=lambda k: EOT, defaults=SHARP | PATIENT,
-    reaches=(8000, "leaves 69% of a text's noise, 34% of that of few typos"),
-    settings={"bart_noise": ("infill,replace", "any of " + ",".join(NOISES)),
-              "bart_rate": (0.3, "share of bytes that mask, delete, infill and replace strike, at most", 0.001, 0.9),
-              "poisson_lambda": (3.0, "mean length of an infilled span, before the last is cut", 2.0, 20.0)})
+OBJECTIVES["bart"] = Objective(
+    "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
+    n_bytes=bart_bytes,
+    flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
+           "bart_rate": Flag(0.3, "share of bytes that " + ", ".join(RATED) + " change, at most", 0.001, 0.9),
+           "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is cut", 2.0, 20.0)},
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES, single_document=True, positions=bart_positions,
+    target_hidden=False, uses=(Repair(), Infill(bart_prompt, stop_at_eot)))
 
 
 # ---- nsp: next sentence prediction
 
-GAP = 8                                         # bytes skipped between A and B: no cut word gives the answer away
+GAP = 8                                         # bytes skipped between A and B, so that no split word links them
 
 
 def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
     """Next sentence prediction: does B follow A? With masked language modeling beside it (BERT, Devlin et al.
     2019).
 
-        inp     CLS A A [M] A SEP B B B [M] SEP      who sees whom: bidirectional
+        inp     CLS A A [M] A SEP B B B [M] SEP      attention: bidirectional
         label   1 if B follows A, else 0             read at CLS
 
-    A and B are h bytes each, GAP bytes apart in both classes, so that neither length nor seam gives the
+    A and B are h bytes each, GAP bytes apart in both classes, so that neither length nor a split word gives the
     answer away. Exactly half the rows are negative: "random" takes another row's B, "swap" exchanges A and B
     (sentence order prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for
-    segment embeddings."""
+    segment embeddings; GAP; no pooler (BERT's dense layer and tanh) before the scalar head."""
     B, T = x.size(0), hp.block_size
     h = (x.size(1) - GAP) // 2
     first, second = x[:, :h], x[:, h + GAP:]
@@ -884,15 +1053,15 @@ def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
         shift = torch.randint(1, max(2, B), (1,), generator=g, device=g.device)
         other = second.index_select(0, (torch.arange(B, device=g.device) + shift) % B)
         second = torch.where(negative[:, None], other, second)
-    sep = column(x, SEP)
-    row = torch.cat((column(x, CLS), first, sep, second, sep), dim=1)
+    sep = full_column(x, SEP)
+    row = torch.cat((full_column(x, CLS), first, sep, second, sep), dim=1)
     row = F.pad(row, (0, T - row.size(1)), value=PAD)                               # one position where T is even
-    at = choose(B, 2 * h, max(1, round(hp.mask_rate * 2 * h)), g)
-    inp, tgt = mask_bytes(row, 1 + at + (at >= h), g)                               # past CLS, of B past SEP
-    return dict(inp=inp, tgt=tgt, labels=(~negative).long(), mask="bidirectional")
+    masked = random_positions(B, 2 * h, max(1, round(hp.mask_rate * 2 * h)), g)
+    inp, tgt = mask_bytes(row, 1 + masked + (masked >= h), g)                       # skip CLS and, in B, SEP
+    return dict(inp=inp, tgt=tgt, labels=(~negative).long(), prefix=T)
 
 
-def nsp_window(T, hp):
+def nsp_bytes(T, hp):
     if hp.batch_size * hp.accum < 2:
         fail("--objective nsp: half of a step's rows are negative, and it has one. Try a larger --batch_size or weight")
     return 2 * ((T - 3) // 2) + GAP
@@ -900,32 +1069,43 @@ def nsp_window(T, hp):
 
 def nsp_terms(batch, hp):
     B = len(batch["labels"])
-    return {"nll": (count_targets(batch), 1.0), "nsp": (B, 1.0), "accuracy": (B, 0.0)}
+    return {"nll": (count_token_targets(batch), 1.0), "nsp": (B, hp.nsp_weight), "accuracy": (B, 0.0)}
 
 
 def nsp_loss(model, batch, hp):
     h = hidden_states(model, batch)                                                 # (B, T, C)
     follows = model.heads["nsp"](h[:, 0].float())[:, 0]                             # (B,)
-    sums = {"nll": byte_nats(model, h, batch["tgt"])[0].sum(), "nsp": yes_no(follows, batch["labels"])}
+    nll, _ = target_nll(model, h, batch["tgt"])
+    sums = {"nll": nll.sum(), "nsp": bce_sum(follows, batch["labels"])}
     if evaluating():
         sums["accuracy"] = ((follows > 0) == (batch["labels"] == 1)).sum()
     return sums
 
 
-def nsp_answer(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
-    """As in training the pieces are at most h bytes, and a long second text loses its first GAP bytes."""
+def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
+    """As in training, pieces have at most h bytes, and a long second text loses its first GAP bytes."""
     h = (hp.block_size - 3) // 2
     second = second[GAP:GAP + h] if len(second) > 2 * GAP else second[:h]
     row = torch.tensor([[CLS, *first[-h:], SEP, *second, SEP]], device=model.embed.weight.device)
-    return model.heads["nsp"](model(row, "bidirectional")[:, 0].float())[0, 0]
+    return model.heads["nsp"](model(row, row.size(1))[:, 0].float())[0, 0]
 
 
-add("nsp", make=nsp, help="whether B follows A, and masked bytes", use="compare two texts", mask="bidirectional",
-    window=nsp_window, heads=lambda sizes, hp: {"nsp": readout(sizes.n_embd)}, terms=nsp_terms, loss=nsp_loss,
-    whole=True, mode="follow", fills=lambda hp: ([CLS], [SEP], 0), answer=nsp_answer,
-    defaults=SHARP | PATIENT | {"mask_rate": 0.15}, reaches=(8000, "answers 82% of pairs right"),
-    settings=MASK_RATE | {"nsp_negatives": ("random", "random (another row's B) or swap (A after B)",
-                                            ("random", "swap"))})
+def nsp_layout(hp):
+    return [CLS], [SEP], 0
+
+
+def nsp_heads(config, hp):
+    return {"nsp": scalar_head(config.n_embd)}
+
+
+OBJECTIVES["nsp"] = Objective(
+    "nsp", corrupt=nsp, help="whether B follows A, and masked bytes", use="compare two texts",
+    attention="bidirectional", n_bytes=nsp_bytes, heads=nsp_heads, terms=nsp_terms, loss=nsp_loss,
+    flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
+                                             choices=("random", "swap")),
+                       "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
+    uses=(Follow(predict_follows), Fill(nsp_layout)))
 
 
 # ---- contrastive: InfoNCE over crops
@@ -935,7 +1115,7 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
     al. 2022)
 
         window   t h e   c a t   s a t   o n       two crops of Lc = crop * T bytes each, from anywhere in it
-        inp      [h e   c a t] [a t   s a t]       who sees whom: bidirectional
+        inp      [h e   c a t] [a t   s a t]       attention: bidirectional
 
     InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both
     directions. The negatives are the other rows of the micro-batch: accumulation and several processes equal
@@ -944,11 +1124,11 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)
-    at = start + torch.arange(Lc, device=g.device)                                  # (B, 2, Lc)
-    return dict(inp=x.gather(1, at.flatten(1)).view(B, 2, Lc), mask="bidirectional")
+    i = start + torch.arange(Lc, device=g.device)                                   # (B, 2, Lc)
+    return dict(inp=x.gather(1, i.flatten(1)).view(B, 2, Lc), prefix=Lc)
 
 
-def contrastive_window(T, hp):
+def contrastive_bytes(T, hp):
     if hp.batch_size < 2:
         fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size}. "
              "Try a larger --batch_size, such as 8, or weight")
@@ -956,28 +1136,30 @@ def contrastive_window(T, hp):
 
 
 def embed(model, x, lookups=None):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
-    return F.normalize(model(x, "bidirectional", lookups=lookups).float().mean(1), dim=-1)
+    return F.normalize(model(x, x.size(1), lookups=lookups).float().mean(1), dim=-1)
 
 
 def contrastive_terms(batch, hp):
     B = len(batch["inp"])
-    return {"info": (2 * B, 1.0), "top1": (B, 0.0)}
+    return {"infonce": (2 * B, 1.0), "top1": (B, 0.0)}
 
 
 def contrastive_loss(model, batch, hp):
     states = embed(model, batch["inp"].flatten(0, 1), batch.get("lookups"))         # (2 B, C)
     a, b = states.unflatten(0, (-1, 2)).unbind(1)
     sim = a @ b.T / hp.tau                                                          # (B, B)
-    own = torch.arange(len(sim), device=sim.device)
-    return {"info": nats(sim, own) + nats(sim.T, own), "top1": (sim.argmax(1) == own).sum()}
+    same = torch.arange(len(sim), device=sim.device)
+    infonce = cross_entropy_sum(sim, same) + cross_entropy_sum(sim.T, same)
+    return {"infonce": infonce, "top1": (sim.argmax(1) == same).sum()}
 
 
-add("contrastive", make=contrastive, help="which crops share a window", use="embed and search",
-    mask="bidirectional", window=contrastive_window, terms=contrastive_terms, loss=contrastive_loss, whole=True,
-    mode="search", answer=embed, defaults=PATIENT | {"batch_size": 32},  # rows are its negatives
-    reaches=(8000, "finds 44% of 256 passages by their other half"),
-    settings={"tau": (0.05, "temperature of the similarities", 1e-4, 1e4),
-              "crop": (0.25, "length of a crop, as a share of the block", 0.01, 0.9)})
+OBJECTIVES["contrastive"] = Objective(
+    "contrastive", corrupt=contrastive, help="which crops share a window", use="embed and search",
+    attention="bidirectional", n_bytes=contrastive_bytes, terms=contrastive_terms, loss=contrastive_loss,
+    flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
+           "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
+    flag_defaults=MORE_PASSES | {"batch_size": 32},             # its rows are the negatives
+    single_document=True, compares_rows=True, uses=(Search(embed),))
 
 
 # ---- mdlm: masked diffusion
@@ -985,61 +1167,73 @@ add("contrastive", make=contrastive, help="which crops share a window", use="emb
 def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
     """Masked diffusion: bytes from any share of the others (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025).
 
-        inp   t [M] [M]   c [M] t    who sees whom: bidirectional; l of L bytes masked
+        inp   t [M] [M]   c [M] t    attention: bidirectional; l of L bytes are masked
         tgt   .  h   e  . .  a  .    loss at these, times L / l, divided by B * L
 
     The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes
     masked with probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with
     exactly l bytes the weight is never larger than L, no row is empty, and the spread is far smaller. l is
-    stratified over the batch. Only bytes compete: MASK and other ids are never predicted (MDLM's SUBS)."""
+    stratified over the batch. Only bytes are predicted, never MASK or another id (MDLM's SUBS)."""
     B, L = x.shape
     count = 1 + (stratified(B, g) * L).long().clamp(max=L - 1)                      # (B,): l of each row
     masked = ranks(torch.rand(B, L, generator=g, device=g.device)) < count[:, None]                 # (B, L)
-    inp, tgt = x.masked_fill(masked, MASK), x.where(masked, IGNORE)
-    return dict(inp=inp, tgt=tgt, weight=L / count, mask="bidirectional")
+    inp = x.masked_fill(masked, MASK)
+    tgt = x.where(masked, IGNORE_INDEX)
+    return dict(inp=inp, tgt=tgt, weight=L / count, prefix=L)
 
 
-def mdlm_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
-    h, tgt, row = told(hidden_states(model, batch), batch["tgt"])
-    each = F.cross_entropy(model.logits(h)[..., :N_BYTES], tgt, ignore_index=IGNORE, reduction="none")    # (N,)
-    return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]
+def mdlm_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
+    h, tgt, row = select_targets(hidden_states(model, batch), batch["tgt"])
+    logits = model.logits(h)[..., :N_BYTES]
+    nll = F.cross_entropy(logits, tgt, ignore_index=IGNORE_INDEX, reduction="none")                 # (N,)
+    return torch.zeros_like(batch["weight"]).index_add(0, row, nll) * batch["weight"]
+
+
+def mdlm_loss(model, batch, hp):
+    return {"bound": mdlm_nelbo(model, batch, hp).sum()}
 
 
 def bound_terms(batch, hp):
     return {"bound": (batch["inp"].numel(), 1.0)}
 
 
-add("mdlm", make=mdlm, help="masked bytes at any rate", use="write in any order", mask="bidirectional",
-    window=same_length, targets=count_targets, bpb="bound", bounds=mdlm_bounds, terms=bound_terms,
-    loss=lambda model, batch, hp: {"bound": mdlm_bounds(model, batch, hp).sum()},
-    packs=True, mode="fill", fills=in_place, orders=("ancestral", "confident", "left"), defaults=SHARP | PATIENT,
-    reaches=(8000, "bounds held-out text by 2.07 bits per byte, fills a hole of 4 at 1.23"))
+OBJECTIVES["mdlm"] = Objective(
+    "mdlm", corrupt=mdlm, help="masked bytes at any rate", use="write in any order", attention="bidirectional",
+    n_bytes=aligned_window, terms=bound_terms, loss=mdlm_loss, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
+    supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
+    uses=(Fill(in_place_layout, orders=("ancestral", "confident", "left"), any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
 
-def sedd_bounds(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
+def sedd_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
     """Score entropy discrete diffusion (SEDD, Lou et al. 2024), absorbing state, time-free (RADD, Ou et al. 2025).
 
         inp   t [M] [M]   c [M] t    rows are mdlm's; the model gives log c_y = logit_y - log 256, the log ratio of
         tgt   .  h   e  . .  a  .    every byte y to MASK
 
     A masked byte x costs (sum_y c_y - log c_x - 1) * L / l, where it costs mdlm -log softmax_x * L / l. That is least
-    where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normaliser, which the softmax gives
-    mdlm, is learned. Departure: the model is told no time, which the absorbing state allows."""
-    h, tgt, row = told(hidden_states(model, batch), batch["tgt"])
+    where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normalizer, which the softmax gives
+    mdlm, is learned. Departure: the model is not given the time, which the absorbing state allows."""
+    h, tgt, row = select_targets(hidden_states(model, batch), batch["tgt"])
+    has_target = tgt != IGNORE_INDEX
     logc = model.logits(h)[..., :N_BYTES] - math.log(N_BYTES)                       # (N, 256)
-    logc = logc.masked_fill((tgt == IGNORE)[:, None], 0.0)      # finite, whatever was there
-    each = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1                # (N,)
-    each = each * (tgt != IGNORE)
-    return torch.zeros_like(batch["weight"]).index_add(0, row, each) * batch["weight"]
+    logc = logc.masked_fill(~has_target[:, None], 0.0)          # so that ignored positions stay finite
+    cost = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1                # (N,)
+    cost = cost * has_target
+    return torch.zeros_like(batch["weight"]).index_add(0, row, cost) * batch["weight"]
 
 
-add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in any order", mask="bidirectional",
-    window=same_length, targets=count_targets, bpb="bound", bounds=sedd_bounds, terms=bound_terms,
-    loss=lambda model, batch, hp: {"bound": sedd_bounds(model, batch, hp).sum()},
-    packs=True, mode="fill", fills=in_place, orders=("ancestral", "analytic", "left"), defaults=SHARP | PATIENT,
-    reaches=(8000, "bounds held-out text by 2.11 bits per byte, fills a hole of 4 at 1.47"))
+def sedd_loss(model, batch, hp):
+    return {"bound": sedd_nelbo(model, batch, hp).sum()}
+
+
+OBJECTIVES["sedd"] = Objective(
+    "sedd", corrupt=mdlm, help="ratios of masked bytes at any rate", use="write in any order",
+    attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=sedd_loss,
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
+    bpb="bound", nelbo=sedd_nelbo,
+    uses=(Fill(in_place_layout, orders=("ancestral", "analytic", "left"), any_rate=True),))
 
 
 # ---- rotation: find the seam
@@ -1047,19 +1241,23 @@ add("sedd", make=mdlm, help="ratios of masked bytes at any rate", use="write in 
 def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     """Rotation: where was a rotated window cut?
 
-        window   t h e   c a t          who sees whom: bidirectional
-        inp      c a t t h e            the label is 3, the place of the window's first byte; one label a row
+        window   t h e   c a t          attention: bidirectional
+        inp      c a t t h e            the label is 3, the position of the window's first byte; one label a row
 
-    BART (Lewis et al. 2020) rotates documents and reconstructs them; here its noise is made a question, which
-    a pointer over the T positions answers. The rotation is uniform over 0..T - 1."""
+    BART (Lewis et al. 2020) rotates documents and reconstructs them; here the question is asked directly, and a
+    pointer over the T positions answers it. The rotation is uniform over 0..T - 1."""
     B, T = x.shape
-    r = torch.randint(0, T, (B, 1), generator=g, device=g.device)
-    at = (torch.arange(T, device=g.device) + r) % T                                 # (B, T)
-    return dict(inp=x.gather(1, at), labels=((T - r) % T)[:, 0], mask="bidirectional")
+    shift = torch.randint(0, T, (B, 1), generator=g, device=g.device)
+    rotated = (torch.arange(T, device=g.device) + shift) % T                        # (B, T)
+    return dict(inp=x.gather(1, rotated), labels=((T - shift) % T)[:, 0], prefix=T)
 
 
-def rotation_answer(model, x, lookups=None):  # x (B, T) -> (B, T): a score for each position
-    return model.heads["seam"](model(x, "bidirectional", lookups=lookups).float())[..., 0]
+def predict_seam(model, x, lookups=None):  # x (B, T) -> (B, T): a score for each position
+    return model.heads["seam"](model(x, x.size(1), lookups=lookups).float())[..., 0]
+
+
+def rotation_heads(config, hp):
+    return {"seam": scalar_head(config.n_embd)}
 
 
 def rotation_terms(batch, hp):
@@ -1068,79 +1266,91 @@ def rotation_terms(batch, hp):
 
 
 def rotation_loss(model, batch, hp):
-    scores = rotation_answer(model, batch["inp"], batch.get("lookups"))
-    return {"seam": nats(scores, batch["labels"]), "accuracy": (scores.argmax(1) == batch["labels"]).sum()}
+    scores = predict_seam(model, batch["inp"], batch.get("lookups"))
+    correct = (scores.argmax(1) == batch["labels"]).sum()
+    return {"seam": cross_entropy_sum(scores, batch["labels"]), "accuracy": correct}
 
 
-add("rotation", make=rotation, help="where a rotated text was cut", use="find the seam", mask="bidirectional",
-    window=same_length, heads=lambda sizes, hp: {"seam": readout(sizes.n_embd)}, terms=rotation_terms,
-    loss=rotation_loss, whole=True, mode="seam", answer=rotation_answer,
-    defaults={"block_size": 64, "batch_size": 64},  # 8 long rows do not learn
-    reaches=(8000, "finds 68% of seams"))
+OBJECTIVES["rotation"] = Objective(
+    "rotation", corrupt=rotation, help="where a rotated text was cut", use="find the seam",
+    attention="bidirectional", n_bytes=aligned_window, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss,
+    flag_defaults={"block_size": 64, "batch_size": 64},         # 16 rows of 256 do not learn
+    single_document=True, uses=(Seam(predict_seam),))
 
 
 # ---- hybrid: masked and causal rows through one head
 
-def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), mask (B,)
-    """Masked and causal rows in one batch, one head, one shift (GPT-BERT, Charpentier and Samuel 2024).
+def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
+    """Masked and causal rows in one batch, through one head (GPT-BERT, Charpentier and Samuel 2024).
 
         inp   t [M] e   c    tgt   h . . . .      masked row: bidirectional; position i - 1 predicts the masked byte i
         inp   t  h  e   c    tgt   h e   c a      causal row
 
-    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by hybrid_ratio.
-    The first byte, which no position predicts, is never masked. Departure: single bytes are masked, not short
-    spans."""
+    hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by hybrid_ratio. The first byte,
+    which no position predicts, is never masked. Departures: a quarter of the rows is masked, where the authors mask
+    nearly all of them (15 of 16); single bytes are masked, not short spans."""
     B, T = x.size(0), x.size(1) - 1
-    row = torch.arange(B + 1, device=g.device) * hybrid_rows(B, hp) // B
-    masked = row.diff() > 0                                                         # (B,): spread evenly
-    noisy, tgt = mask_bytes(x[:, :T], 1 + choose(B, T - 1, max(1, round(hp.mask_rate * T)), g), g)
-    tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE)                                   # shifted as in clm
-    inp, tgt = noisy.where(masked[:, None], x[:, :-1]), tgt.where(masked[:, None], x[:, 1:])
-    return dict(inp=inp, tgt=tgt, mask=torch.where(masked, T, 0))
+    spread = torch.arange(B + 1, device=g.device) * hybrid_rows(B, hp) // B
+    is_masked = spread.diff() > 0                                                   # (B,): spread evenly over the batch
+    positions = 1 + random_positions(B, T - 1, max(1, round(hp.mask_rate * T)), g)
+    noisy, tgt = mask_bytes(x[:, :T], positions, g)
+    tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE_INDEX)                             # shifted as in clm
+    inp = noisy.where(is_masked[:, None], x[:, :-1])
+    tgt = tgt.where(is_masked[:, None], x[:, 1:])
+    return dict(inp=inp, tgt=tgt, prefix=torch.where(is_masked, T, 0))
 
 
 def hybrid_rows(B, hp):  # -> how many of B rows are masked
     return int(B * hp.hybrid_ratio + 1e-6)
 
 
-def hybrid_window(T, hp):
+def hybrid_bytes(T, hp):
     for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
         if not 0 < hybrid_rows(rows, hp) < rows and 0 < hp.hybrid_ratio < 1:
             fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
                  "Try a ratio nearer to .5, or a larger --batch_size")
     if round(hp.mask_rate * T) > T - 1:
         fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
-    return next_byte(T, hp)
+    return T + 1
 
 
 def hybrid_terms(batch, hp):
-    asked, masked = batch["tgt"] != IGNORE, (batch["mask"] > 0)[:, None]
-    counts = (asked & masked).sum().clamp(min=1), (asked & ~masked).sum().clamp(min=1)
-    return {"masked": (counts[0], hp.hybrid_ratio), "causal": (counts[1], 1 - hp.hybrid_ratio)}
+    has_target = batch["tgt"] != IGNORE_INDEX
+    is_masked = (batch["prefix"] > 0)[:, None]
+    n_masked = (has_target & is_masked).sum().clamp(min=1)
+    n_causal = (has_target & ~is_masked).sum().clamp(min=1)
+    return {"masked": (n_masked, hp.hybrid_ratio), "causal": (n_causal, 1 - hp.hybrid_ratio)}
 
 
 def hybrid_loss(model, batch, hp):
-    each, row = byte_nats(model, hidden_states(model, batch), batch["tgt"])
-    masked = batch["mask"][row] > 0                                                 # (N,)
-    return {"masked": (each * masked).sum(), "causal": (each * ~masked).sum()}
+    nll, row = target_nll(model, hidden_states(model, batch), batch["tgt"])
+    is_masked = batch["prefix"][row] > 0                                            # (N,)
+    return {"masked": (nll * is_masked).sum(), "causal": (nll * ~is_masked).sum()}
 
 
-add("hybrid", make=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", mask="both",
-    window=hybrid_window, terms=hybrid_terms, loss=hybrid_loss, bpb="causal", packs=True, mode="fill",
-    orders=("confident", "left"), continues=lambda hp: from_left(hp) if hp.hybrid_ratio < 1 else None,
-    defaults={"max_passes": 8.0},
-    fills=lambda hp: ([EOT], [], 1) if hp.hybrid_ratio > 0 else None,
-    reaches=(8000, "fills a hole of 4 bytes at 1.15 bits a byte, goes on with a text at 1.30"),
-    settings=MASK_RATE | {"hybrid_ratio": (0.25, "share of rows that are masked", 0.0, 1.0)})
+def hybrid_fill_layout(hp):
+    return ([EOT], [], 1) if hp.hybrid_ratio > 0 else None
 
 
-# ---- what --objective names: one of these, or a mixture of them, which is an objective too
+def hybrid_continue_layout(hp):
+    return causal_layout(hp) if hp.hybrid_ratio < 1 else None
 
-def find_objective(hp):  # hp.objective such as "clm" or "clm:0.5,mlm:0.5" -> entry
-    """With "n", the raw bytes of a row, and "members" [(weight, entry)], which for clm is clm alone. Fails on
-    a name that does not exist, naming the nearest, and on rows that the settings make impossible."""
+
+OBJECTIVES["hybrid"] = Objective(
+    "hybrid", corrupt=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", attention="both",
+    n_bytes=hybrid_bytes, terms=hybrid_terms, loss=hybrid_loss,
+    flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of rows that are masked", 0.0, 1.0)},
+    flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal",
+    uses=(Fill(hybrid_fill_layout), Continue(hybrid_continue_layout)))
+
+
+# ---- --objective: one of these, or a mixture of them, which is an objective too
+
+def get_objective(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> Objective
+    """Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible."""
     parts = [part.strip().partition(":") for part in hp.objective.split(",")]
-    for name, _, _ in parts:
+    names = [name for name, _, _ in parts]
+    for name in names:
         if name not in OBJECTIVES:
             near = difflib.get_close_matches(name, OBJECTIVES, 1)
             fail(f"--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
@@ -1148,71 +1358,80 @@ def find_objective(hp):  # hp.objective such as "clm" or "clm:0.5,mlm:0.5" -> en
         weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
     except ValueError:
         weights = [0.0]
-    if not all(1e-9 < w < 1e9 for w in weights) or len({name for name, _, _ in parts}) < len(parts):
+    if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):
         fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
-    members = [(w / sum(weights), OBJECTIVES[name]) for (name, _, _), w in zip(parts, weights)]
-    entry = mix(members, hp) if len(members) > 1 else members[0][1]
-    n = entry["window"](hp.block_size, hp)
-    return entry | {"n": n, "members": [(w, m | {"n": m["window"](hp.block_size, hp)}) for w, m in members]}
+    members = [(w / sum(weights), OBJECTIVES[name]) for name, w in zip(names, weights)]
+    objective = mix(members, hp) if len(members) > 1 else members[0][1]
+    objective.n_bytes(hp.block_size, hp)        # fails where rows are impossible
+    return objective
 
 
-def mix(members, hp):  # [(weight, entry)] -> entry
-    """An objective out of others. Every micro-batch holds the same rows of each, apportioned by weight, so
-    that shapes never change; tensors and terms are named after their member, as in clm.inp, coefficients
-    weighed."""
+def members_of(objective):  # -> [(weight, objective)], of itself alone where it is no mixture
+    return objective.members or [(1.0, objective)]
+
+
+def mix(members, hp):  # [(weight, objective)] -> objective
+    """An objective made of others. Every micro-batch holds the same number of rows of each, apportioned by weight, so
+    that shapes are constant. Tensors and terms are named after their member, as in clm.inp; coefficients are
+    multiplied by the weight."""
     weights = [w for w, _ in members]
     rows = apportion(weights, hp.batch_size)
     if min(rows) == 0:
         fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
              f"Try --batch_size {math.ceil(1 / min(weights))}")
-    each = [(w, m, Namespace(**vars(hp) | {"batch_size": r})) for (w, m), r in zip(members, rows)]
+    # each member with settings in which the batch size is its own number of rows
+    parts = [(w, m, Namespace(**vars(hp) | {"batch_size": r})) for (w, m), r in zip(members, rows)]
 
-    def named(name, values):
-        return {f"{name}.{k}": v for k, v in values.items()}
+    def with_name(m, values):
+        return {f"{m.name}.{k}": v for k, v in values.items()}
 
-    def window(T, hp):
-        return max(m["window"](T, own) for _, m, own in each)
+    def n_bytes(T, hp):
+        return max(m.n_bytes(T, member_hp) for _, m, member_hp in parts)
 
-    def make(x, g, hp):  # x (accum * batch_size, n): the rows of each member, of every micro-batch
+    def corrupt(x, g, hp):  # x (accum * batch_size, n): each member's rows of every micro-batch
         batch = {}
-        for (_, m, own), part in zip(each, x.unflatten(0, (-1, hp.batch_size)).split(rows, dim=1)):
-            n = m["window"](hp.block_size, own)
-            batch |= named(m["name"], m["make"](part.flatten(0, 1)[:, :n], g, own))
+        split = x.unflatten(0, (-1, hp.batch_size)).split(rows, dim=1)
+        for (_, m, member_hp), windows in zip(parts, split):
+            n = m.n_bytes(hp.block_size, member_hp)
+            batch |= with_name(m, m.corrupt(windows.flatten(0, 1)[:, :n], g, member_hp))
         return batch
 
-    def heads(sizes, hp):
-        return {name: head for _, m in members for name, head in m["heads"](sizes, hp).items()}
+    def heads(config, hp):
+        return {name: head for _, m in members for name, head in m.heads(config, hp).items()}
 
     def terms(batch, hp):
         out = {}
-        for w, m, own in each:
-            known = m["terms"](part_of(batch, m), own)
-            out |= named(m["name"], {term: (count, w * c) for term, (count, c) in known.items()})
+        for w, m, member_hp in parts:
+            known = m.terms(member_batch(batch, m), member_hp)
+            out |= with_name(m, {term: (count, w * c) for term, (count, c) in known.items()})
         return out
 
     def loss(model, batch, hp):
         out = {}
-        for _, m, own in each:
-            out |= named(m["name"], m["loss"](model, part_of(batch, m), own))
+        for _, m, member_hp in parts:
+            out |= with_name(m, m.loss(model, member_batch(batch, m), member_hp))
         return out
 
-    def targets(batch):
-        return sum(targets_of(m, part_of(batch, m), own) for _, m, own in each)
+    def count_targets(batch):
+        return sum(n_targets(m, member_batch(batch, m), member_hp) for _, m, member_hp in parts)
 
-    whole = torch.tensor([m["whole"] for (_, m), r in zip(members, rows) for _ in range(r)])
-    return USUAL | dict(
-        name=hp.objective, make=make, window=window, heads=heads, terms=terms, loss=loss, targets=targets,
-        n_outputs=max(m["n_outputs"] for _, m in members),
-        whole=whole if whole.any() else False, packs=all(m["packs"] for _, m in members),
-        settings={flag: spec for _, m in members for flag, spec in m["settings"].items()})
+    single = torch.tensor([m.single_document for (_, m), r in zip(members, rows) for _ in range(r)])
+    return Objective(
+        hp.objective, corrupt=corrupt, help="a mixture", use="each member's use", attention="each member's",
+        n_bytes=n_bytes, heads=heads, terms=terms, loss=loss, n_outputs=max(m.n_outputs for _, m in members),
+        flags={flag: spec for _, m in members for flag, spec in m.flags.items()},
+        single_document=single if single.any() else False,
+        supports_doc_mask=all(m.supports_doc_mask for _, m in members), count_targets=count_targets,
+        members=tuple(members), compares_rows=any(m.compares_rows for _, m in members),
+        is_random=any(m.is_random for _, m in members))
 
 
-def part_of(batch, member):  # a mixture's batch -> that of one member
-    start = member["name"] + "."
+def member_batch(batch, member):  # a mixture's batch -> that of one member
+    start = member.name + "."
     return {k.removeprefix(start): v for k, v in batch.items() if k.startswith(start)}
 
 
-def targets_of(entry, batch, hp):  # -> positions with loss; a position counts once for every target it has
-    if entry["targets"]:
-        return entry["targets"](batch)
-    return sum(count for count, coefficient in entry["terms"](batch, hp).values() if coefficient)
+def n_targets(objective, batch, hp):  # -> positions with loss; a position counts once for every target that it has
+    if objective.count_targets:
+        return objective.count_targets(batch)
+    return sum(count for count, coefficient in objective.terms(batch, hp).values() if coefficient)

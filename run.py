@@ -1,6 +1,6 @@
-"""A run: its settings, its device, its folder, its checkpoint. What training and sampling both need.
+"""A run: its settings, its device, its folder, its checkpoint. What training and sampling share.
 
-A run is a folder that holds ckpt.pt (the newest state), best.pt (that of the least validation loss),
+A run is a folder that holds ckpt.pt (the latest state), best.pt (the state of lowest validation loss),
 metrics.jsonl and, where matplotlib is installed, loss.png.
 """
 import argparse
@@ -16,76 +16,80 @@ import sys
 import warnings
 import zipfile
 
+# isort: off  data silences a warning of torch's, and so comes before it
+from data import STDIN_COPY, Flag, fail, make_rng, reason
+from model import ModelConfig, StackedLinear, Transformer, prepack_weights
+from objectives import EVAL_ROWS, OBJECTIVES, get_objective
 import torch
 
-from data import fail, generator
-from model import Linear, Sizes, Transformer, pack_weights
-from objectives import EVAL_ROWS, OBJECTIVES, find_objective
-
-VERSION = 6                                     # of checkpoints: their layout, and that of the rows they know
-PARTS = dict(config=dict, step=int, seconds=float, best=float, best_step=int, val=float, sources=list,
-             metrics_bytes=int, model=dict, adamw=dict, muon=list, held_out=torch.Tensor)
-WORSE = 1.01                                    # a loss that is clearly worse than another, as a multiple of it
+VERSION = 6                                     # of the checkpoint's layout
+CHECKPOINT_FIELDS = dict(
+    config=dict, step=int, seconds=float, best=float, best_step=int, val=float, sources=list, metrics_bytes=int,
+    model=dict, adamw=dict, muon=list, held_out=torch.Tensor)
+CLEARLY_WORSE = 1.01                            # sample.py uses best.pt where the last loss is so many times the best
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes
 RANK = int(os.environ.get("RANK", 0)) if WORLD > 1 else 0
-DEVICE = {"device": ("auto", "auto, cpu, cuda, cuda:1, mps"),
-          "dtype": ("auto", "of activations", ("auto", "float32", "bfloat16"))}
+DEVICE_FLAGS = {
+    "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda where there is one, else cpu"),
+    "dtype": Flag("auto", "of activations", choices=("auto", "float32", "bfloat16")),
+}
 
-# every flag but the objectives' own: (default, help), with lowest and highest, or choices; a default may depend on
-# device or optimizer
+# every flag of train.py but the objectives' own
 SETTINGS = {
     "run": {
-        "objective": (next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": (["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
-        "train_bytes": (0, "train on the first so many bytes of each source, 0 for all", 0, 1 << 50),
-        "out_dir": ("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
-        "resume": (False, "go on with the run in --out_dir, without it with the newest under out/"),
-        "init_from": ("", "run (its last state) or checkpoint whose weights to start from, with a new optimizer"),
-        "seed": (1, "of weights, windows and corruption", 0, 2 ** 31),
+        "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
+        "data": Flag(["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
+        "train_bytes": Flag(0, "train on only the first so many bytes of each source; 0 for all", 0, 1 << 50),
+        "out_dir": Flag("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
+        "resume": Flag(False, "resume the run in --out_dir, without it the latest run under out/"),
+        "init_from": Flag("", "run (its last state) or checkpoint whose weights to start from, with a new optimizer"),
+        "seed": Flag(1, "of weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
-        "n_layer": ({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
-        "n_head": ({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
-        "n_embd": ({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
-        "block_size": ({"cpu": 256, "cuda": 1024}, "positions of a row", 32, 1 << 24),
-        "ngram_rows": (65536, "rows of the table of hashed n-grams for each of their lengths, 0 for none", 0, 1 << 26),
-        "attn_scale": (1.0, "attention's logits are so many times q k / sqrt(D)", 0.01, 100.0),
+        "n_layer": Flag({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
+        "n_head": Flag({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
+        "n_embd": Flag({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
+        "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", 32, 1 << 24),
+        "ngram_rows": Flag(65536, "rows of the hashed n-gram table for each length; 0 for no n-grams", 0, 1 << 26),
+        "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.01, 100.0),
     },
     "training": {
-        "batch_size": ({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
-        "accum": (1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
-        "max_iters": ({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
-        "max_passes": (4.0, "passes over a text after which a run ends, but not before step 200; 0, the default with "
-                            "--max_iters: any number", 0.0, 1e9),
-        "learning_rate": ({"muon": 0.01, "adamw": 0.003}, "peak rate", 0.0, 100.0),
-        "warmup_iters": (20, "steps of linear warm-up", 0, 1 << 40),
-        "lr_decay": (0.6, "last share of the run, over which the rate falls linearly to 0", 0.0, 1.0),
-        "weight_decay": (0.0, "of hidden matrices, times the rate, per step", 0.0, 100.0),
-        "grad_clip": (1.0, "largest norm of the gradient, but of the n-gram table's; 0 for any", 0.0, 1e30),
-        "ngram_drop": (0.5, "share of n-gram lookups left out after two passes; of more passes more", 0.0, 0.99),
-        "doc_mask": (False, "keep attention inside a document, where rows keep the text's order"),
-        "optimizer": ("muon", "muon (AdamW for embeddings, heads, vectors) or adamw (for all but n-grams)",
-                      ("muon", "adamw")),
+        "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
+        "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
+        "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
+        "max_passes": Flag(4.0, "passes over the text at most, but at least 200 steps; 0: no limit, the default with "
+                                "--max_iters", 0.0, 1e9),
+        "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate", 0.0, 100.0),
+        "warmup_iters": Flag(20, "steps of linear warm-up", 0, 1 << 40),
+        "lr_decay": Flag(0.6, "share of the run, at its end, over which the rate falls linearly to 0", 0.0, 1.0),
+        "weight_decay": Flag(0.0, "of hidden matrices, times the learning rate, per step", 0.0, 100.0),
+        "grad_clip": Flag(1.0, "largest norm of the gradient (n-gram table excluded); 0 for no limit", 0.0, 1e30),
+        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops, from the third pass on; more in runs of "
+                                "several passes", 0.0, 0.99),
+        "doc_mask": Flag(False, "attend only within a document; for objectives that keep the text's order"),
+        "optimizer": Flag("muon", "muon (AdamW for embeddings, heads and vectors) or adamw",
+                          choices=("muon", "adamw")),
     },
     "evaluation": {
-        "eval_interval": ({"cpu": 600, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
-        "eval_iters": (8, f"validation batches of {EVAL_ROWS} rows for each source", 1, 1 << 24),
-        "log_interval": (10, "steps between lines of metrics.jsonl", 1, 1 << 40),
+        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
+        "eval_iters": Flag(8, f"validation batches of {EVAL_ROWS} rows for each source", 1, 1 << 24),
+        "log_interval": Flag(10, "steps between lines of metrics.jsonl", 1, 1 << 40),
     },
-    "system": DEVICE | {
-        "compile": (False, "torch.compile the loss"),
-        "cuda_graph": (False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
+    "system": DEVICE_FLAGS | {
+        "compile": Flag(False, "torch.compile the loss"),
+        "cuda_graph": Flag(False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
     },
 }
-# what may differ between a run and its continuation
-FREE = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile", "cuda_graph"}
+# what may change when a run is resumed
+RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
+                   "cuda_graph"}
 
 
 # ---- flags, of every program
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        fail(f"{message}. Try: python {self.prog} --help")
+        fail(f"{message}. Try: {self.prog} --help")
 
     def parse_args(self, argv):
         given, unknown = self.parse_known_args(argv)
@@ -95,140 +99,167 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             fail(f"stray word {word!r}. Try quotes around what belongs together, or no space in it")
         near = difflib.get_close_matches(word, self._option_string_actions, 1)
-        fail(f"unknown argument {word}. Try {near[0] if near else f'python {self.prog} --help'}")
+        fail(f"unknown argument {word}. Try {near[0] if near else f'{self.prog} --help'}")
 
 
-def make_parser(prog, doc, groups, epilog=""):  # groups {title: {flag: spec}} -> Parser that returns what was given
-    # no defaults here: what was not given must be known, since a checkpoint's settings come in between
-    parser = Parser(prog=prog, usage=f"python {prog} [flags below]", description=doc, epilog=epilog,
+def first_default(flag):  # -> its default, or the first of those that depend on the device or optimizer
+    return next(iter(flag.default.values())) if isinstance(flag.default, dict) else flag.default
+
+
+def help_text(flag):  # -> its help, with the default in brackets
+    default = flag.default
+    if default == "" or isinstance(default, bool):
+        return flag.help
+    if isinstance(default, dict):
+        words = [f"{k} {v}" for k, v in default.items()]
+    elif isinstance(default, list):
+        words = default
+    else:
+        words = [str(default)]
+    return f"{flag.help} [{', '.join(words)}]"
+
+
+def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> Parser
+    """It returns only the flags that were given: a checkpoint's settings come before defaults."""
+    parser = Parser(prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
-        for flag, (default, text, *_) in flags.items():
-            first = [*default.values()][0] if isinstance(default, dict) else default
-            words = default if isinstance(default, list) else [str(default)]
-            if isinstance(default, dict):       # depends on the device or the optimizer
-                words = [f"{k} {v}" for k, v in default.items()]
-            if default != "" and not isinstance(default, bool):
-                text += f" [{', '.join(words)}]"
-            if first is False:
-                how = dict(action="store_true")
-            elif first is True:
+        for name, flag in flags.items():
+            first = first_default(flag)
+            if isinstance(first, bool):
                 how = dict(action=argparse.BooleanOptionalAction)
             elif isinstance(first, list):
                 how = dict(metavar="X", nargs="+")
             else:
                 how = dict(metavar="X", type=type(first))
-            group.add_argument(f"--{flag}", help=text.replace("%", "%%"), **how)
+            group.add_argument(f"--{name}", help=help_text(flag).replace("%", "%%"), **how)
     return parser
 
 
-def parse_beside(prog, doc, flags, own, argv):  # -> the program's flags, as a Namespace; the words that are train.py's
-    """For programs that train: flags are theirs, those of train.py are passed on but for own, which they set. Fails
-    on a flag that neither has."""
-    parser = make_parser(prog, doc, {"flags, beside train.py's": flags})
+def parse_with_train_flags(prog, doc, flags, reserved, argv):  # -> the program's flags, as a Namespace; other words
+    """For programs that train: flags are their own; the other words are flags of train.py, but for the reserved ones,
+    which the program sets itself. Fails on a flag that neither has."""
+    parser = make_parser(prog, doc, {"flags, in addition to train.py's": flags})
     given, rest = parser.parse_known_args(argv)
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and name in own:
-            fail(f"--{name}: is set by {prog} itself. Try its own flags, python {prog} --help")
-        if word.startswith("--") and name not in specs():
-            near = difflib.get_close_matches(name, {*flags, *specs()} - own, 1)
-            fail(f"unknown argument --{name}. Try {f'--{near[0]}' if near else f'python {prog} --help'}")
-    values = {flag: spec[0] for flag, spec in flags.items()} | vars(given)
+        if word.startswith("--") and name in reserved:
+            fail(f"--{name}: is set by this program itself. Try its own flags, {prog} --help")
+        if word.startswith("--") and name not in flag_specs():
+            near = difflib.get_close_matches(name, {*flags, *flag_specs()} - reserved, 1)
+            fail(f"unknown argument --{name}. Try {f'--{near[0]}' if near else f'{prog} --help'}")
+    values = {name: flag.default for name, flag in flags.items()} | vars(given)
     check(values, flags)
     return argparse.Namespace(**values), rest
 
 
-def check(values, specs, where=""):
+def check(values, flags, where=""):  # values {name: value}, flags {name: Flag}
     """Fails where a value is not of its default's type, out of its range or not among its choices."""
-    for flag, (default, _, *bounds) in specs.items():
-        value, first = values[flag], [*default.values()][0] if isinstance(default, dict) else default
+    for name, flag in flags.items():
+        value = values[name]
+        first = first_default(flag)
         kind = (int, float) if isinstance(first, float) else type(first)
-        words = all(isinstance(word, str) for word in value) if isinstance(value, list) else True
-        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool) or not words:
-            fail(f"{where}--{flag} {value!r}: wants {type(first).__name__}. Try the default")
-        if len(bounds) == 2 and not bounds[0] <= value <= bounds[1]:
-            fail(f"{where}--{flag} {value}: must lie between {bounds[0]} and {bounds[1]}. Try the default")
-        if len(bounds) == 1 and value not in bounds[0]:
-            fail(f"{where}--{flag} {value}: unknown. Try {' or '.join(bounds[0])}")
+        is_words = not isinstance(value, list) or (value and all(isinstance(word, str) for word in value))
+        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool) or not is_words:
+            fail(f"{where}--{name} {value!r}: wants {type(first).__name__}. Try the default")
+        if flag.low is not None and not flag.low <= value <= flag.high:
+            is_percent = flag.high <= 1 < value and flag.low <= value / 100 <= flag.high
+            hint = f"{value / 100:g}" if is_percent else "the default"
+            fail(f"{where}--{name} {value}: must lie between {flag.low} and {flag.high}. Try {hint}")
+        if flag.choices and value not in flag.choices:
+            fail(f"{where}--{name} {value}: unknown. Try {' or '.join(flag.choices)}")
 
 
 # ---- settings of a run
 
-def specs():  # -> {flag: spec}, the objectives' own included
-    groups = [*SETTINGS.values(), *(entry["settings"] for entry in OBJECTIVES.values())]
-    return {flag: spec for group in groups for flag, spec in group.items()}
+def flag_specs():  # -> {name: Flag} of train.py, the objectives' own included
+    groups = [*SETTINGS.values(), *(objective.flags for objective in OBJECTIVES.values())]
+    return {name: flag for group in groups for name, flag in group.items()}
 
 
-def defaults(kind="cpu", optimizer="muon"):  # -> {flag: default}
-    def pick(default):
-        if not isinstance(default, dict):
-            return default
-        return default.get(kind, default.get(optimizer, [*default.values()][0]))
-    return {flag: pick(spec[0]) for flag, spec in specs().items()}
+def defaults(kind="cpu", optimizer="muon"):  # -> {name: default}
+    def pick(flag):
+        if not isinstance(flag.default, dict):
+            return flag.default
+        return flag.default.get(kind, flag.default.get(optimizer, first_default(flag)))
+    return {name: pick(flag) for name, flag in flag_specs().items()}
 
 
-def parse(argv):  # -> {flag: value} of train.py's flags that argv gives
-    groups, listed = dict(SETTINGS), {flag for flags in SETTINGS.values() for flag in flags}
-    for name, entry in OBJECTIVES.items():      # a setting that several share is listed with the first
-        groups["of " + name] = {flag: spec for flag, spec in entry["settings"].items() if flag not in listed}
-        listed |= set(entry["settings"])
-    lines = ["objectives: who sees whom, what is learned; what sample.py does with it; own defaults; what to expect"]
-    for name, e in OBJECTIVES.items():
-        own = "".join(f" [{flag} {value}]" for flag, value in e["defaults"].items())
-        lines.append(f"  {name:12s}{e['mask']:14s} {e['help']}; {e['use']}{own}")
-        if e["reaches"]:
-            lines.append(f"{'':29s}after {e['reaches'][0]:,} steps of default size: {e['reaches'][1]}")
-    epilog = "\n".join(lines)
-    about = "Train any objective of objectives.py on any bytes."
-    return vars(make_parser("train.py", about, groups, epilog).parse_args(argv))
+def parse(argv):  # -> {name: value} of train.py's flags that argv gives
+    groups = dict(SETTINGS)
+    owners = {}                                 # {flag: the objectives that have it}
+    for name, objective in OBJECTIVES.items():
+        for flag in objective.flags:
+            owners.setdefault(flag, []).append(name)
+    for flag, names in owners.items():
+        groups.setdefault(f"of {', '.join(names)}", {})[flag] = OBJECTIVES[names[0]].flags[flag]
+    lines = ["objectives: attention, what is predicted; what sample.py does with it; defaults that differ"]
+    for name, objective in OBJECTIVES.items():
+        own = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
+        lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use}{own}")
+    about = """Train any objective of objectives.py on any bytes.
+
+    python train.py                                     clm on the Python standard library's own source
+    python train.py --objective mlm --data book.txt     another objective, your own text
+    python train.py --resume                            resume the latest run
+    python train.py --init_from out/clm --data new.txt:0.95 stdlib:0.05     continual pre-training, with replay"""
+    return vars(make_parser("python train.py", about, groups, "\n".join(lines)).parse_args(argv))
 
 
-def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to go on from, or ""
-    """Defaults, then a checkpoint's settings under --resume, then the flags given. Reads, but changes
-    nothing.
+def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to resume, or ""
+    """Defaults, then a checkpoint's settings under --resume, then the flags given. Has no side effects.
 
     Fails on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
-    given, saved = {k: v for k, v in parse(argv).items() if k not in DEVICE or v != "auto"}, {}
-    resume = given.pop("resume", False) and checkpoint_path(given.get("out_dir") or newest_run())
-    if resume:
+    given = parse(argv)
+    for name in DEVICE_FLAGS:                   # auto is the same as not given
+        if given.get(name) == "auto":
+            del given[name]
+    saved = {}
+    resume = ""
+    if given.pop("resume", False):
+        resume = checkpoint_path(given.get("out_dir") or newest_run())
         saved = load_checkpoint(resume)["config"]
         given["out_dir"] = os.path.dirname(resume) or "."
-        refuse_changes(given, saved, set(saved) - FREE, "the run to resume was started with")
+        refuse_changes(given, saved, set(saved) - RESUMABLE_FLAGS, "the run to resume was started with")
     elif given.get("init_from"):
-        config = load_checkpoint(given["init_from"])["config"]
-        saved = {flag: config[flag] for flag in SETTINGS["model"]}
-        weights = set(saved) - {"block_size", "attn_scale"}     # settings that say their shapes
-        refuse_changes(given, saved, weights, f"the model in {given['init_from']} has")
+        ckpt = load_checkpoint(given["init_from"])
+        config = ckpt["config"]
+        saved = {name: config[name] for name in SETTINGS["model"]}
+        shapes = set(saved) - {"block_size", "attn_scale"}      # settings that determine the shapes of weights
+        refuse_changes(given, saved, shapes, f"the model in {given['init_from']} has")
+        saved["init_step"] = config["init_step"] + ckpt["step"]
 
-    # defaults of the device, of the optimizer, of the objective, then those two; the device is the machine's, not
-    # the run's
-    device = pick_device(given.get("device", "auto"))
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    # defaults of the device and the optimizer, then of the objective, then the checkpoint's settings and the flags
+    device = pick_device(given.get("device", "auto"))           # the machine's, not the run's
     chosen = saved | given
-    usual = defaults(kind, chosen.get("optimizer", "muon"))
-    name, _, weight = chosen.get("objective", usual["objective"]).strip().partition(":")
-    own = dict(OBJECTIVES.get(name, {}).get("defaults", {})) if "," not in weight else {}           # a mixture has none
+    base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
+    name, _, weight = chosen.get("objective", base["objective"]).strip().partition(":")
+    if name in OBJECTIVES and "," not in weight:                # a mixture has no defaults of its own
+        own = OBJECTIVES[name].flag_defaults
+        base |= own
+        if given.get("init_from") and name != config["objective"] and "attn_scale" in own:
+            chosen = saved | {"attn_scale": own["attn_scale"]} | given              # sharper than its parent's
     if "max_iters" in chosen:
-        usual["max_passes"] = own["max_passes"] = 0.0
-    values = usual | own | chosen | {"device": str(device), "resume": False}
-    check(values, specs())
-    hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume or ""})
+        base["max_passes"] = 0.0
+    # init_step: steps that the weights had before this run, of which windows are not read again
+    values = {"init_step": 0} | base | chosen | {"device": str(device), "resume": False}
+    check(values, flag_specs())
+    hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume})
 
-    # what cannot be
+    # combinations that are impossible
     if hp.cuda_graph and device.type != "cuda":
-        fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {device}. Try without it")
+        fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {device}. Try --no-cuda_graph")
     if hp.n_embd % (2 * hp.n_head):
         fits = 2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
-    objective = find_objective(hp)
-    for name, entry in OBJECTIVES.items():
-        for flag in sorted(set(entry["settings"]) & set(given) - set(objective["settings"])):
+    objective = get_objective(hp)
+    for name, other in OBJECTIVES.items():
+        for flag in sorted(set(other.flags) & set(given) - set(objective.flags)):
             fail(f"--{flag}: is a setting of {name}, but this run trains {hp.objective}. Try --objective {name}")
-    if hp.doc_mask and not objective["packs"]:
-        those = " ".join(name for name, entry in OBJECTIVES.items() if entry["packs"])
+    if hp.doc_mask and not objective.supports_doc_mask:
+        those = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
         fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {those}")
     return hp
 
@@ -242,11 +273,16 @@ def refuse_changes(given, saved, flags, what):
 # ---- the device
 
 def pick_device(name):
-    """auto: CUDA, else mps, else the CPU; of torchrun's processes each has its own GPU."""
+    """auto: CUDA, else the CPU, never mps, on which nothing here has been tried; of torchrun's processes each has its
+    own GPU."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and WORLD > 1:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        torch.device(name)
+    except RuntimeError:
+        fail(f"--device {name}: unknown device. Try cuda, or --device cpu")
     try:
         probe = torch.zeros(1, device=name)
         probe.cpu()                             # there are devices that hold nothing
@@ -266,8 +302,9 @@ def pick_dtype(name, device):  # -> "float32" or "bfloat16"; auto: the second wh
 
 
 @contextlib.contextmanager
-def process_as_it_was():  # a notebook, whose process this may be, finds it so again
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+def preserve_torch_state():  # restores torch's global switches at the end, for notebooks and tests
+    precision = torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         yield
     finally:
@@ -276,35 +313,37 @@ def process_as_it_was():  # a notebook, whose process this may be, finds it so a
 
 
 def use_device(device):  # -> how float32 products are computed, in words
-    """Makes a GPU the current one, to which streams and graphs belong. On x86 "medium" hands float32 products
-    to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where it would round the operands to
-    bfloat16 (AMX, ARM) a probe sees it, and they stay exact."""
+    """Makes a GPU the current one, to which streams and graphs belong. On x86, precision "medium" hands float32
+    products to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where oneDNN would round the
+    operands to bfloat16 (AMX, ARM), a test product shows it, and the precision stays "highest"."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type != "cpu":
         return "float32 products exact"
-    keep_memory()
-    a = torch.randn(256, 256, generator=generator("probe"))
+    tune_malloc()
+    a = torch.randn(256, 256, generator=make_rng("probe"))
     torch.set_float32_matmul_precision("medium")
-    off = float((a @ a - (a.double() @ a.double())).norm() / (a.double() @ a.double()).norm())
-    if off < 1e-5:
-        return f"float32 products by oneDNN, exact to {off:.0e}"
+    exact = a.double() @ a.double()
+    error = float((a @ a - exact).norm() / exact.norm())
+    if error < 1e-5:
+        return f"float32 products by oneDNN, exact to {error:.0e}"
     torch.set_float32_matmul_precision("highest")
     return "float32 products exact"
 
 
-def keep_memory():
-    """glibc returns large blocks to the system when they are freed, and a step's next tensors fault their pages in
-    anew: a tenth of its time. For the rest of the process it keeps them; other allocators are left alone."""
+def tune_malloc():
+    """glibc returns large freed blocks to the system, and the next step's tensors fault their pages in again, which
+    costs a tenth of a step. Makes it keep them for the rest of the process; other allocators are left alone."""
     trim_threshold, mmap_threshold = -1, -3     # of malloc.h
-    with contextlib.suppress(AttributeError, OSError, TypeError):   # no mallopt, no libc by that name
+    with contextlib.suppress(AttributeError, OSError, TypeError):   # no mallopt, or no libc by that name
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_threshold, 1 << 30) or mallopt(mmap_threshold, 32 << 20)       # older ones take no more
+        if not mallopt(mmap_threshold, 1 << 30):
+            mallopt(mmap_threshold, 32 << 20)   # the limit of older versions
         mallopt(trim_threshold, 2 ** 31 - 1)
 
 
-class Captured:
+class GraphedStep:
     """f as one CUDA graph. The first calls run eagerly on a stream of their own, while f allocates and
     compiles; the next is captured, and it and all later ones replay the graph. f takes no arguments and reads
     and writes tensors that stay where they are; gens: the generators it draws from, whose new seeds reach the
@@ -345,10 +384,10 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
             path = f"{base}-{i}"
         return path
     if any(os.path.exists(os.path.join(hp.out_dir, name)) for name in ("ckpt.pt", "best.pt")):
-        fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to go on with it, or another --out_dir")
+        fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
     if os.path.exists(hp.out_dir) and not os.path.isdir(hp.out_dir):
         fail(f"--out_dir {hp.out_dir}: is a file. Try another name")
-    log = os.path.join(hp.out_dir, "metrics.jsonl")             # harmless (a start that failed) unless it holds steps
+    log = os.path.join(hp.out_dir, "metrics.jsonl")             # of a start that failed, unless it holds steps
     if os.path.isfile(log):
         with open(log, "rb") as f:
             if b'"split": "train"' in f.read():
@@ -358,15 +397,18 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
 
 @contextlib.contextmanager
 def open_metrics(out_dir):  # -> binary file
-    """Locked, so that a folder holds one run at a time. Fails where it cannot be written."""
+    """Locked, so that a folder holds one run at a time. Fails where it cannot be written. A start that fails before the
+    first line is written leaves neither files nor folders of its own."""
     path = os.path.join(out_dir, "metrics.jsonl")
+    new_files = [name for name in (path, os.path.join(out_dir, STDIN_COPY)) if not os.path.exists(name)]
+    new_folders = missing_folders(out_dir)
     try:
         os.makedirs(out_dir, exist_ok=True)
         f = open(path, "a+b")
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
     try:
-        import fcntl  # here: Windows has none, and there two runs in one folder are not kept apart
+        import fcntl  # here: Windows has none; there a second run in the folder is not noticed
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)           # ends with the process, however that ends
     except ImportError:
         pass
@@ -375,8 +417,27 @@ def open_metrics(out_dir):  # -> binary file
     try:
         yield f
     finally:
-        with contextlib.suppress(OSError):      # what a full disk refused was said
+        with contextlib.suppress(OSError):      # a full disk was reported already
             f.close()
+        if os.path.isfile(path) and os.path.getsize(path) == 0:
+            remove(new_files, new_folders)
+
+
+def missing_folders(path):  # -> those that os.makedirs would make, the innermost first
+    missing = []
+    while path and not os.path.exists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
+
+
+def remove(files, folders):  # but folders that are not empty
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.remove(file)
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 def write_line(f, record):  # one JSON object, flushed
@@ -384,12 +445,12 @@ def write_line(f, record):  # one JSON object, flushed
         f.write(json.dumps(record).encode() + b"\n")
         f.flush()
     except OSError as e:
-        disk_refused(f.name, e.strerror)
+        disk_refused(f.name, reason(e))
 
 
 # ---- checkpoints
 
-def checkpoint_path(path):  # a run's folder, or a file -> the file: ckpt.pt, or best.pt where a kill left it alone
+def checkpoint_path(path):  # a run's folder, or a file -> the file: ckpt.pt, or best.pt if a kill left only that
     for file in [path, os.path.join(path, "ckpt.pt"), os.path.join(path, "best.pt")]:
         if os.path.isfile(file):
             return file
@@ -404,7 +465,7 @@ def newest_run():  # -> folder under out/ whose checkpoint was written last
 
 
 def save_checkpoint(path, state):
-    """Whole or absent: written under another name, synced, then renamed. Fails when the disk refuses."""
+    """The file is complete or absent: written under another name, synced, then renamed. Fails when the disk is full."""
     try:
         # never write over the old file: a kill halfway would leave neither
         with open(path + ".tmp", "wb") as f:
@@ -415,15 +476,15 @@ def save_checkpoint(path, state):
     except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
         if os.path.exists(path + ".tmp"):
             os.remove(path + ".tmp")
-        disk_refused(path, str(e).splitlines()[0])
+        disk_refused(path, reason(e))
 
 
 def disk_refused(path, why):
     folder = os.path.dirname(path) or "."
-    then = "the same command"                   # before the first save nothing is lost
+    then = "the same command"                   # there is no checkpoint yet
     for name in ("best.pt", "ckpt.pt"):
         if os.path.exists(os.path.join(folder, name)):
-            then = f"--resume --out_dir {folder}, whose {name} is whole"
+            then = f"--resume --out_dir {folder}, whose {name} is complete"
     fail(f"{path}: could not be written ({why}). Try freeing disk space, then {then}")
 
 
@@ -432,82 +493,175 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     MB). Fails where it is missing, damaged, foreign or of another version."""
     path = checkpoint_path(path)
     try:
-        with warnings.catch_warnings(), zipfile.ZipFile(path) as z:
-            warnings.simplefilter("ignore")     # of foreign files
-            if z.testzip():
-                raise ValueError("checksum")
-            # weights_only: a checkpoint is data, a pickle is a program
-            ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        version = int(ckpt["version"])
-        if version == VERSION and not all(isinstance(ckpt[part], kind) for part, kind in PARTS.items()):
-            raise ValueError("layout")
-        config = defaults() | ckpt["config"] | {"resume": False}                    # a fork may have brought new flags
+        ckpt = read_records(path)
+        version = ckpt["version"]
+        if version == VERSION:
+            check_fields(ckpt)
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
+        why = str(e) if isinstance(e, Refused) else "its records cannot be read"
         other = "ckpt.pt" if os.path.basename(path) == "best.pt" else "best.pt"
         beside = os.path.join(os.path.dirname(path), other)
         beside = beside if os.path.exists(beside) else "another run"
-        fail(f"{path}: damaged, or not a checkpoint of this program ({type(e).__name__}). Try {beside}")
+        fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try {beside}")
     if version != VERSION:
         fail(f"{path}: has layout {version}, this program reads {VERSION}. Try the version that wrote it")
-    check(config | {"device": "auto"}, specs(), f"{path}: ")
+    config = defaults() | {"init_step": 0} | ckpt["config"] | {"resume": False}     # a fork may have added flags
+    check(config | {"device": "auto"}, flag_specs(), f"{path}: ")
     if config["n_embd"] % (2 * config["n_head"]):
         fail(f"{path}: --n_embd {config['n_embd']}: must be a multiple of 2 * n_head. Try another run")
-    if ckpt["step"] < 0:
-        fail(f"{path}: is at step {ckpt['step']}. Try another run")
+    check_shapes(ckpt["model"], argparse.Namespace(**config), path)
     return ckpt | {"config": config}
 
 
+class Refused(ValueError):
+    """Says in words what is wrong with a checkpoint."""
+
+
+def read_records(path):  # -> what torch.save wrote
+    with open(path, "rb") as f:
+        if not zipfile.is_zipfile(f):
+            raise Refused("it is cut off, or another kind of file")
+    with warnings.catch_warnings(), zipfile.ZipFile(path) as z:
+        warnings.simplefilter("ignore")         # of foreign files
+        # torch.save does not compress; a record of zeros that does would take minutes to check
+        if sum(record.file_size for record in z.infolist()) > os.path.getsize(path):
+            raise Refused("its records are larger than the file")
+        if z.testzip():
+            raise Refused("a checksum is wrong")
+        # weights_only: a checkpoint is data, a pickle is a program
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def check_fields(ckpt):
+    for name, kind in CHECKPOINT_FIELDS.items():
+        if not isinstance(ckpt.get(name), kind):
+            raise Refused(f"its {name} is not of type {kind.__name__}")
+    for name in ("step", "seconds", "best_step", "metrics_bytes"):
+        if not 0 <= ckpt[name] < math.inf:
+            raise Refused(f"its {name} is {ckpt[name]}")
+    if math.isnan(ckpt["best"]) or math.isnan(ckpt["val"]):
+        raise Refused("its validation loss is not a number")
+    if not ckpt["sources"] or not all(isinstance(source, list) and len(source) == 4 for source in ckpt["sources"]):
+        raise Refused("its sources are not lists of name, size, checksum and weight")
+    if ckpt["held_out"].dtype != torch.uint8 or ckpt["held_out"].dim() != 1:
+        raise Refused("its held_out is not a row of bytes")
+    init_step = ckpt["config"].get("init_step", 0)
+    if not isinstance(init_step, int) or not all(isinstance(name, str) for name in ckpt["config"]):
+        raise Refused("its config is not of this program's flags")
+
+
+def check_shapes(weights, hp, path):
+    """Fails where weights are not of the shapes that the settings hp ask for. Looked at before a model is built, for
+    which there may be no memory."""
+    config = model_config(hp)
+    with torch.device("meta"):
+        own = Transformer(config).state_dict()
+    for name, weight in own.items():
+        if getattr(weights.get(name), "shape", None) != weight.shape:
+            fail(f"{path}: its weights do not fit its settings, or this model.py ({name}). Try another run")
+
+
+def model_config(hp):
+    return ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, n_outputs=get_objective(hp).n_outputs,
+                       ngram_rows=hp.ngram_rows, attn_scale=hp.attn_scale)
+
+
 def build(hp):  # -> model
-    """Weights are drawn on the CPU from the seed, the trunk before the heads: equal seeds give equal trunks
-    on every device and under every objective."""
-    objective = find_objective(hp)
-    sizes = Sizes(hp.n_layer, hp.n_head, hp.n_embd, n_outputs=objective["n_outputs"], ngram_rows=hp.ngram_rows,
-                  attn_scale=hp.attn_scale)
+    """Weights are drawn on the CPU from the seed, the model's before its heads': with equal seeds all objectives start
+    from equal weights, on every device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
-        model = Transformer(sizes, getattr(torch, hp.dtype))
-        model.heads.update(objective["heads"](sizes, hp))
+        model = Transformer(model_config(hp), getattr(torch, hp.dtype))
+        model.heads.update(get_objective(hp).heads(model.config, hp))
     return model.to(hp.device)
 
 
-def restore(model, ckpt, path, fresh=False):
-    """fresh: heads that the checkpoint does not have stay as they are, and of its byte head the ids that both
-    have are taken. Fails where weights do not fit, or are not finite."""
-    saved, own = ckpt["model"], model.state_dict()
+def load_weights(model, ckpt, path, init=None):
+    """init: settings of a run that only starts from these weights: heads that the checkpoint lacks keep their own, and
+    of the byte head only the ids that both have are copied. Fails where heads do not fit, or weights are not finite."""
+    saved = ckpt["model"]
+    own = model.state_dict()
+    if init:
+        saved = {k: v for k, v in saved.items() if not k.startswith("heads.") or k in own}
+        saved |= {k: v for k, v in own.items() if k.startswith("heads.") and k not in saved}
+        n = min(own["head.weight"].size(1), saved["head.weight"].size(1))
+        saved["head.weight"] = torch.cat((saved["head.weight"][:, :n], own["head.weight"].cpu()[:, n:]), dim=1)
     try:
-        if fresh:
-            saved = {k: v for k, v in saved.items() if not k.startswith("heads.") or k in own}
-            saved |= {k: v for k, v in own.items() if k.startswith("heads.") and k not in saved}
-            n = min(own["head.weight"].size(1), saved["head.weight"].size(1))
-            saved["head.weight"] = torch.cat((saved["head.weight"][:, :n], own["head.weight"].cpu()[:, n:]), dim=1)
         model.load_state_dict(saved)
-    except (RuntimeError, KeyError, AttributeError, IndexError) as e:
-        fail(f"{path}: its weights do not fit its settings, or this model.py ({type(e).__name__}). Try another run")
+    except (RuntimeError, AttributeError):
+        if init:
+            refuse_head_flags(init, ckpt["config"], path)
+        fail(f"{path}: its heads do not fit its settings, or this objectives.py. Try another run")
     if not all(bool(p.isfinite().all()) for p in model.parameters()):
         fail(f"{path}: has weights that are not finite. Try best.pt beside it, or another run")
 
 
+def refuse_head_flags(hp, config, path):  # fails where a flag of the objective may be why heads do not fit
+    changed = [flag for flag in sorted(get_objective(hp).flags) if getattr(hp, flag) != config[flag]]
+    if changed:
+        given = " ".join(f"--{flag} {getattr(hp, flag)}" for flag in changed)
+        wanted = " ".join(f"--{flag} {config[flag]}" for flag in changed)
+        fail(f"{given}: gives heads of other shapes than those in {path}. Try {wanted}")
+
+
 def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint; for inference
-    """Of a run's folder ckpt.pt, or best.pt where validation became clearly worse after it, which a line on standard
-    error says. Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products,
-    and switches cuDNN's attention off, which plans anew for every length of a cache."""
-    ckpt, best = load_checkpoint(path), os.path.join(path, "best.pt")
-    if ckpt["val"] > WORSE * ckpt["best"] and ckpt["best_step"] and os.path.isfile(best):
+    """Reads ckpt.pt of a run's folder, or best.pt if validation became clearly worse after it, and says so on standard
+    error. Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products, and
+    switches off cuDNN's attention, which plans anew for every length of a cache."""
+    ckpt = load_checkpoint(path)
+    best = os.path.join(path, "best.pt")
+    if ckpt["val"] > CLEARLY_WORSE * ckpt["best"] and ckpt["best_step"] and os.path.isfile(best):
         print(f"--- uses {best}: validation was at its best at step {ckpt['best_step']:,} ({ckpt['best']:.3f} nats, "
               f"{ckpt['val']:.3f} when it was last measured)", file=sys.stderr)
         ckpt = load_checkpoint(best)
-    hp, device = argparse.Namespace(**ckpt["config"]), pick_device(device)
+    device = pick_device(device)
     use_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    hp.device, hp.dtype = str(device), pick_dtype(dtype, device)
+    hp = argparse.Namespace(**ckpt["config"])
+    hp.device = str(device)
+    hp.dtype = pick_dtype(dtype, device)
     model = build(hp)
-    restore(model, ckpt, path)
+    load_weights(model, ckpt, path)
     for_inference(model)
     return model, hp, ckpt
 
 
-def for_inference(model):  # weights take the activations' type, and a pass reads half as much
+def for_inference(model):  # casts weights to the activations' type, so that a pass reads half as much memory
     model.requires_grad_(False)
-    for layer in [m for m in model.modules() if isinstance(m, (Linear, torch.nn.Embedding))]:
+    for layer in [m for m in model.modules() if isinstance(m, (StackedLinear, torch.nn.Embedding))]:
         layer.to(model.dtype)
-    pack_weights(model)
+    prepack_weights(model)
+
+
+# ---- a program
+
+def run_program(main):  # ends the process with main's exit code
+    """Ctrl-C, a reader that goes away (as in | head), a full disk behind standard output and streams that were closed
+    at the start (as by >&-) end or run it without a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()                  # Python would flush it at exit, where an error is a traceback
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        discard_stdout()
+        code = 141
+    except OSError as e:
+        if e.filename is not None:              # of another file
+            raise
+        discard_stdout()
+        with contextlib.suppress(OSError):      # standard error may be as full
+            print(f"error: the output could not be written ({reason(e)}). Try another place for it", file=sys.stderr)
+        code = 1
+    if WORLD > 1 and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.exit(code)
+
+
+def discard_stdout():  # what is still buffered would be an error once more at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,160 +1,208 @@
-"""Use a trained model for what it was trained to do. Without input it shows itself on held-out text.
+"""Use a trained model for what it was trained to do. Examples, each below the objectives that it is for:
 
-    clm mtp hybrid     python sample.py --prompt "def main(" --num_samples 3
-    prefix             python sample.py --prompt "import os, sys"
-    mlm hybrid         python sample.py --prompt "import [MASK:2], sys" --order left
-    mdlm sedd          python sample.py --prompt "class [MASK:40]:" --steps 20 --show
-    span ul2           python sample.py --prompt "for i in ran<extra_id_0>(10): pri<extra_id_1>(i)"
-    fim span ul2       python sample.py --prefix "def add(a, b):" --suffix "return c"
-    bart               python sample.py --prompt "def main([MASK]) retu[MASK] 0"
-    electra            python sample.py --prompt "a text with a typq in it"
-    nsp                python sample.py --prefix "Once upon a time" --suffix "there was a king."
-    contrastive        python sample.py --query "open a file" --corpus book.txt
-    rotation           python sample.py --prompt "dog. The quick brown fox jumps over the lazy "
-    with a likelihood  python sample.py --score book.txt
+    any objective: a demonstration by the latest run, on text that it was not trained on
+        python sample.py
+    clm, mtp, prefix, ul2, hybrid: continue a text
+        python sample.py --prompt "def main(" --num_samples 3
+    mlm, hybrid: fill gaps of known length
+        python sample.py --prompt "import [MASK:2], sys"
+    mdlm, sedd: write in any order, here 40 bytes in 20 passes
+        python sample.py --prompt "class [MASK:40]:" --steps 20 --show
+    span, ul2: fill holes of unknown length
+        python sample.py --prompt "for i in ran<extra_id_0>(10): pri<extra_id_1>(i)"
+    fim, span, ul2: write between two texts
+        python sample.py --prefix "def add(a, b):" --suffix "return c"
+    bart: repair a text, in which [MASK] may stand for what is missing
+        python sample.py --prompt "def main([MASK]) retu[MASK] 0"
+    electra: mark the bytes that look wrong
+        python sample.py --prompt "a text with a typq in it"
+    nsp: does the second text follow the first?
+        python sample.py --prefix "Once upon a time" --suffix "there was a king."
+    contrastive: find the lines of a file that are closest to a text
+        python sample.py --query "open a file" --corpus book.txt
+    rotation: find where a text begins whose end was moved to its front
+        python sample.py --prompt "dog. The quick brown fox jumps over the lazy "
+    any with a likelihood: how many bits a byte of a file costs
+        python sample.py --score book.txt
 
-A text may be - (standard input) or FILE:path. In prompts nothing is special but [MASK], [MASK:4] (a hole of 4
-bytes) and <extra_id_0> (a hole of any length).
+Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path, or - for standard input.
+Only these are special in a prompt: [MASK], a hole of one byte; [MASK:4], a hole of 4 bytes; <extra_id_0>, a hole of
+any length. For bart [MASK] is a hole of any length, too.
 """
-# N samples, n ids, T = block_size positions of the model, V vocabulary
-import signal
-import sys
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)                # Ctrl-C just ends
+# N samples, n ids, T = block_size positions of the model, V outputs of the byte head
 import codecs
+import contextlib
 import itertools
 import math
-import os
 import re
+import sys
 import time
 from argparse import Namespace
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import EOT, MASK, SEP, decode, document_ids, encode, fail, from_bytes, generator, map_file
+from data import EOT, MASK, SEP, Flag, compressor_bits, decode, document_ids, encode, fail, from_bytes, make_rng
+from data import map_file
 from model import Cache, StaticCache
-from objectives import IGNORE, N_BYTES, OBJECTIVES, find_objective, random_bytes
-from run import DEVICE, SETTINGS, Captured, check, defaults, load_run, make_parser, newest_run, process_as_it_was
+from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Continue, Draft, Fill, Follow, Infill, Mark, Repair, Seam
+from objectives import Search, continue_layout, fill_layout, find_use, get_objective, members_of, random_bytes
+from run import DEVICE_FLAGS, SETTINGS, GraphedStep, check, defaults, load_run, make_parser, newest_run
+from run import preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 SCORE_ROWS = 64                                 # windows scored at once
 BOUND_DRAWS = 16                                # strata of a bound
-WRITING = 0.65                                  # temperature at which diffusion models write
-ENDING = 0.15                                   # a hole of any length ends where that is at least so likely
-JOINT = 16                                      # bytes by which a middle and what stands after it are joined
+DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
+END_THRESHOLD = 0.15                            # an infilled hole ends where that is at least so likely
+REPORT_SECONDS = 10                             # between lines that say how far long work is
+SUFFIX_BYTES = 16                               # of the suffix decide where a middle is trimmed
+REPORTED_STEPS = 8000                           # the figures in assets/RESULTS.md are of models after so many steps
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
 FLAGS = {
     "what": {
-        "out_dir": ("", "run folder or checkpoint file; without it the newest run under out/"),
-        "objective": ("", "of a mixture, the member to use; without it the first"),
-        "prompt": ("", "the text to continue, fill, repair or examine"),
-        "prefix": ("", "the text before a hole; nsp: the first text"),
-        "suffix": ("", "the text after a hole; nsp: the second text"),
-        "query": ("", "contrastive: the text to look for"),
-        "corpus": ("", "contrastive: file whose lines to embed, or to search for --query"),
-        "score": ("", "file whose bits per byte to print"),
-        "stride": (0, "with --score: bytes scored per window; 0 for half a block", 0, 1 << 24),
+        "out_dir": Flag("", "run folder or checkpoint file; without it the latest run under out/"),
+        "objective": Flag("", "of a mixture, the member to use; without it the first"),
+        "prompt": Flag("", "the text to continue, fill, repair or examine"),
+        "prefix": Flag("", "the text before a hole; nsp: the first text"),
+        "suffix": Flag("", "the text after a hole; nsp: the second text"),
+        "query": Flag("", "contrastive: the text to look for"),
+        "corpus": Flag("", "contrastive: file whose lines to search; without --query their embeddings are printed"),
+        "score": Flag("", "file whose bits per byte to print; takes no other text"),
+        "stride": Flag(0, "with --score: bytes scored per window; 0 for half a block", 0, 1 << 24),
     },
     "how": {
-        "max_new_tokens": (300, "bytes to write at most", 0, 1 << 40),
-        "num_samples": (1, "samples; sample i draws from (seed, i)", 1, 1 << 16),
-        "temperature": (0.8, "0: the likeliest byte, usual for holes and repairs; diffusion writes at .65", 0.0, 1e6),
-        "top_k": (0, "keep the k most likely bytes, 0 for all", 0, 1 << 40),
-        "top_p": (1.0, "keep the most likely bytes that hold this probability", 0.0, 1.0),
-        "order": ("", "in which [MASK]s are filled: confident, left, ancestral or analytic, as the objective allows"),
-        "steps": (0, "passes that fill [MASK]s; 0 for one a byte, in order ancestral or analytic 64", 0, 1 << 20),
-        "show": (False, "play the filling of [MASK]s"),
-        "speculate": (True, "mtp: its far heads draft what its first head verifies"),
-        "compile": (False, "torch.compile the decoding step: slow to start, faster for long texts"),
-        "seed": (1, "of the samples", 0, 2 ** 31),
-    } | DEVICE,
+        "max_new_tokens": Flag(300, "bytes to write at most", 0, 1 << 40),
+        "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
+        "temperature": Flag(0.8, "randomness; 0 always takes the most likely byte (the default for holes and repairs); "
+                                 "mdlm and sedd write at .65 by default", 0.0, 1e6),
+        "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
+        "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
+        "order": Flag("", "in which [MASK]s are filled: confident, left, ancestral or analytic"),
+        "steps": Flag(0, "passes in which [MASK]s are filled; 0 for one a byte, or 64 in order ancestral or analytic",
+                      0, 1 << 20),
+        "show": Flag(False, "print every pass that fills [MASK]s"),
+        "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
+        "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
+        "seed": Flag(1, "of the samples", 0, 2 ** 31),
+    } | DEVICE_FLAGS,
 }
 COMMON = {"out_dir", "objective", "seed", "device", "dtype"}
-DRAWING = {"num_samples", "temperature", "top_k", "top_p"}
+SAMPLING_FLAGS = {"num_samples", "temperature", "top_k", "top_p"}
 
 
-# ---- drawing a byte
+# ---- sampling a byte
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (..., 256) float64
-    """Probabilities of the bytes; no other id is ever drawn. At temperature 0 all on the most likely. top_k cuts
-    before top_p, which counts what was there before the cut. In float64, since float32 loses tails (Zheng et al.
-    2024), which mps does not have: there on the CPU."""
+    """Probabilities of the bytes; no other id is ever sampled. At temperature 0 the most likely byte has all of it.
+    top_p counts probabilities as they were before top_k. In float64, since float32 loses the tail of the distribution
+    (Zheng et al. 2024); mps lacks float64, so there it is computed on the CPU."""
     logits = logits[..., :N_BYTES]
     logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
-    # the difference first: 1 / temperature may overflow
+    # subtract the maximum first: 1 / temperature may overflow
     p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_k and top_k < p.size(-1) or top_p < 1:
         p, ids = p.sort(dim=-1, descending=True, stable=True)
-        # nucleus (Holtzman et al. 2020): the mass before a byte decides, so the first stays
-        before, p = p.cumsum(-1) - p, p.clone()
+        # nucleus sampling (Holtzman et al. 2020): a byte stays if those before it have less than top_p
+        before = p.cumsum(-1) - p
+        p = p.clone()
         p[..., top_k or p.size(-1):] = 0
         p[..., 1:] = p[..., 1:].where(before[..., 1:] < top_p, 0)
         p = torch.zeros_like(p).scatter(-1, ids, p)
     return p / p.sum(-1, keepdim=True)
 
 
-def invert(p, u):  # p (..., M), u (...) in [0, 1) -> index (...): the inverse of the distribution function
-    # the last sum may miss 1 by rounding: u is scaled to it, so no draw falls off the end
+def inverse_cdf(p, u):  # p (..., M), u (...) in [0, 1) -> index (...)
+    # rounding may leave the last sum below 1; u is scaled to it, so that no index is out of range
     cdf = p.cumsum(-1)
     return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
 
 
-def uniforms(shape, gens):  # -> (N, *shape) float64: row i from generator i, whatever the others are
+def uniforms(shape, gens):  # -> (N, *shape) float64: row i from generator i
     return torch.stack([torch.rand(shape, generator=g, dtype=torch.double) for g in gens])
 
 
-def pick(logits, gens, **how):  # (N, ..., V) -> bytes (N, ...)
+def sample_bytes(logits, gens, **how):  # (N, ..., V) -> bytes (N, ...)
     p = distribution(logits, **how)
-    return invert(p, uniforms(logits.shape[1:-1], gens).to(p.device)).to(logits.device)
+    return inverse_cdf(p, uniforms(logits.shape[1:-1], gens).to(p.device)).to(logits.device)
 
 
-def pick_or_end(logits, gens, end, **how):  # (N, V) -> ids (N,): a byte of a hole, or the id that ends it
-    """end as soon as it and EOT have a probability of ENDING together; neither is drawn."""
-    over, text = logits.softmax(-1)[:, list({end, EOT})].sum(1) >= ENDING, logits.clone()
-    text[:, EOT] = -torch.inf
-    return pick(text, gens, **how).masked_fill(over, end)
+def sample_byte_or_stop(logits, gens, end, **how):  # (N, V) -> ids (N,): a byte of a hole, or the id that ends it
+    """The hole ends as soon as its end and EOT together have a probability of END_THRESHOLD; neither is sampled."""
+    ends = logits.softmax(-1)[:, list({end, EOT})].sum(1) >= END_THRESHOLD
+    logits = logits.clone()
+    logits[:, EOT] = -torch.inf
+    return sample_bytes(logits, gens, **how).masked_fill(ends, end)
 
 
 def sample_generators(seed, n):
-    return [generator(f"{seed},{i},sample") for i in range(n)]
+    return [make_rng(f"{seed},{i},sample") for i in range(n)]
 
 
 # ---- continuing
 
-@torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positions=None, step=None, **how):
-    """prompt (N, n) -> yields (N,): continues each row, an id a row at a time; a row that wrote EOT goes on
-    with EOT. end: of a hole, for pick_or_end. positions: the entry's, of prefix rows. step: what fast_step returned,
-    to take the steps after the prompt.
+def last_document(ids):  # list of n ids -> where its last document begins; EOT belongs to the document that it ends
+    start = len(ids) - 1
+    while start > 0 and ids[start - 1] != EOT:
+        start -= 1
+    return start
 
-    prefix 0: causal; when the block is full, its last half is encoded anew. prefix P: the first P positions
-    of the prompt are read in both directions; ends with the block, for which the prompt must leave room."""
-    (N, n), device = prompt.shape, prompt.device
+
+@torch.inference_mode()
+def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positions=None, step=None, doc_mask=False,
+             **how):
+    """prompt (N, n) -> yields (N,): continues each row, one id a row at a time; a row that wrote EOT continues with
+    EOT. end: of a hole, for sample_byte_or_stop. positions: the objective's, of prefix rows. step: a fast_step, which
+    takes the steps after the prompt.
+
+    prefix 0: causal; when the block is full, its last half is encoded again. prefix P: the first P positions
+    of the prompt are read both ways; it ends with the block, so the prompt must leave space in it.
+
+    doc_mask: as in training. Each position then sees its own document alone, so nothing before the prompt's last
+    document is read: RoPE depends on distances only, so positions may count from its start. All rows must end their
+    documents at the same positions, and have none of the objective's position numbers."""
+    if doc_mask:
+        first = last_document(prompt[0].tolist())
+        prompt = prompt[:, first:]
+        prefix = max(0, prefix - first)
+    new_document = doc_mask and int(prompt[0, -1]) == EOT       # begins after the prompt
+    N, n = prompt.shape
+    device = prompt.device
     assert n > 0 and (n <= T or not prefix), (n, T)
-    ids, ended = prompt, torch.zeros(N, dtype=torch.bool, device=device)
-    cache, byte = Cache(model, N, T) if step is None else step.cache, None
-    start, fed = max(0, n - T), 0               # fed: ids from start on that the cache holds
+    ids = prompt
+    ended = torch.zeros(N, dtype=torch.bool, device=device)
+    cache = Cache(model, N, T) if step is None else step.cache
+    byte = None
+    start = max(0, n - T)                       # of the block in ids
+    n_cached = 0                                # ids of the block that the cache holds
     for _ in range(max_new_tokens):
+        if new_document and ids.size(1) == n + 1:
+            start = n
+            n_cached = 0
+            prefix = 0
         if ids.size(1) - start > T:             # the next T / 2 bytes are cheap again
             if prefix:
                 return
-            start, fed = ids.size(1) - T // 2, 0
-        new, mask = ids[:, start + fed:], "causal"
-        if not fed:                             # the prompt alone is read both ways
-            cache.move(-cache.length)           # emptied, not replaced: a compiled step knows it by address
-            mask = torch.full((N,), prefix, device=device) if prefix else mask
-        if step is not None and fed:
+            start = ids.size(1) - T // 2
+            n_cached = 0
+        if not n_cached:
+            cache.rewind(cache.length)          # emptied, not replaced: a compiled step holds its address
+        new = ids[:, start + n_cached:]
+        if step is not None and n_cached:
             logits = step.run(byte[:, None])    # not a view of ids, whose strides grow
         else:
             at = positions(ids, torch.full((N,), prefix, device=device)) if positions else None
-            h = model(new, mask, cache=cache, at=None if at is None else at[:, fed:])
+            at = None if at is None else at[:, n_cached:]
+            h = model(new, 0 if n_cached else prefix, cache=cache, positions=at)
             logits = model.logits(h[:, -1])
-        fed += new.size(1)
-        byte = pick(logits, gens, **how) if end is None else pick_or_end(logits, gens, end, **how)
+        n_cached += new.size(1)
+        if end is None:
+            byte = sample_bytes(logits, gens, **how)
+        else:
+            byte = sample_byte_or_stop(logits, gens, end, **how)
         byte = byte.masked_fill(ended, EOT)
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
@@ -164,237 +212,294 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positio
 
 
 @torch.inference_mode()
-def fast_step(model, N, T, tail=None, n=1):  # -> what has cache, n and run, or None where torch.compile cannot
-    """One decoding step over a static cache for a block of T, compiled; on CUDA captured in a graph besides.
+def fast_step(model, N, T, draft_features=None, n=1):  # -> Namespace(cache, n, run), None where torch.compile fails
+    """One decoding step over a static cache for a block of T, compiled; on CUDA also captured in a graph.
 
-    run: ids (N, n) -> logits (N, V) of what follows; with a drafter's tail, for speculate, ids (1, n) -> logits
-    (n, V) of what follows each, and the tails of their states."""
+    run: ids (N, n) -> logits (N, V) of the next id; with a drafter's draft_features, for speculate, ids (1, n) ->
+    logits (n, V) after each id, and the features of their states."""
     if n > T:
         return None
-    cache, device = StaticCache(model, N, T), model.embed.weight.device
-    held = torch.zeros(N, n, dtype=torch.long, device=device)
+    cache = StaticCache(model, N, T)
+    device = model.embed.weight.device
+    static_ids = torch.zeros(N, n, dtype=torch.long, device=device)
 
     def step(ids):
-        h = model(ids, "causal", cache=cache)
-        return model.logits(h[:, -1]) if tail is None else (model.logits(h[0]), tail(h[0]))
+        h = model(ids, 0, cache=cache)
+        if draft_features is None:
+            return model.logits(h[:, -1])
+        return model.logits(h[0]), draft_features(h[0])
     forward = torch.compile(step, fullgraph=True, dynamic=False)
     try:
         from torch._inductor import config  # here: it costs half a second to import
         with config.patch(freezing=device.type == "cpu"):       # weights as constants, laid out for their kernels
-            forward(held)
+            forward(static_ids)
     except Exception as e:                      # no compiler, an old one, an operating system without support
         why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
-        print(f"--compile: does not work here ({why}), going on without it", file=sys.stderr)
+        print(f"--compile: does not work here ({why}), continuing without it", file=sys.stderr)
         return None
     if device.type != "cuda":
         return Namespace(cache=cache, n=n, run=forward)
-    replay = Captured(lambda: forward(held), warm=1)
-    return Namespace(cache=cache, n=n, run=lambda ids: (held.copy_(ids), replay())[1])
+    graphed = GraphedStep(lambda: forward(static_ids), warm=1)
+
+    def replay(ids):
+        static_ids.copy_(ids)
+        return graphed()
+    return Namespace(cache=cache, n=n, run=replay)
 
 
 @torch.inference_mode()
-def speculate(model, drafter, prompt, max_new_tokens, T, g, tally=None, step=None, **how):  # ids -> yields ids
-    """Self-speculative decoding: the drafter of the model's heads drafts, the model verifies the draft in one pass
-    (Stern et al. 2018). At temperature 0 the text is that of generate, at others its distribution is. tally: a
-    list that receives, a pass, (drafted, kept). step: what fast_step returned with the drafter's tail."""
-    def draw(logits):  # (j, V) -> j ids, what they were drawn from (j, 256)
+def speculate(model, drafter, prompt, max_new_tokens, T, g, stats=None, step=None, doc_mask=False, **how):
+    """ids -> yields ids. Self-speculative decoding: a drafter made of the model's heads drafts, the model verifies the
+    draft in one pass (Stern et al. 2018). At temperature 0 the text equals that of generate, at others its
+    distribution does. stats: a list that receives (drafted, kept) of each pass. step: a fast_step with the drafter's
+    draft_features. doc_mask: as for generate."""
+    def draw(logits):  # (j, V) -> j ids, the distributions they were drawn from (j, 256)
         q = distribution(logits, **how)
-        return invert(q, torch.rand(len(q), generator=g, dtype=torch.double).to(q.device)).tolist(), q
+        u = torch.rand(len(q), generator=g, dtype=torch.double).to(q.device)
+        return inverse_cdf(q, u).tolist(), q
 
-    ids, drafts, q = list(prompt), [], None     # drafts: of what follows ids[-1]
+    ids = list(prompt)
+    if doc_mask:
+        ids = ids[last_document(ids):]
+    n = len(ids)
+    new_document = doc_mask and ids[-1] == EOT  # begins after the prompt
+    drafts, q = [], None                        # of what follows ids[-1]
     cache = Cache(model, 1, T) if step is None else step.cache
-    start, fed, end = max(0, len(ids) - T), 0, len(prompt) + max_new_tokens
+    start = max(0, len(ids) - T)
+    n_cached = 0
+    end = n + max_new_tokens
     while len(ids) < end:
-        # 1. room: a full block's last half is encoded anew; draft no further than block and budget
+        # 1. a full block's last half is encoded again; draft no further than the block and max_new_tokens
+        if new_document and len(ids) == n + 1:
+            start = n
+            n_cached = 0
         if len(ids) - start > T:
-            start, fed = len(ids) - T // 2, 0
-        if not fed:
-            cache.move(-cache.length)
+            start = len(ids) - T // 2
+            n_cached = 0
+        if not n_cached:
+            cache.rewind(cache.length)
             drafter.restart()
         drafts = drafts[:min(T - (len(ids) - start), end - len(ids) - 1)]
-        # 2. one pass over the draft: what follows ids[-1] and each draft
-        new = torch.tensor([ids[start + fed:] + drafts], device=model.embed.weight.device)
-        if step is not None and fed and new.size(1) == step.n:
-            logits, tails = step.run(new)
+        # 2. one pass over the draft: the distributions after ids[-1] and after each draft
+        new = torch.tensor([ids[start + n_cached:] + drafts], device=model.embed.weight.device)
+        if step is not None and n_cached and new.size(1) == step.n:
+            logits, features = step.run(new)
         else:
-            h = model(new, "causal", cache=cache)[0]
-            logits, tails = model.logits(h[-len(drafts) - 1:]), drafter.tail(h)
-        # 3. keep what the model would have said; forget the rest, whose keys will be written over
+            h = model(new, 0, cache=cache)[0]
+            logits = model.logits(h[-len(drafts) - 1:])
+            features = drafter.draft_features(h)
+        # 3. keep what the model itself could have sampled; forget the rest
         out = verify(distribution(logits, **how), None if q is None else q[:len(drafts)], drafts, g)
-        refused = len(drafts) + 1 - len(out)
-        cache.move(-refused)
-        fed += new.size(1) - refused
-        if tally is not None:
-            tally.append((len(drafts), len(out) - 1))
+        rejected = len(drafts) + 1 - len(out)
+        cache.rewind(rejected)
+        n_cached += new.size(1) - rejected
+        if stats is not None:
+            stats.append((len(drafts), len(out) - 1))
         for i in out:
             ids.append(i)
             yield i
             if i == EOT:
                 return
-        # 4. draft anew, from what was kept
-        drafts, q = drafter.draft(tails[:new.size(1) - refused], ids[start:], draw)
+        # 4. draft again, from what was kept
+        drafts, q = drafter.draft(features[:new.size(1) - rejected], ids[start:], draw)
 
 
 def verify(p, q, drafts, g):  # p (n + 1, 256), q (n, 256), n ids -> the ids to write: the drafts kept, and one more
-    """A draft d is kept with probability min(1, p(d) / q(d)); in place of the first refused one (p - q)+ is
-    drawn from, after the last kept one p (Leviathan et al. 2023): each id is distributed as p."""
-    n, kept = len(drafts), 0
+    """A draft d is kept with probability min(1, p(d) / q(d)). The first rejected one is replaced by a sample of
+    (p - q)+, after the last kept one comes a sample of p (Leviathan et al. 2023): each id is distributed as p."""
+    n = len(drafts)
+    kept = 0
     if n:
         d = torch.tensor(drafts, device=p.device)[:, None]
         u = torch.rand(n, 1, generator=g, dtype=torch.double).to(p.device)
         kept = int((u * q.gather(1, d) < p[:n].gather(1, d)).long().cumprod(0).sum())
     rest = p[kept] if kept == n else (p[kept] - q[kept]).clamp(min=0)
-    rest = rest if rest.sum() > 0 else p[kept]  # by rounding alone
-    return drafts[:kept] + [int(invert(rest, torch.rand((), generator=g, dtype=torch.double).to(p.device)))]
+    rest = rest if rest.sum() > 0 else p[kept]  # zero only through rounding
+    u = torch.rand((), generator=g, dtype=torch.double).to(p.device)
+    return drafts[:kept] + [int(inverse_cdf(rest, u))]
 
 
 # ---- filling masked bytes
 
-def fill_logits(model, ids, frame, doc_mask=False):  # (N, n) with MASKs -> (N, n, V): what each byte is
-    """frame: (ids before, ids after, shift), as an entry's fills returns it."""
-    before, after, shift = frame
-    left, right = (ids.new_tensor(some).expand(len(ids), -1) for some in (before, after))
+def fill_logits(model, ids, layout, doc_mask=False):  # (N, n) with MASKs -> (N, n, V): predictions of each byte
+    """layout: (ids before, ids after, shift), as Fill.layout returns it."""
+    before, after, shift = layout
+    left = ids.new_tensor(before).expand(len(ids), -1)
+    right = ids.new_tensor(after).expand(len(ids), -1)
     row = torch.cat((left, ids, right), dim=1)
-    h = model(row, "bidirectional", document_ids(row) if doc_mask else None)
+    h = model(row, row.size(1), document_ids(row) if doc_mask else None)
     first = len(before) - shift
     return model.logits(h[:, first:first + ids.size(1)])
 
 
 @torch.inference_mode()
-def unmask(model, ids, gens, frame, steps=0, order="confident", doc_mask=False, **how):
+def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False, **how):
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
-    confident: where the model is surest (Ghazvininejad et al. 2019); left: from the left. ancestral: MDLM's
-    sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes.
-    analytic: SEDD's (its Tweedie denoiser), the same with the ratios c as the model gives them, untempered:
-    (t - s) / t * sum of c; the last pass unmasks all."""
+    confident: where the model is most confident (MaskGIT, Chang et al. 2022); left: from the left. ancestral: MDLM's
+    sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes. analytic:
+    SEDD's (its Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that probability.
+    The last pass unmasks all."""
     ids = ids.clone()
-    steps = steps or (64 if order in ("ancestral", "analytic") else int((ids == MASK).sum(1).max()))
-    at = torch.arange(ids.size(1), device=ids.device)
+    at_random = order in ("ancestral", "analytic")
+    if not steps:
+        steps = 64 if at_random else int((ids == MASK).sum(1).max())
     for i in range(steps):
-        holes = ids == MASK
-        if not holes.any():
+        is_mask = ids == MASK
+        if not is_mask.any():
             return
-        logits = fill_logits(model, ids, frame, doc_mask)       # (N, n, V)
-        new = pick(logits, gens, **how)
-        if order in ("ancestral", "analytic"):  # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
-            share = torch.ones((), device=ids.device)
+        logits = fill_logits(model, ids, layout, doc_mask)      # (N, n, V)
+        new = sample_bytes(logits, gens, **how)
+        if at_random:                           # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
+            ratio_sum = torch.ones((), device=ids.device)
             if order == "analytic" and i < steps - 1:
-                share = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)           # near 1
-            now = uniforms(ids.shape[1:], gens).float().to(ids.device) * (steps - i) < share
+                ratio_sum = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)       # near 1
+            chosen = uniforms(ids.shape[1:], gens).float().to(ids.device) * (steps - i) < ratio_sum
         else:
-            sure = logits[..., :N_BYTES].float().softmax(-1).amax(-1)               # (N, n)
-            urgency = sure if order == "confident" else -at.float().expand(ids.shape)
-            rank = urgency.masked_fill(~holes, -torch.inf).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-            now = rank < -(-holes.sum(1, keepdim=True) // (steps - i))              # an equal share of what is left
-        ids = torch.where(holes & now, new, ids)
+            if order == "confident":
+                priority = logits[..., :N_BYTES].float().softmax(-1).amax(-1)                       # (N, n)
+            else:
+                priority = -torch.arange(ids.size(1), device=ids.device).float().expand(ids.shape)
+            priority = priority.masked_fill(~is_mask, -torch.inf)
+            rank = priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+            passes_left = steps - i
+            chosen = rank < (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left         # an equal share
+        ids = torch.where(is_mask & chosen, new, ids)
         yield ids
 
 
-def fill(model, ids, *args, **kwargs):  # unmask, its last state alone
+def fill(model, ids, *args, **kwargs):  # -> the last state of unmask
     return [ids, *unmask(model, ids, *args, **kwargs)][-1]
 
 
-def fill_long(model, ids, T, gens, frame, seen=None, **how):  # (1, n) of any length, window by window -> (1, n)
-    """A quarter of a window stands before its first hole. seen: is shown every state."""
-    ids, n = ids.clone(), T - len(frame[0]) - len(frame[1])
+def fill_long(model, ids, T, gens, layout, on_pass=None, **how):  # (1, n) of any length, window by window -> (1, n)
+    """Each window starts a quarter of its length before its first MASK. on_pass: is called with every state."""
+    ids = ids.clone()
+    before, after, _ = layout
+    n = T - len(before) - len(after)
     while (ids == MASK).any():
         first = int((ids[0] == MASK).byte().argmax())
         a = max(0, min(first - n // 4, ids.size(1) - n))
-        for state in unmask(model, ids[:, a:a + n], gens, frame, **how):
-            if seen:
-                seen(state[0])
+        for state in unmask(model, ids[:, a:a + n], gens, layout, **how):
+            if on_pass:
+                on_pass(state[0])
         ids[:, a:a + n] = state
     return ids
 
 
-# ---- writing what belongs in holes
+# ---- infilling holes of unknown length
 
-def infill(model, entry, ids, P, holes, max_new_tokens, T, gens, **how):  # -> bytes of each hole, did all end?
-    """ids, P: what the entry's ask returned. Each answer is written up to the id that ends it, which leads to the next.
-    None reaches the last target of a full row, where training has EOT whatever was said."""
-    spans, x = [[] for _ in range(holes)], torch.tensor([ids], device=model.embed.weight.device)
+def infill(model, objective, ids, P, holes, max_new_tokens, T, gens, **how):  # -> bytes of each hole, did all end?
+    """ids, P: as Infill.prompt returns them. Each answer is written up to the id that ends it, which starts the next.
+    Stops one position short of a full row: in training its last target is always EOT."""
+    stop_id = find_use(objective, Infill).stop_id
+    spans = [[] for _ in range(holes)]
+    row = torch.tensor([ids], device=model.embed.weight.device)
     for k, span in enumerate(spans):
-        end, left = entry["ends"](k), min(max_new_tokens - sum(map(len, spans)), T - x.size(1))
-        steps = generate(model, x, left, T, gens, P, end, entry["positions"], **how) if left > 0 else []
+        end = stop_id(k)
+        left = min(max_new_tokens - sum(map(len, spans)), T - row.size(1))
+        steps = []
+        if left > 0:
+            steps = generate(model, row, left, T, gens, P, end, objective.positions, **how)
         for i in steps:
             if int(i) == end:
                 break
             span.append(int(i))
         else:
             return spans, False
-        x = torch.cat((x, x.new_tensor([span + [end]])), dim=1)
+        row = torch.cat((row, row.new_tensor([span + [end]])), dim=1)
     return spans, True
 
 
 @torch.inference_mode()
-def join(model, entry, hp, left, middle, right):  # ids each -> the middle, cut where the right follows
-    """For a model that codes text from left to right too and seldom says where a middle ends: of all cuts the first
-    after which the right's first bytes are at least a tenth as likely as after the best. A later one may be as
-    good since the middle holds the right already."""
-    layout, right = entry["continues"](hp), right[:JOINT]
-    if not right or not layout or layout[0] != "causal":
+def trim_to_suffix(model, objective, hp, left, middle, right):  # ids each -> the start of the middle
+    """For a model that also codes text from left to right and rarely says where a middle ends: trims the middle where
+    the suffix fits. Of all cuts it takes the first after which the suffix's first bytes are at least a tenth as likely
+    as after the best cut; a later cut may be as good, where the middle repeats the suffix."""
+    layout = continue_layout(objective, hp)
+    right = right[:SUFFIX_BYTES]
+    if not right or not layout or layout[0]:    # it reads prompts both ways
         return middle
-    nats, n = [], len(right)
+    n = len(right)
+    nats = []
     for k in range(len(middle) + 1):
-        x = tensor(([EOT] + left + middle[:k])[n - hp.block_size:] + right, hp)
-        logits = model.logits(model(x[:, :-1], "causal")[0, -n:])                   # (n, V)
+        x = to_tensor(([EOT] + left + middle[:k])[n - hp.block_size:] + right, hp)
+        doc = document_ids(x[:, :-1]) if hp.doc_mask else None
+        logits = model.logits(model(x[:, :-1], 0, doc)[0, -n:])                     # (n, V)
         nats.append(float(F.cross_entropy(logits, x[0, -n:], reduction="sum")))
-    return middle[:next(k for k, each in enumerate(nats) if each < min(nats) + math.log(10))]
+    best = min(nats)
+    first = next(k for k, each in enumerate(nats) if each < best + math.log(10))
+    return middle[:first]
 
 
 # ---- scoring
 
+def ignore(n):
+    pass
+
+
 @torch.inference_mode()
-def score(model, data, T, stride, doc_mask=False):  # data (n,) uint8 -> bits of the whole text, left to right
-    """Window i codes bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride =
-    T the windows are disjoint and cold. The first byte of all, which has no context, counts 8 bits. doc_mask:
-    as in training."""
-    n, bits = len(data), 8.0
-    # of each: first, first scored, end
+def score(model, data, T, stride, doc_mask=False, on_bytes=ignore):  # data (n,) uint8 -> bits, left to right
+    """Window i scores bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
+    windows are disjoint, and each starts without context. The first byte of all counts 8 bits. doc_mask: as in
+    training. on_bytes: is called with each number of bytes that have been scored."""
+    n = len(data)
+    bits = 8.0
+    on_bytes(1)
+    # (first byte, first scored byte, end) of each
     windows = ((max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride))
     for rows in batches(windows, lambda w: w[2] - w[0]):
         x = torch.stack([data[a:end + 1] for a, _, end in rows])                    # (rows, n + 1)
         x = x.long().to(model.embed.weight.device)
-        logits = model.logits(model(x[:, :-1], "causal", document_ids(x[:, :-1]) if doc_mask else None))
+        logits = model.logits(model(x[:, :-1], 0, document_ids(x[:, :-1]) if doc_mask else None))
         nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), -1)
         bits += sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
+        on_bytes(sum(end - at for _, at, end in rows))
     return bits
 
 
-def batches(rows, length):  # -> lists of at most SCORE_ROWS rows that follow each other and are of one length
+def batches(rows, length):  # -> lists of at most SCORE_ROWS consecutive rows of one length
     for _, group in itertools.groupby(rows, length):
         while some := list(itertools.islice(group, SCORE_ROWS)):
             yield some
 
 
 @torch.inference_mode()
-def score_bound(model, entry, data, hp, seed):  # data (n,) uint8 -> bits at most, standard error
-    """The entry's bound in cold windows of a block, each with numbers of masked bytes from BOUND_DRAWS
-    strata. The error is that of neighbouring strata's differences: each stratum gives one draw."""
-    g, bits, variance = generator(f"{seed},bound"), 0.0, 0.0
-    for x in data.split(entry["n"]):
-        batch = entry["make"](x.long().expand(BOUND_DRAWS, -1), g, hp)
-        order = (batch["tgt"] != IGNORE).sum(1).argsort()       # by stratum
-        batch = {k: v if isinstance(v, str) else v.to(model.embed.weight.device) for k, v in batch.items()}
-        batch |= {"doc": document_ids(batch["inp"])} if hp.doc_mask else {}
-        each = entry["bounds"](model, batch, hp).cpu().double()[order] / math.log(2)                # (draws,)
+def score_bound(model, objective, data, hp, seed, on_bytes=ignore):  # data (n,) uint8 -> bits at most, standard error
+    """The objective's bound in disjoint windows of a block, each with numbers of masked bytes from BOUND_DRAWS strata.
+    The error is estimated from differences of neighbouring strata, ordered by their number of targets: each stratum
+    has one sample. It assumes that an objective's only strata are numbers of targets, as mdlm's are; where corrupt
+    stratifies something else too, what differs between those strata counts as error, and the error is too large."""
+    g = make_rng(f"{seed},bound")
+    bits, variance = 0.0, 0.0
+    device = model.embed.weight.device
+    for x in data.split(objective.n_bytes(hp.block_size, hp)):
+        batch = objective.corrupt(x.long().expand(BOUND_DRAWS, -1), g, hp)
+        by_stratum = (batch["tgt"] != IGNORE_INDEX).sum(1).argsort()
+        batch = {k: v if isinstance(v, int) else v.to(device) for k, v in batch.items()}
+        if hp.doc_mask:
+            batch["doc"] = document_ids(batch["inp"])
+        each = objective.nelbo(model, batch, hp).cpu().double()[by_stratum] / math.log(2)           # (draws,)
         bits += float(each.mean())
         variance += float((each[::2] - each[1::2]).square().sum()) / BOUND_DRAWS ** 2
+        on_bytes(len(x))
     return bits, variance ** 0.5
 
 
 @torch.inference_mode()
-def score_pseudo(model, data, T, frame, doc_mask=False):  # data (n,) uint8 -> bits
-    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is given all the others
+def score_pseudo(model, data, T, layout, doc_mask=False, on_bytes=ignore):  # data (n,) uint8 -> bits
+    """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is predicted from all the others
     of its window."""
     bits = 0.0
-    for x in data.split(T - len(frame[0]) - len(frame[1])):
+    before, after, _ = layout
+    for x in data.split(T - len(before) - len(after)):
         x = x.long().to(model.embed.weight.device)
-        for at in torch.arange(len(x), device=x.device).split(SCORE_ROWS):
-            rows = x.repeat(len(at), 1).scatter(1, at[:, None], MASK)
-            logits = fill_logits(model, rows, frame, doc_mask)[torch.arange(len(at), device=x.device), at]
-            bits += float(F.cross_entropy(logits, x[at], reduction="sum")) / math.log(2)
+        for masked in torch.arange(len(x), device=x.device).split(SCORE_ROWS):
+            rows = x.repeat(len(masked), 1).scatter(1, masked[:, None], MASK)
+            logits = fill_logits(model, rows, layout, doc_mask)
+            logits = logits[torch.arange(len(masked), device=x.device), masked]
+            bits += float(F.cross_entropy(logits, x[masked], reduction="sum")) / math.log(2)
+            on_bytes(len(masked))
     return bits
 
 
@@ -421,12 +526,14 @@ def given_text(flag, value):  # what a flag was given -> ids, or None
     return list(read_text(flag, value.removeprefix("FILE:")))
 
 
-def needed(ids, flag):  # -> the same ids, of which there must be some
-    return ids or fail(f"--{flag}: is {'missing' if ids is None else 'empty'}. Try some text")
+def require(ids, flag):  # -> the same ids; fails where there are none
+    if not ids:
+        fail(f"--{flag}: is {'missing' if ids is None else 'empty'}. Try some text")
+    return ids
 
 
-def masked(ids):  # ids of a prompt -> ids with MASK for each byte of a hole
-    first, *rest = re.split(MASKS, bytes(ids))  # text, digits of a hole or None, text, ...
+def parse_masks(ids):  # ids of a prompt -> ids with MASK for each byte of a hole
+    first, *rest = re.split(MASKS, bytes(ids))  # text, number of a hole or None, text, ...
     out = list(first)
     for digits, text in zip(rest[::2], rest[1::2]):
         length = int((digits or b"1")[:8])
@@ -436,92 +543,132 @@ def masked(ids):  # ids of a prompt -> ids with MASK for each byte of a hole
     return out
 
 
-def visible(text):  # on a terminal control characters are shown, not obeyed; a pipe gets what was written
+def escape_control(text):  # on a terminal control characters are printed as \x1b; a pipe gets them as they are
     if not sys.stdout.isatty():
         return text
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", text)
 
 
-def shown(ids):  # -> text, without the ends of documents
-    return visible(decode(i for i in ids if int(i) != EOT))
+def to_text(ids):  # -> str, without EOT
+    return escape_control(decode(i for i in ids if int(i) != EOT))
 
 
-def with_holes(ids):  # -> text in which a masked byte is a block
-    return shown(ids).replace("<MASK>", "█")
+def to_text_with_masks(ids):  # -> str in which MASK is a block
+    return to_text(ids).replace("<MASK>", "█")
 
 
-def marked(parts, plain=("", "")):  # [(ids, is new)] -> text, on a terminal with the new parts in reverse
+def highlight(parts, plain=("", "")):  # [(ids, is new)] -> str, on a terminal with the new parts in reverse video
     tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
-    return "".join(tint[0] + shown(ids) + tint[1] if new and ids else shown(ids) for ids, new in parts)
+    return "".join(tint[0] + to_text(ids) + tint[1] if new and ids else to_text(ids) for ids, new in parts)
 
 
-def runs(ids, flags):  # n ids, n bools -> [(ids, flag)]: characters of several bytes stay in one piece
+def split_by(ids, flags):  # n ids, n bools -> [(ids, flag)]: runs of one flag, so that a character stays in one piece
     groups = itertools.groupby(zip(ids, flags), lambda pair: pair[1])
     return [([i for i, _ in group], flag) for flag, group in groups]
 
 
 def stream(prompt, steps):  # ids, what yields more -> the ids that it yielded
-    """Prints bytes as they come, holding back a character that is not complete yet."""
+    """Prints bytes as they come, a character once all its bytes are there."""
     ids, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
     for i in map(int, itertools.chain(prompt, steps)):
         ids.append(i)
-        print(visible(decoder.decode(bytes([i] if i != EOT else []))), end="", flush=True)
+        print(escape_control(decoder.decode(bytes([i] if i != EOT else []))), end="", flush=True)
     print(decoder.decode(b"", final=True), flush=True)
     return ids[len(prompt):]
 
 
-def show_frame(ids):
+def show_pass(ids):
     terminal = sys.stdout.isatty()
-    print(f"\033[2J\033[H{with_holes(ids)}" if terminal else f"--- pass\n{with_holes(ids)}", flush=True)
+    print(f"\033[2J\033[H{to_text_with_masks(ids)}" if terminal else f"--- pass\n{to_text_with_masks(ids)}", flush=True)
     time.sleep(0.05 if terminal else 0)
 
 
-def each_sample(flags):  # -> yields a list of one generator for each sample, after a heading where there are several
+@contextlib.contextmanager
+def progress(total, prints=False):  # -> f(n), to be called whenever n more of the total bytes are done
+    """A bar on a terminal, elsewhere a line every REPORT_SECONDS; both on standard error. prints: the work prints its
+    results as they come, so that a terminal needs no bar."""
+    if prints and sys.stdout.isatty():
+        yield ignore
+        return
+    if sys.stderr.isatty():
+        with tqdm(total=total, unit="B", unit_scale=True, leave=False) as bar:
+            yield bar.update
+        return
+    start = time.monotonic()
+    last_line = start
+    done = 0
+
+    def update(n):
+        nonlocal done, last_line
+        done += n
+        now = time.monotonic()
+        if now - last_line < REPORT_SECONDS:
+            return
+        last_line = now
+        left = (now - start) / done * (total - done)
+        print(f"--- {done:,} of {total:,} bytes, about {left:.0f} s left", file=sys.stderr, flush=True)
+    yield update
+
+
+def each_sample(flags):  # -> yields [generator] for each sample, with a heading if there are several
     for i, g in enumerate(sample_generators(flags.seed, flags.num_samples)):
         if flags.num_samples > 1:
             print(f"--- sample {i + 1}")
         yield [g]
 
 
-def tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
+def to_tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
 
-def drawing(flags, usual=None):  # how bytes are drawn; usual: the temperature, unless a flag asks for another
-    asked = {"temperature"} if usual == WRITING else DRAWING    # at less samples are alike, and top_k idle
-    temperature = flags.temperature if usual is None or asked & flags.given else usual
+def sampling_settings(flags, temperature=None):
+    """-> keyword arguments of sample_bytes. temperature: the mode's own default, which --temperature replaces."""
+    if temperature is None or "temperature" in flags.given:
+        temperature = flags.temperature
     return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
 
 
-# ---- modes: (model, entry, hp, flags, held-out bytes) -> prints
+def greedy_settings(flags):  # the same for holes and repairs, which take the most likely byte by default
+    if flags.given & SAMPLING_FLAGS:            # at temperature 0 samples would be alike, and top_k have no effect
+        return sampling_settings(flags)
+    return sampling_settings(flags, temperature=0.0)
+
+
+# ---- modes: (model, objective, hp, flags, held-out bytes) -> prints
 # a flag is None where it was not given; without a text a mode demonstrates itself on the held-out bytes
 
-def continue_mode(model, entry, hp, flags, held_out):
-    """Goes on with a prompt, laid out as the entry's continues says."""
-    layout = entry["continues"](hp) or fail(f"--out_dir: {entry['name']} does not say how a text goes on")
-    (mask, before, after), T, prompt = layout, hp.block_size, flags.prompt
+def continue_mode(model, objective, hp, flags, held_out):
+    """Continues a prompt, laid out as Continue.layout says."""
+    layout = continue_layout(objective, hp)
+    if not layout:
+        fail(f"--out_dir: this {objective.name} model was not trained to continue a prompt. Try another run")
+    both_ways, before, after = layout
+    T = hp.block_size
+    prompt = flags.prompt
     if prompt is None:
         prompt = held_out[:T // 2].tolist()
-        print(f"held-out text, its first {len(prompt)} bytes as the prompt, its next bytes for comparison:")
-        print(f"{shown(held_out[:T].tolist())}\n--- the model's continuation:")
+        print(f"held-out text, of which the first {len(prompt)} bytes are the prompt:")
+        print(f"{to_text(held_out[:T].tolist())}\n--- the model's continuation:")
     prompt = prompt or [EOT]                    # an empty prompt is the start of a document
-    if mask == "prefix":                        # one block holds the prompt and what is written, half of it at most
-        room = max(1, T - len(before) - len(after) - min(flags.max_new_tokens, T // 2))
-        if len(prompt) > room:
-            print(f"--- the last {room} of {len(prompt)} bytes of the prompt, which leave room in the block")
-        prompt = prompt[-room:]
-    drafter = flags.speculate and entry["drafter"] and entry["drafter"](model, hp)
+    if both_ways:                               # one block holds the prompt and what is written, half of it at most
+        space = max(1, T - len(before) - len(after) - min(flags.max_new_tokens, T // 2))
+        if len(prompt) > space:
+            print(f"--- the last {space} of {len(prompt)} bytes of the prompt, which leave space in the block")
+        prompt = prompt[-space:]
+    draft = find_use(objective, Draft)
+    drafter = draft.make_drafter(model, hp) if draft and flags.speculate else None
     if drafter:
         return speculate_mode(model, drafter, hp, flags, prompt)
-    ids = tensor(before + prompt + after, hp).expand(flags.num_samples, -1)
-    prefix = ids.size(1) if mask == "prefix" else 0
+    ids = to_tensor(before + prompt + after, hp).expand(flags.num_samples, -1)
+    prefix = ids.size(1) if both_ways else 0
     step = fast_step(model, flags.num_samples, T) if flags.compile else None
     gens = sample_generators(flags.seed, flags.num_samples)
-    steps = generate(model, ids, flags.max_new_tokens, T, gens, prefix, step=step, **drawing(flags))
+    how = sampling_settings(flags)
+    steps = generate(model, ids, flags.max_new_tokens, T, gens, prefix, step=step, doc_mask=hp.doc_mask, **how)
     if flags.num_samples > 1:
         rows = [byte.tolist() for byte in steps]
         for i, _ in enumerate(each_sample(flags)):
-            print(shown(prompt + [row[i] for row in rows]))
+            print(to_text(prompt + [row[i] for row in rows]))
         return
     written = stream(prompt, steps)
     if prefix and len(written) < flags.max_new_tokens and written[-1] != EOT:
@@ -529,311 +676,396 @@ def continue_mode(model, entry, hp, flags, held_out):
 
 
 def speculate_mode(model, drafter, hp, flags, prompt):
-    """Writes, then says on standard error how many drafts were kept."""
-    T, k, tally, n = hp.block_size, drafter.k, [], 0
-    step = fast_step(model, 1, T, drafter.tail, k + 1) if flags.compile else None
+    """Writes, then prints on standard error how many drafts were kept."""
+    T, k = hp.block_size, drafter.k
+    step = fast_step(model, 1, T, drafter.draft_features, k + 1) if flags.compile else None
+    stats = []
+    n = 0
     for [g] in each_sample(flags):
-        steps = speculate(model, drafter, prompt, flags.max_new_tokens, T, g, tally, step, **drawing(flags))
-        n += len(stream(prompt, steps))
-    each = []                                   # of the passes that drafted so far: the share that kept it
+        how = sampling_settings(flags) | {"doc_mask": hp.doc_mask}
+        n += len(stream(prompt, speculate(model, drafter, prompt, flags.max_new_tokens, T, g, stats, step, **how)))
+    shares = []                                 # of the passes that drafted j bytes: the share that kept the j-th
     for j in range(1, k + 1):
-        asked = [kept >= j for drafted, kept in tally if drafted >= j]
-        each.append(f"{sum(asked) / max(1, len(asked)):.0%}")
-    print(f"--- {n / max(1, len(tally)):.2f} bytes a pass; drafts kept: {' '.join(each)}", file=sys.stderr)
+        kept_it = [kept >= j for drafted, kept in stats if drafted >= j]
+        shares.append(f"{sum(kept_it) / max(1, len(kept_it)):.0%}")
+    print(f"--- {n / max(1, len(stats)):.2f} bytes a pass; drafts kept: {' '.join(shares)}", file=sys.stderr)
 
 
-def fill_mode(model, entry, hp, flags, held_out):
-    """Fills masked bytes; a model whose MASKs may be anywhere also goes on with a prompt in the same
-    block."""
-    frame, T = entry["fills"](hp), hp.block_size
-    order = flags.order or entry["orders"][0]
-    if order not in entry["orders"]:
-        fail(f"--order {order}: unknown to {entry['name']}. Try {' or '.join(entry['orders'])}")
+def fill_mode(model, objective, hp, flags, held_out):
+    """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, in the same block."""
+    use = find_use(objective, Fill)
+    layout = use.layout(hp)
+    T = hp.block_size
+    order = flags.order or use.orders[0]
+    if order not in use.orders:
+        fail(f"--order {order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     if flags.prompt is None:
-        clean = held_out[:T - len(frame[0]) - len(frame[1])].long()
-        asked = torch.rand(len(clean), generator=generator("demonstration")) < 0.15
-        asked[-1] |= ~asked.any()               # at least one
-        ids = clean.masked_fill(asked, MASK).tolist()
-        print(f"clean:\n{shown(clean)}\n--- {ids.count(MASK)} bytes masked:\n{with_holes(ids)}")
+        before, after, _ = layout
+        clean = held_out[:T - len(before) - len(after)].long()
+        is_masked = torch.rand(len(clean), generator=make_rng("demonstration")) < 0.15
+        is_masked[-1] |= ~is_masked.any()       # at least one
+        ids = clean.masked_fill(is_masked, MASK).tolist()
+        print(f"clean:\n{to_text(clean)}\n--- {ids.count(MASK)} bytes masked:\n{to_text_with_masks(ids)}")
     else:
-        ids = masked(flags.prompt)
-    writes = MASK not in ids                    # all of it is new
-    if writes and entry["bpb"] != "bound":
-        fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
-    if writes:
+        ids = parse_masks(flags.prompt)
+    if MASK in ids:
+        how = greedy_settings(flags)
+    else:
+        if not use.any_rate:
+            fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
         if len(ids) > T // 2:
-            print(f"--- the last {T // 2} of {len(ids)} bytes of the prompt, which leave room in the block")
+            print(f"--- the last {T // 2} of {len(ids)} bytes of the prompt, which leave space in the block")
         ids = ids[-(T // 2):]
         ids += [MASK] * max(0, min(flags.max_new_tokens, T - len(ids)))
-    how = dict(steps=flags.steps, order=order, doc_mask=hp.doc_mask, seen=show_frame if flags.show else None)
-    how |= drawing(flags, WRITING if writes else 0.0)
+        how = sampling_settings(flags, DIFFUSION_TEMPERATURE)
+    on_pass = show_pass if flags.show else None
     for gens in each_sample(flags):
-        out = fill_long(model, tensor(ids, hp), T, gens, frame, **how)[0].tolist()
+        out = fill_long(model, to_tensor(ids, hp), T, gens, layout, on_pass, steps=flags.steps, order=order,
+                        doc_mask=hp.doc_mask, **how)[0].tolist()
         if flags.prompt is None:
-            right = int((torch.tensor(out) == clean)[asked].sum())
-            print(f"--- filled, {right} of {ids.count(MASK)} masked bytes as in the original:\n{shown(out)}")
+            correct = int((torch.tensor(out) == clean)[is_masked].sum())
+            print(f"--- filled, {correct} of {ids.count(MASK)} masked bytes as in the original:\n{to_text(out)}")
         else:
-            print(marked(runs(out, [i == MASK for i in ids])))
+            print(highlight(split_by(out, [i == MASK for i in ids])))
 
 
-def infill_mode(model, entry, hp, flags, held_out):
+def infill_mode(model, objective, hp, flags, held_out):
     """Writes what belongs in the holes of a prompt, or between --prefix and --suffix."""
-    T, sides = hp.block_size, [flags.prefix, flags.suffix]
+    use = find_use(objective, Infill)
+    T = hp.block_size
+    sides = [flags.prefix, flags.suffix]
     if flags.prompt is not None:
         if sides != [None, None]:
-            fail("--prompt: holds what is around its holes. Try it without --prefix and --suffix")
+            fail("--prompt: contains the text around its holes. Try it without --prefix and --suffix")
         pieces = [list(piece) for piece in re.split(HOLES, bytes(flags.prompt))]
     elif sides != [None, None]:
         pieces = [side or [] for side in sides]
     else:
         text = held_out[:T // 2].tolist()
         pieces = [text[:len(text) // 2], text[len(text) // 2 + 4:]]
-        print(f"clean:\n{shown(text)}\n--- with a hole:\n{shown(pieces[0])}[..]{shown(pieces[1])}\n--- filled:")
+        print(f"clean:\n{to_text(text)}\n--- with a hole:\n{to_text(pieces[0])}[..]{to_text(pieces[1])}\n--- filled:")
     holes = len(pieces) - 1
-    if not 1 <= holes <= entry["holes"]:
-        fail(f"--prompt: has {holes} holes, {entry['name']} fills 1 to {entry['holes']}. Try one <extra_id_0>")
+    if not 1 <= holes <= use.max_holes:
+        fail(f"--prompt: has {holes} holes, {objective.name} fills 1 to {use.max_holes}. Try one <extra_id_0>")
     near = pieces
-    if holes == 1:                              # of a long text the model sees what is nearest to the hole
-        room = max(2, T - 8 - min(flags.max_new_tokens, T // 3))
-        keep = max(room // 2, room - len(pieces[1]))
-        near = [pieces[0][-keep:], pieces[1][:room - min(len(pieces[0]), keep)]]
-    ids, P = entry["ask"](near, 4, hp) or fail(f"--out_dir: {entry['name']} does not say how a hole is asked")
+    if holes == 1:                              # of a long text the model reads what is nearest to the hole
+        space = max(2, T - 8 - min(flags.max_new_tokens, T // 3))
+        keep = max(space // 2, space - len(pieces[1]))
+        near = [pieces[0][-keep:], pieces[1][:space - min(len(pieces[0]), keep)]]
+    prompt = use.prompt(near, 4, hp)
+    if not prompt:
+        fail(f"--out_dir: this {objective.name} model was not trained to fill holes. Try another run")
+    ids, P = prompt
     if len(ids) + holes > T:
-        fail(f"--prompt: {len(ids)} positions with its holes leave no room in a block of {T}. Try a shorter text")
+        fail(f"--prompt: {len(ids)} positions with its holes leave no space in a block of {T}. Try a shorter text")
+    how = greedy_settings(flags) | {"doc_mask": hp.doc_mask}
     for gens in each_sample(flags):
-        spans, whole = infill(model, entry, ids, P, holes, flags.max_new_tokens, T, gens, **drawing(flags, 0.0))
-        note = "" if whole else "\n--- did not end by itself"
-        kept = join(model, entry, hp, near[0], spans[0], near[1]) if holes == 1 else spans[0]
-        if len(kept) < len(spans[0]):
-            spans, note = [kept], "\n--- cut where the rest follows best"
+        spans, ended = infill(model, objective, ids, P, holes, flags.max_new_tokens, T, gens, **how)
+        note = "" if ended else "\n--- did not end by itself. Try a larger --max_new_tokens, or a shorter text"
+        if holes == 1:
+            trimmed = trim_to_suffix(model, objective, hp, near[0], spans[0], near[1])
+            if len(trimmed) < len(spans[0]):
+                note = "\n--- trimmed where the suffix fits best"
+            spans = [trimmed]
         parts = [(pieces[0], False)]
         for span, piece in zip(spans, pieces[1:]):
             parts += [(span, True), (piece, False)]
-        print(marked(parts) + note)
+        print(highlight(parts) + note)
 
 
-def repair_mode(model, entry, hp, flags, held_out):
+def repair_mode(model, objective, hp, flags, held_out):
     """Writes the target of a source, row after row of a long text; [MASK] may stand in it."""
-    T, n, noisy = hp.block_size, entry["n"], flags.prompt
-    if noisy is None:
-        x = tensor(held_out[:n], hp)
-        if x.size(1) < n:
-            fail("the checkpoint's held-out text is shorter than a row. Try --prompt")
-        batch = entry["make"](x.cpu(), generator("demonstration"), hp)
-        noisy = batch["inp"][0, :int(batch["mask"][0]) - 1].tolist()
-        print(f"clean:\n{shown(x[0])}\n--- noisy:\n{with_holes(noisy)}\n--- repaired:")
+    T = hp.block_size
+    n = objective.n_bytes(T, hp)
+    in_place = find_use(objective, Repair).in_place
+    if flags.prompt is None:
+        batch = demo_batch(objective, hp, held_out)
+        P = T if in_place else int(batch["prefix"][0]) - 1
+        noisy = batch["inp"][0, :P].tolist()
+        print(f"clean:\n{to_text(held_out[:n])}\n--- noisy:\n{to_text_with_masks(noisy)}\n--- repaired:")
     else:
-        noisy = masked(noisy)
+        noisy = parse_masks(flags.prompt)
+    limit = flags.max_new_tokens if "max_new_tokens" in flags.given else None
+    how = greedy_settings(flags)
     for gens in each_sample(flags):
-        out, most = [], flags.max_new_tokens if "max_new_tokens" in flags.given else math.inf
-        for a in range(0, len(noisy), n):
-            ids = tensor(noisy[a:a + n] + [SEP], hp)
-            left = min(most - len(out), T + 1 - ids.size(1))
-            how = drawing(flags, 0.0)
-            steps = generate(model, ids, left, T, gens, ids.size(1), positions=entry["positions"], **how)
-            out += [int(b) for b in steps if int(b) != EOT]
-        print(shown(out) + (f"\n--- stopped after {most} bytes" if len(out) >= most else ""))
+        with progress(len(noisy), prints=True) as on_bytes:
+            written = stream([], itertools.islice(repair(model, objective, noisy, hp, gens, on_bytes, **how), limit))
+        if len(written) == limit:
+            print(f"--- stopped after {limit} bytes")
 
 
-def mark_mode(model, entry, hp, flags, held_out):
-    """Marks the bytes that answer(model, x (1, n)) -> log-odds (1, n) finds suspicious; lists the
-    likeliest."""
+@torch.inference_mode()
+def repair(model, objective, noisy, hp, gens, on_bytes=ignore, **how):  # ids of any number -> yields bytes
+    T = hp.block_size
+    n = objective.n_bytes(T, hp)
+    for a in range(0, len(noisy), n):
+        piece = noisy[a:a + n]
+        if find_use(objective, Repair).in_place:
+            x = to_tensor(piece, hp)
+            h = model(x, x.size(1), document_ids(x) if hp.doc_mask else None)
+            yield from sample_bytes(model.logits(h), gens, **how)[0].tolist()
+        else:
+            ids = to_tensor(piece + [SEP], hp)
+            P = ids.size(1)
+            for byte in generate(model, ids, T + 1 - P, T, gens, P, positions=objective.positions, **how):
+                if int(byte) != EOT:
+                    yield int(byte)
+        on_bytes(len(piece))
+
+
+def demo_batch(objective, hp, held_out):  # -> a batch of one row of held-out text, corrupted as in training
+    n = objective.n_bytes(hp.block_size, hp)
+    if len(held_out) < n:
+        fail("the checkpoint's held-out text is shorter than a row. Try --prompt")
+    return objective.corrupt(held_out[:n].long()[None], make_rng("demonstration"), hp)
+
+
+def mark_mode(model, objective, hp, flags, held_out):
+    """Marks the bytes that the model finds suspicious; lists the most suspicious ones."""
+    predict = find_use(objective, Mark).predict
     if flags.prompt is None:
-        g, clean = generator("demonstration"), tensor(held_out[:hp.block_size], hp)[0]
-        bad = torch.rand(clean.shape, generator=g).to(hp.device) < 0.05
-        x = torch.where(bad, random_bytes(clean.shape, g).to(hp.device), clean)
-        bad = x != clean
-        print(f"clean:\n{shown(clean)}\n--- {int(bad.sum())} bytes replaced at random:\n{shown(x)}")
-        print("--- marked where the model thinks so:")
+        g = make_rng("demonstration")
+        clean = to_tensor(held_out[:hp.block_size], hp)[0]
+        is_wrong = torch.rand(clean.shape, generator=g).to(hp.device) < 0.05
+        x = torch.where(is_wrong, random_bytes(clean.shape, g).to(hp.device), clean)
+        is_wrong = x != clean
+        print(f"clean:\n{to_text(clean)}\n--- {int(is_wrong.sum())} bytes replaced at random:\n{to_text(x)}")
+        print("--- marked: bytes that the model finds more likely wrong than right:")
     else:
-        x = tensor(needed(flags.prompt, "prompt"), hp)[0]
-    p = torch.cat([entry["answer"](model, part[None])[0] for part in x.split(hp.block_size)]).sigmoid()
-    found = p > 0.5
-    print(marked(runs(x.tolist(), found.tolist()), ("«", "»")))
+        x = to_tensor(require(flags.prompt, "prompt"), hp)[0]
+    p = torch.cat([predict(model, part[None])[0] for part in x.split(hp.block_size)]).sigmoid()
+    marked = p > 0.5
+    print(highlight(split_by(x.tolist(), marked.tolist()), ("«", "»")))
+    if not marked.any():
+        print("--- no byte is marked: none is more likely wrong than right. The most suspicious ones:")
     for i in p.argsort(descending=True)[:10].tolist():
-        print(f"  byte {i:4d}  {shown([int(x[i])])!r:6s} replaced with probability {float(p[i]):.2f}")
+        print(f"  byte {i:4d}  {to_text([int(x[i])])!r:6s} is wrong with probability {float(p[i]):.2f}")
     if flags.prompt is None:
-        hits = int((found & bad).sum())
-        print(f"--- {hits} of {int(bad.sum())} replaced bytes found, {hits} of {int(found.sum())} marks right")
+        hits = int((marked & is_wrong).sum())
+        print(f"--- {hits} of {int(is_wrong.sum())} wrong bytes marked, {hits} of {int(marked.sum())} marks correct")
 
 
-def follow_mode(model, entry, hp, flags, held_out):
-    """Prints the probability that --suffix follows --prefix, by answer(model, ids, ids, hp) ->
-    log-odds."""
+def follow_mode(model, objective, hp, flags, held_out):
+    """Prints the probability that --suffix follows --prefix."""
+    predict = find_use(objective, Follow).predict
+
+    def follows(first, second):  # -> the answer in words
+        p = float(predict(model, first, second, hp).sigmoid())
+        return f"with probability {p:.3f}: more likely than not, it does{'' if p > 0.5 else ' not'} (.5 is chance)"
     if flags.prefix is not None or flags.suffix is not None:
-        first, second = needed(flags.prefix, "prefix"), needed(flags.suffix, "suffix")
-        p = float(entry["answer"](model, first, second, hp).sigmoid())
-        print(f"the second text follows the first with probability {p:.3f}")
+        first = require(flags.prefix, "prefix")
+        second = require(flags.suffix, "suffix")
+        print(f"the second text follows the first {follows(first, second)}")
         return
     n = min(len(held_out) // 2, hp.block_size // 2)
-    first, true, other = (held_out[a:a + n].tolist() for a in (0, n, len(held_out) - n))
-    print(f"first text:\n{shown(first)}")
-    for title, second in (("its continuation", true), ("a later passage", other)):
-        p = float(entry["answer"](model, first, second, hp).sigmoid())
-        print(f"--- {title}, which follows with probability {p:.3f}:\n{shown(second)}")
+    first = held_out[:n].tolist()
+    pairs = {"its continuation": held_out[n:2 * n].tolist(), "a later passage": held_out[-n:].tolist()}
+    print(f"first text:\n{to_text(first)}")
+    for title, second in pairs.items():
+        print(f"--- {title}:\n{to_text(second)}\n--- follows {follows(first, second)}")
 
 
-def embeddings(model, entry, texts, T):  # list of ids -> (N, C) float32 of length 1
-    """By answer(model, x (B, n)) -> (B, C). Of a long text the mean over its blocks, weighed by
-    length."""
+def embed_texts(model, embed, texts, T):  # list of ids -> (N, C) float32 of length 1
+    """By embed(model, x (B, n)) -> (B, C). A long text gets the mean over its blocks, weighed by length."""
     blocks = [(i, text[a:a + T] or [EOT]) for i, text in enumerate(texts) for a in range(0, max(1, len(text)), T)]
-    blocks.sort(key=lambda b: len(b[1]))        # those of one length can share a batch
-    out = torch.zeros(len(texts), model.sizes.n_embd)
-    for some in batches(blocks, lambda b: len(b[1])):
+
+    def length(block):
+        return len(block[1])
+    blocks.sort(key=length)                     # blocks of one length can share a batch
+    out = torch.zeros(len(texts), model.config.n_embd)
+    for some in batches(blocks, length):
         owner, rows = zip(*some)
-        e = entry["answer"](model, torch.tensor(rows, device=model.embed.weight.device)).cpu()
+        e = embed(model, torch.tensor(rows, device=model.embed.weight.device)).cpu()
         out.index_add_(0, torch.tensor(owner), len(rows[0]) * e)
     return F.normalize(out, dim=1)
 
 
-def search_mode(model, entry, hp, flags, held_out):
-    """Prints the three passages nearest to --query, of the lines of --corpus; without a query the lines' embeddings."""
+def search_mode(model, objective, hp, flags, held_out):
+    """Prints the three lines of --corpus nearest to --query; without a query the lines' embeddings."""
+    embed = find_use(objective, Search).embed
     T = hp.block_size
     if flags.corpus is None:
         texts = {f"passage {i}": p.tolist() for i, p in enumerate(held_out.split(T // 2), 1)}
     else:
-        found = enumerate(read_text("corpus", flags.corpus).splitlines(), 1)
-        texts = needed({f"line {i}": list(line) for i, line in found if line.strip()}, "corpus")
-    titles, vectors = [*texts], embeddings(model, entry, [*texts.values()], T)       # (N, C)
+        lines = enumerate(read_text("corpus", flags.corpus).splitlines(), 1)
+        texts = require({f"line {i}": list(line) for i, line in lines if line.strip()}, "corpus")
+    titles = [*texts]
+    vectors = embed_texts(model, embed, [*texts.values()], T)                       # (N, C)
     if flags.query is None and flags.corpus is not None:
         for title, e in zip(titles, vectors.tolist()):
             print(" ".join(f"{v:.5f}" for v in e), title, sep="\t")
         return
-    query = held_out[T // 4:T // 4 + T // 2].tolist() if flags.query is None else needed(flags.query, "query")
-    near = vectors @ embeddings(model, entry, [query], T)[0]
-    print(f"query:\n{shown(query)}")
-    for i in near.argsort(descending=True)[:3].tolist():
-        print(f"--- similarity {float(near[i]):.3f}, {titles[i]}:\n{shown(texts[titles[i]][:T])}")
+    if flags.query is None:
+        query = held_out[T // 4:T // 4 + T // 2].tolist()
+        print(f"query, which overlaps passages 1 and 2:\n{to_text(query)}")
+    else:
+        query = require(flags.query, "query")
+        print(f"query:\n{to_text(query)}")
+    similarity = vectors @ embed_texts(model, embed, [query], T)[0]
+    for i in similarity.argsort(descending=True)[:3].tolist():
+        print(f"--- similarity {float(similarity[i]):.3f}, {titles[i]}:\n{to_text(texts[titles[i]][:T])}")
 
 
-def seam_mode(model, entry, hp, flags, held_out):
-    """Rolls a text back to where its first byte most likely is, by answer(model, x (1, n)) -> scores
-    (1, n)."""
-    T, turn = hp.block_size, hp.block_size // 3
-    ids = held_out[:T].roll(turn).tolist() if flags.prompt is None else needed(flags.prompt, "prompt")
+def seam_mode(model, objective, hp, flags, held_out):
+    """Rotates a text back to where the model finds its first byte."""
+    T = hp.block_size
+    shift = T // 3
+    ids = held_out[:T].roll(shift).tolist() if flags.prompt is None else require(flags.prompt, "prompt")
     if len(ids) > T:
         print(f"--- the first {T} of {len(ids)} bytes, which fill the block")
         ids = ids[:T]
-    p = entry["answer"](model, tensor(ids, hp))[0].softmax(0)
-    at = int(p.argmax())
-    truth = f", the right one is {turn % len(ids)}" if flags.prompt is None else ""
-    print(f"rotated:\n{shown(ids)}\n--- rolled back at byte {at} (probability {float(p[at]):.2f}{truth}):")
-    print(shown(ids[at:] + ids[:at]))
+    p = find_use(objective, Seam).predict(model, to_tensor(ids, hp))[0].softmax(0)
+    seam = int(p.argmax())
+    truth = f"; the original starts at byte {shift % len(ids)}" if flags.prompt is None else ""
+    print(f"rotated:\n{to_text(ids)}")
+    print(f"--- rotated back to start at byte {seam} (probability {float(p[seam]):.2f}{truth}):")
+    print(to_text(ids[seam:] + ids[:seam]))
 
 
-def score_mode(model, entry, hp, flags, held_out):
-    """Bits per byte of a file: exact, a bound, or a pseudo-likelihood, and says which. Fails for objectives
-    without any."""
-    from train import compressors  # here: scoring alone wants it
-    name, T, frame = entry["name"], hp.block_size, entry["fills"](hp)
+def score_mode(model, objective, hp, flags, held_out):
+    """Bits per byte of a file: exact, a bound, or a pseudo-likelihood, and prints which. Fails for objectives that
+    have none of these."""
+    name = objective.name
+    T = hp.block_size
+    layout = fill_layout(objective, hp)
     try:
         data = from_bytes(read_text("score", "-")) if flags.score == "-" else map_file(flags.score, "--score")
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
-    exact = entry["bpb"] in ("loss", "causal") and entry["continues"](hp) is not None
+    exact = objective.bpb in ("loss", "causal") and continue_layout(objective, hp) is not None
     stride = flags.stride or max(1, T // 2)
     if flags.stride and not exact:
         fail(f"--stride: {name} scores windows of the block as a whole. Try without it")
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
-    if not exact and not entry["bounds"] and not frame:
-        those = " ".join(n for n, e in OBJECTIVES.items() if n != name and (e["bpb"] or e["fills"](hp)))
+    if not exact and not objective.nelbo and not layout:
+        those = " ".join(n for n, o in OBJECTIVES.items() if n != name and (o.bpb or fill_layout(o, hp)))
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
     if not len(data):
         fail(f"--score {flags.score}: is empty. Try some text")
 
-    def say(bits, note):
+    def print_bits(bits, note):
         bits /= len(data)
         figures = f"{bits:.4f} bits per byte ({bits * math.log(2):.4f} nats), {len(data):,} bytes"
         print(f"{flags.score}: {figures}, {note}", flush=True)
     if exact:
-        say(score(model, data, T, stride, hp.doc_mask), f"windows of {T}, stride {stride}")
-    if entry["bounds"]:
-        bits, error = score_bound(model, entry, data, hp, flags.seed)
-        say(bits, f"{name}'s bound from above, standard error {error / len(data):.4f}, cold windows of {entry['n']}")
-    elif frame:
-        bits = score_pseudo(model, data, T, frame, hp.doc_mask)
-        say(bits, f"pseudo: every byte given all others of its window of {T - len(frame[0]) - len(frame[1])}")
-    print(f"beside it: {compressors(data)}")
+        with progress(len(data)) as on_bytes:
+            bits = score(model, data, T, stride, hp.doc_mask, on_bytes)
+        print_bits(bits, f"windows of {T}, stride {stride}")
+    if objective.nelbo:
+        with progress(len(data)) as on_bytes:
+            bits, error = score_bound(model, objective, data, hp, flags.seed, on_bytes)
+        n = objective.n_bytes(T, hp)
+        print_bits(bits, f"{name}'s upper bound, standard error {error / len(data):.4f}, disjoint windows of {n}")
+    elif layout:
+        with progress(len(data)) as on_bytes:
+            bits = score_pseudo(model, data, T, layout, hp.doc_mask, on_bytes)
+        before, after, _ = layout
+        print_bits(bits, f"pseudo: every byte given all others of its window of {T - len(before) - len(after)}")
+    print(f"compressors: {compressor_bits(data)}")
 
 
-# ---- which mode, and the flags it reads beside COMMON
+# ---- which mode, and the flags that it reads in addition to COMMON
 
 MODES = {
-    "continue": (continue_mode, {"prompt", "max_new_tokens", "compile"} | DRAWING),
-    "fill": (fill_mode, {"prompt", "order", "steps", "show"} | DRAWING),
-    "infill": (infill_mode, {"prompt", "prefix", "suffix", "max_new_tokens"} | DRAWING),
-    "repair": (repair_mode, {"prompt", "max_new_tokens"} | DRAWING),
-    "mark": (mark_mode, {"prompt"}),
-    "follow": (follow_mode, {"prefix", "suffix"}),
-    "search": (search_mode, {"query", "corpus"}),
-    "seam": (seam_mode, {"prompt"}),
+    Continue: (continue_mode, {"prompt", "max_new_tokens", "compile"} | SAMPLING_FLAGS),
+    Fill: (fill_mode, {"prompt", "order", "steps", "show"} | SAMPLING_FLAGS),
+    Infill: (infill_mode, {"prompt", "prefix", "suffix", "max_new_tokens"} | SAMPLING_FLAGS),
+    Repair: (repair_mode, {"prompt", "max_new_tokens"} | SAMPLING_FLAGS),
+    Mark: (mark_mode, {"prompt"}),
+    Follow: (follow_mode, {"prefix", "suffix"}),
+    Search: (search_mode, {"query", "corpus"}),
+    Seam: (seam_mode, {"prompt"}),
 }
 
 
-def choose_mode(entry, hp, flags):  # -> mode, the flags it reads
-    """A prompt without a hole is continued, where the objective can; any, where its settings never trained holes."""
+def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
+    """An objective's first use. Where that is to fill holes, a prompt without one is continued if the objective can
+    do so, and any prompt if its settings did not train holes."""
     if flags.score is not None:
         return score_mode, {"score", "stride"}
-    name, prompt = entry["mode"], flags.prompt
-    holes = prompt is not None and re.search(MASKS if name == "fill" else HOLES, bytes(prompt))
-    if name in ("fill", "infill") and entry["continues"](hp):
-        trained = entry["fills"](hp) if name == "fill" else entry["ask"]([[1], [1]], 4, hp)
-        if not trained or prompt is not None and not holes:
-            name = "continue"
-    mode, read = MODES[name]
-    if name == "continue" and entry["drafter"]:
+    if not objective.uses:
+        fail(f"--objective {objective.name}: has no use here but a likelihood. Try --score with a text file")
+    use = objective.uses[0]
+    kind = type(use)
+    has_hole = flags.prompt is not None and re.search(MASKS if kind is Fill else HOLES, bytes(flags.prompt))
+    if kind in (Fill, Infill) and continue_layout(objective, hp):
+        trained = use.layout(hp) if kind is Fill else use.prompt([[1], [1]], 4, hp)
+        if not trained or flags.prompt is not None and not has_hole:
+            kind = Continue
+    mode, read = MODES[kind]
+    if kind is Continue and find_use(objective, Draft):
         read = read | {"speculate"}
-    if name == "fill" and entry["bpb"] == "bound" and prompt is not None and not holes:
+    if kind is Fill and use.any_rate and flags.prompt is not None and not has_hole:
         read = read | {"max_new_tokens"}
     return mode, read
 
 
+def report_unread_markers(mode, name, members, hp, flags):
+    """Prints a line on standard error for each marker of a hole that a mode takes for text."""
+    reads = {fill_mode: MASKS, repair_mode: MASKS, infill_mode: HOLES}
+    for flag in ("prompt", "prefix", "suffix"):
+        for marker in (MASKS, HOLES):
+            found = re.search(marker, bytes(getattr(flags, flag) or []))
+            if not found or flag == "prompt" and reads.get(mode) == marker:
+                continue
+            hint = "Use a model that fills holes"
+            for other, objective in members.items():
+                if flag == "prompt" and other != name and reads.get(choose_mode(objective, hp, flags)[0]) == marker:
+                    hint = f"Try --objective {other}"
+            print(f"--- --{flag}: {found[0].decode()} is read as text, {name} does not fill it here. {hint}",
+                  file=sys.stderr)
+
+
 def parse(argv):  # -> Namespace of every flag; texts as ids, None where they were not given
-    specs = {flag: spec for flags in FLAGS.values() for flag, spec in flags.items()}
-    given = vars(make_parser("sample.py", __doc__, FLAGS).parse_args(argv))
-    check({flag: spec[0] for flag, spec in specs.items()} | given, specs)
-    flags = {flag: None if spec[0] == "" else spec[0] for flag, spec in specs.items()} | given
-    texts = {flag: given_text(flag, flags[flag]) for flag in ("prompt", "prefix", "suffix", "query")}
+    specs = {name: flag for flags in FLAGS.values() for name, flag in flags.items()}
+    given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(argv))
+    check({name: flag.default for name, flag in specs.items()} | given, specs)
+    flags = {name: None if flag.default == "" else flag.default for name, flag in specs.items()} | given
+    texts = {name: given_text(name, flags[name]) for name in ("prompt", "prefix", "suffix", "query")}
     return Namespace(**flags | texts, given=set(given))
 
 
-def say_how_far(entry, hp, step, path):  # on standard error, of a model that is not yet what its size can be
-    steps, what = entry["reaches"] or (0, "")
-    usual = defaults() | entry["defaults"]
-    known = {*SETTINGS["model"], *SETTINGS["training"], *entry["settings"], "data", "train_bytes"}
-    known -= {"max_iters", "max_passes"}
-    told = hp.objective == entry["name"] and all(getattr(hp, flag) == usual[flag] for flag in known)
-    if told and step < steps:
-        print(f"--- {step:,} steps; after {steps:,} of the standard library {entry['name']} {what}. Go on with: "
-              f"python train.py --resume --out_dir {path} --max_iters {steps}", file=sys.stderr)
+def print_training_hint(objective, hp, step, path):  # on standard error, for a model of default settings
+    base = defaults() | objective.flag_defaults
+    settings = {*SETTINGS["model"], *SETTINGS["training"], *objective.flags, "data", "train_bytes"}
+    settings -= {"max_iters", "max_passes"}
+    is_default = hp.objective == objective.name and all(getattr(hp, name) == base[name] for name in settings)
+    if is_default and step < REPORTED_STEPS:
+        print(f"--- this model had {step:,} steps; figures in assets/RESULTS.md are after {REPORTED_STEPS:,}. To train "
+              f"it further: python train.py --resume --out_dir {path} --max_iters {REPORTED_STEPS}", file=sys.stderr)
 
 
-@process_as_it_was()
+@preserve_torch_state()
 def main(argv=None):
-    """Fails where something was asked that cannot be."""
+    """Fails where the flags ask for something that the model cannot do."""
     flags = parse(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     path = flags.out_dir or newest_run()
-    exact = flags.score is not None and flags.dtype == "auto"           # a score is worth the slower float32
+    exact = flags.score is not None and flags.dtype == "auto"           # scores are worth the slower float32
     model, hp, ckpt = load_run(path, flags.device, "float32" if exact else flags.dtype)
-    members = {m["name"]: m for _, m in find_objective(hp)["members"]}
+    members = {m.name: m for _, m in members_of(get_objective(hp))}
     name = flags.objective or next(iter(members))
     if name not in members:
         fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
-    mode, read = choose_mode(members[name], hp, flags)
-    for flag in sorted(flags.given - read - COMMON):        # its silence would look like an effect
-        users = [n for n, e in OBJECTIVES.items() if flag in MODES[e["mode"]][1] and n != name]
-        hint = "with --score" if flag == "stride" else f"with {' '.join(users)}" if users else "without it"
+    objective = members[name]
+    mode, read = choose_mode(objective, hp, flags)
+    for flag in sorted(flags.given - read - COMMON):        # ignoring it would look as if it had no effect
+        if mode is score_mode:
+            fail(f"--{flag}: --score takes no {flag}. Try one of the two")
+        users = [n for n, o in OBJECTIVES.items() if o.uses and flag in MODES[type(o.uses[0])][1] and n != name]
+        if flag == "stride":
+            hint = "with --score"
+        else:
+            hint = f"with {' '.join(users)}" if users else "without it"
         fail(f"--{flag}: not used by {name} here. Try {hint}")
-    mode(model, members[name], hp, flags, ckpt["held_out"])
-    say_how_far(members[name], hp, ckpt["step"], path)
+    report_unread_markers(mode, name, members, hp, flags)
+    mode(model, objective, hp, flags, ckpt["held_out"])
+    print_training_hint(objective, hp, ckpt["step"], path)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BrokenPipeError:                     # as of | head; Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    if sys.stdout is None:
+        fail("standard output is closed, but that is where the answer goes. Try without >&-")
+    run_program(main)

@@ -2,85 +2,97 @@
 
     python train.py                                     clm on the Python standard library's own source
     python train.py --objective mlm --data book.txt     another objective, your own text
-    python train.py --resume                            go on with the newest run
-    python train.py --init_from out/clm --data new.txt:0.95 old.txt:0.05
-"""
-# B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row
-import signal
-import sys
+    python train.py --resume                            resume the latest run
+    python train.py --init_from out/clm --data new.txt:0.95 stdlib:0.05     continual pre-training, with replay
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)                # until there is something to save, Ctrl-C just ends
-import bz2
+B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N lengths of n-grams
+"""
 import contextlib
 import json
-import lzma
 import math
 import os
 import platform
+import signal
+import sys
 import threading
 import time
-import zlib
 from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import check_sizes, document_ids, draw, fail, gather, generator, glyph, open_corpus, reseed, to_bytes
-from model import NGRAM_DIM, NGRAMS, Linear, Lookups
-from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, find_objective, part_of, targets_of
-from run import RANK, VERSION, WORLD, Captured, build, choose_out_dir, defaults, get_config
-from run import load_checkpoint, open_metrics, process_as_it_was, restore, save_checkpoint, use_device, write_line
+from data import check_sizes, compressor_bits, document_ids, fail, make_rng, open_corpus, read_windows, reason
+from data import reseed, sample_windows, to_symbol
+from model import NGRAM_DIM, NGRAMS, NgramLookups, StackedLinear
+from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, continue_layout, get_objective, member_batch, members_of
+from objectives import n_targets
+from run import RANK, VERSION, WORLD, GraphedStep, build, checkpoint_path, choose_out_dir, defaults, get_config
+from run import discard_stdout, load_checkpoint, load_weights, open_metrics, preserve_torch_state, run_program
+from run import save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
 
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
-MIN_ITERS = 200                                 # steps of a run whose length is not given, however small its text
-COMPRESSED = 1 << 24                            # the compressors read at most so many bytes
-BETAS, EPS = (0.9, 0.95), 1e-10                 # AdamW
-MOMENTUM, NS_STEPS = 0.9, 4                     # Muon; at width 128 as good as 5 steps, and .9 better than .95
-NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # the n-gram table: of its second moments; times the others' rate
+MIN_ITERS = 200                                 # least steps of a run without --max_iters, however small its text
+BETAS, EPS = (0.9, 0.95), 1e-10                 # of AdamW
+MOMENTUM, NS_STEPS = 0.9, 4                     # of Muon; at width 128 as good as 5 steps, and .9 better than .95
+NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # n-gram table: decay of its second moments; multiple of the rate
 NGRAM_WARMUP = 2_500_000                        # positions over which its drop rate grows, at most
+BYTES_PER_ROW = 4                               # of text, that a row of the n-gram table can memorize
 
 
 # ---- batches
 
-def draw_windows(entry, corpus, split, B, key):  # -> source (B,), offset (B, tries), on the CPU
-    return draw(corpus, split, entry["n"], B, generator(f"{key},windows"), entry["whole"])
+def draw_windows(objective, corpus, split, B, key, hp):  # -> source (B,), offset (B, candidates), on the CPU
+    n = objective.n_bytes(hp.block_size, hp)
+    return sample_windows(corpus, split, n, B, make_rng(f"{key},windows"), objective.single_document)
 
 
-def make_batch(entry, corpus, split, where, g, hp):  # the windows at where, corrupted with numbers from g -> batch
-    where = [t.to(corpus[0][split].device) for t in where]
-    x = gather(corpus, split, *where, entry["n"])
+def make_batch(objective, corpus, split, windows, g, hp):  # windows: as draw_windows returns them -> batch
+    source, offset = (t.to(corpus[0][split].device) for t in windows)
+    x = read_windows(corpus, split, source, offset, objective.n_bytes(hp.block_size, hp))           # (B, n)
     if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU
-        x = x.pin_memory()                      # its copy is not waited for
-    batch = entry["make"](x.to(hp.device, non_blocking=True), g, hp)
-    for k in [k for k in batch if k.endswith("inp")] if hp.doc_mask else []:
-        batch[k.removesuffix("inp") + "doc"] = document_ids(batch[k])               # a masked EOT ends nothing
+        x = x.pin_memory()                      # makes the copy asynchronous
+    batch = objective.corrupt(x.to(hp.device, non_blocking=True), g, hp)
+    if hp.doc_mask:                             # of the corrupted ids: a masked EOT does not end a document
+        batch |= {with_suffix(k, "doc"): document_ids(batch[k]) for k in input_keys(batch)}
     return batch
 
 
-def ngram_scales(batch, drop, g):  # a batch, 0-D -> {key: (B, ..., T, N)}: factors of the lookups of each input
+def input_keys(batch):  # -> ["inp"]; of a mixture ["clm.inp", "mlm.inp"]
+    return [k for k in batch if k.endswith("inp")]
+
+
+def with_suffix(key, name):  # "clm.inp" -> "clm.doc"
+    return key.removesuffix("inp") + name
+
+
+def ngram_scales(batch, drop, g):  # a batch, 0-D -> {key: (B, ..., T, N)}: a factor for each n-gram lookup
     """0 with probability drop, else 1 / (1 - drop)."""
-    shapes = {k.removesuffix("inp"): (*batch[k].shape, len(NGRAMS)) for k in batch if k.endswith("inp")}
-    return {k + "ngram_scale": (torch.rand(shape, generator=g, device=g.device) >= drop) / (1 - drop)
-            for k, shape in shapes.items()}
+    scales = {}
+    for k in input_keys(batch):
+        u = torch.rand(*batch[k].shape, len(NGRAMS), generator=g, device=g.device)
+        scales[with_suffix(k, "ngram_scale")] = (u >= drop) / (1 - drop)
+    return scales
 
 
-def add_lookups(batch):  # a micro-batch with ngram_scales -> the same with Lookups, and a list of these
-    scales = {k: v.flatten(0, -3) for k, v in batch.items() if k.endswith("ngram_scale")}           # (B, T, N) each
-    lookups = {k.removesuffix("ngram_scale") + "lookups": Lookups(
-        scale, torch.zeros_like(scale, dtype=torch.long), scale.new_zeros(*scale.shape, NGRAM_DIM, requires_grad=True))
-        for k, scale in scales.items()}
+def add_lookups(batch):  # a micro-batch with ngram_scales -> the same with NgramLookups, and a list of these
+    lookups = {}
+    for k in input_keys(batch):
+        if with_suffix(k, "ngram_scale") in batch:
+            scale = batch[with_suffix(k, "ngram_scale")].flatten(0, -3)             # (B, T, N)
+            row = torch.zeros_like(scale, dtype=torch.long)
+            delta = scale.new_zeros(*scale.shape, NGRAM_DIM, requires_grad=True)
+            lookups[with_suffix(k, "lookups")] = NgramLookups(scale, row, delta)
     return batch | lookups, [*lookups.values()]
 
 
-def draw_batch(entry, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of key
+def draw_batch(objective, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of key
     """Windows from a generator on the CPU, corruption from one on the device."""
-    where = draw_windows(entry, corpus, split, B, key)
-    return make_batch(entry, corpus, split, where, generator(f"{key},{entry['name']}", hp.device), hp)
+    windows = draw_windows(objective, corpus, split, B, key, hp)
+    return make_batch(objective, corpus, split, windows, make_rng(f"{key},{objective.name}", hp.device), hp)
 
 
-def micro_batch(batch, i, n):  # the i-th of n equal parts; a mixture's members have rows of their own number
-    return {k: v if isinstance(v, str) else v[i * len(v) // n:(i + 1) * len(v) // n] for k, v in batch.items()}
+def micro_batch(batch, i, n):  # -> the i-th of n equal parts; a mixture's members have different numbers of rows
+    return {k: v if isinstance(v, int) else v[i * len(v) // n:(i + 1) * len(v) // n] for k, v in batch.items()}
 
 
 # ---- optimizer
@@ -90,16 +102,17 @@ def make_optimizer(model, hp):
 
     Muon for the Linear layers inside blocks, ngram_step for the n-gram table, AdamW for embeddings, heads and
     vectors."""
-    hidden = [m.weight for name, m in model.named_modules() if isinstance(m, Linear) and "blocks." in name]
+    hidden = [m.weight for name, m in model.named_modules() if isinstance(m, StackedLinear) and "blocks." in name]
     rest = [p for p in model.parameters() if p.requires_grad and not any(p is q for q in hidden)]
     groups = [dict(params=rest, weight_decay=0.0)]
     if hp.optimizer == "adamw":
-        groups, hidden = groups + [dict(params=hidden, weight_decay=hp.weight_decay)], []
+        groups.append(dict(params=hidden, weight_decay=hp.weight_decay))
+        hidden = []
+    by_shape = {}                               # one Newton-Schulz call per shape: few large products, not many small
+    for p in hidden:                            # (n, rows, columns): n matrices of one shape
+        by_shape.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
     muon = {}
-    # one Newton-Schulz call per shape: few large products in place of many small ones
-    for p in hidden:                            # (n, rows, columns), as many matrices of one shape as there are
-        muon.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
-    for shape, params in muon.items():
+    for shape, params in by_shape.items():
         muon[shape] = params, torch.zeros(sum(len(p) for p in params), *shape, device=params[0].device)
     lr = torch.zeros((), device=hp.device)      # a tensor, so that a captured step reads each step's rate
     adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True, capturable=lr.is_cuda)
@@ -107,42 +120,42 @@ def make_optimizer(model, hp):
     return dict(adamw=adamw, muon=muon, moments=moments, lr=lr)
 
 
-def optimizer_step(opt, bad, hp):
-    """Nothing moves where bad (a 0-D bool tensor) holds; the host need not know."""
-    if bad.device.type == "mps" and bad:        # where some versions of torch ignore found_inf
+def optimizer_step(opt, found_inf, hp):
+    """Skips the update where found_inf (0-D bool), without waiting for the device."""
+    if found_inf.device.type == "mps" and found_inf:            # some versions of torch ignore found_inf on mps
         return
     adamw = opt["adamw"]
-    adamw.grad_scale, adamw.found_inf = None, bad.float()       # the fused kernel's own switch for skipping a step
+    adamw.grad_scale, adamw.found_inf = None, found_inf.float()                     # read by the fused kernel
     adamw.step()
     for params, momentum in opt["muon"].values():
-        muon_step(params, momentum, opt["lr"], bad, hp)
+        muon_step(params, momentum, opt["lr"], found_inf, hp)
 
 
 @torch.no_grad()
-def ngram_step(table, moments, lookups, lr, bad):  # table (R, D), moments (R,), lookups [(row, gradient, square)]
-    """Updates the rows that were looked up, each lookup by its own gradient: RMSprop with one second moment a row.
+def ngram_step(table, moments, lookups, lr, found_inf):  # table (R, D), moments (R,), lookups [(row, gradient, square)]
+    """Updates only the rows that were looked up, once for each lookup: RMSprop with one second moment a row.
     row (n,), gradient (n, D), its mean square (n,): no shape depends on how many lookups share a row."""
-    moments.mul_(torch.where(bad, 1.0, NGRAM_DECAY))
+    moments.mul_(torch.where(found_inf, 1.0, NGRAM_DECAY))
     for row, _, square in lookups:
-        moments.index_add_(0, row, torch.where(bad, 0.0, square))
+        moments.index_add_(0, row, torch.where(found_inf, 0.0, square))
     for row, grad, _ in lookups:
         scale = NGRAM_RATE * lr / (moments[row].sqrt() + EPS)
-        table.index_add_(0, row, -scale[:, None] * torch.where(bad, 0.0, grad))
+        table.index_add_(0, row, -scale[:, None] * torch.where(found_inf, 0.0, grad))
 
 
 @torch.no_grad()
-def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all matrices of one shape at once
-    """Muon (Jordan et al. 2024): Nesterov momentum, made orthogonal. Scaled to the root mean square of
-    AdamW's updates (Liu et al. 2025), so that one learning rate serves both."""
-    def wide(t):  # the shorter side first: the iteration multiplies r x r matrices
+def muon_step(params, momentum, lr, found_inf, hp):  # momentum (N, r, c), r <= c: all matrices of one shape at once
+    """Muon (Jordan et al. 2024): Nesterov momentum, orthogonalized. Scaled to the root mean square of AdamW's
+    updates (Liu et al. 2025), so that one learning rate serves both."""
+    def transpose_tall(t):  # the shorter side first: the iteration multiplies r x r matrices
         return t if t.size(1) <= t.size(2) else t.mT                                # (n, r, c)
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]     # None: no term reached it
-    # where bad, a gradient like the momentum and a rate of 0 move nothing, without asking the device
-    grad = torch.where(bad, momentum, torch.cat([wide(g) for g in grads]))          # (N, r, c)
-    lr = lr * ~bad
-    # Nesterov: the gradient joins the momentum, then looks ahead
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]     # None: no term depends on it
+    # where found_inf, a gradient equal to the momentum and a rate of 0 leave everything as it is
+    grad = torch.where(found_inf, momentum, torch.cat([transpose_tall(g) for g in grads]))          # (N, r, c)
+    lr = lr * ~found_inf
+    # Nesterov: average the gradient into the momentum, then look ahead
     momentum.lerp_(grad, 1 - MOMENTUM)
-    update = orthogonal(grad.lerp(momentum, MOMENTUM), getattr(torch, hp.dtype))
+    update = newton_schulz(grad.lerp(momentum, MOMENTUM), getattr(torch, hp.dtype))
     update = update.to(momentum.dtype).mul_(lr * 0.2 * momentum.size(2) ** 0.5)
     for p, u in zip(params, update.split([len(p) for p in params])):
         if hp.weight_decay:
@@ -150,11 +163,10 @@ def muon_step(params, momentum, lr, bad, hp):  # momentum (N, r, c), r <= c: all
         p.sub_(u if p.size(1) <= p.size(2) else u.mT)
 
 
-def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthonormal rows
-    """Newton-Schulz iteration with the coefficients of Jordan et al. 2024; all but small singular values
-    end near 1."""
+def newton_schulz(x, dtype):  # (N, r, c) -> approximately the nearest matrices with orthonormal rows
+    """The iteration with the coefficients of Jordan et al. 2024; all but small singular values end near 1."""
     x = x.to(dtype)
-    # divided by its Frobenius norm no singular value is above 1, which the iteration needs
+    # the iteration needs singular values of at most 1: divide by the Frobenius norm
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
         a = x @ x.mT                                                                # A (N, r, r)
@@ -163,25 +175,43 @@ def orthogonal(x, dtype):  # (N, r, c) -> about the nearest matrices with orthon
     return x
 
 
-def passes(corpus, entry, hp):  # -> how often a step reads the source that it reads most often
+# ---- what follows from the length of a run
+
+def passes_per_step(corpus, objective, hp):  # -> passes that a step makes over the source that it reads most often
     rows = hp.batch_size * hp.accum
-    return max(rows * entry["n"] * source["weight"] / len(source["train"]) for source in corpus)
+    n = objective.n_bytes(hp.block_size, hp)
+    return max(rows * n * source["weight"] / len(source["train"]) for source in corpus)
 
 
-def drop_rate(step, corpus, entry, hp):  # share of n-gram lookups that a step leaves out
-    """Grows over the first two passes over the text (NGRAM_WARMUP positions at most), since a table that has read
-    little has nothing that could be relied on too much; of a run that reads its text several times it ends higher,
-    since the table would know the text by heart. A run from another's weights starts at the full rate."""
-    each = passes(corpus, entry, hp)
-    end = 1 - (1 - hp.ngram_drop) / max(1.0, hp.max_iters * each) ** (2 / 3) if hp.ngram_drop else 0.0
+def plan_steps(corpus, objective, hp):
+    """Fewer steps for a small text: repeated too often, it is overfitted (Muennighoff et al. 2023)."""
+    most = max(MIN_ITERS, math.ceil(hp.max_passes / passes_per_step(corpus, objective, hp)))
+    if most < hp.max_iters:
+        hp.max_iters = most
+        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
+            hp.eval_interval = math.ceil(most / 4)
+
+
+def ngram_drop_rate(step, corpus, objective, hp):  # -> share of n-gram lookups that a step drops
+    """Grows over the first two passes over the text (NGRAM_WARMUP positions at most): at first the table has memorized
+    nothing that the model could rely on too much. Runs of several passes end at a higher rate, since the table would
+    memorize the text; a text much longer than the table cannot be memorized, and its repetitions count less. A run
+    that starts from another's weights starts at the full rate."""
+    if not hp.ngram_drop:
+        return 0.0
+    each = passes_per_step(corpus, objective, hp)
+    shortest = min(len(source["train"]) for source in corpus)
+    memorized = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / shortest)
+    repetitions = max(0.0, hp.max_iters * each - 1) * memorized
+    end = 1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3)
     if hp.init_from:
         return end
-    read = step * hp.batch_size * hp.accum * hp.block_size
-    return end * min(1.0, max(step * each / 2, read / NGRAM_WARMUP))
+    positions = step * hp.batch_size * hp.accum * hp.block_size
+    return end * min(1.0, max(step * each / 2, positions / NGRAM_WARMUP))
 
 
 def learning_rate(step, hp):
-    """Linear warm-up, constant, linear to 0: the smallest of the three is in force."""
+    """Linear warm-up, constant, linear to 0: the smallest of the three applies."""
     warm = (step + 1) / (hp.warmup_iters + 1)
     fall = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warm, 1.0, fall)
@@ -191,97 +221,105 @@ def learning_rate(step, hp):
 
 @dataclass
 class State:
-    """All that a training step reads and writes, in tensors that stay where they are. The host puts windows,
-    seed, rate and number of a step into where, g, opt["lr"] and step; the rest is the device's alone, so that
-    a CUDA graph can replay the step."""
+    """All that a training step reads and writes, in tensors that keep their addresses, so that a CUDA graph can replay
+    the step. The host writes windows, seed, rates and step number (load_step_inputs); the device writes the rest."""
     hp: object
-    entry: dict                                 # of the objective
+    objective: object
     corpus: list
     model: torch.nn.Module
-    loss: object                                # the entry's, perhaps compiled
+    loss: object                                # the objective's, perhaps compiled
     opt: dict
-    where: list                                 # source (B,), offset (B, tries) of the step's windows
+    windows: list                               # source (B,), offset (B, candidates) of the step
     g: torch.Generator
     step: torch.Tensor
-    first_bad: torch.Tensor                     # the first step whose loss or gradient was not finite, else -1
-    drop: torch.Tensor                          # share of n-gram lookups that the step leaves out
-    params: list                                # all with a gradient, and so not the n-gram table
+    first_nonfinite_step: torch.Tensor          # the first step whose loss or gradient was not finite, else -1
+    drop: torch.Tensor                          # share of n-gram lookups that the step drops
+    params: list                                # all parameters that take a gradient, so not the n-gram table
 
 
-def prepare(entry, corpus, hp):  # -> State before the first step
-    device, model = torch.device(hp.device), build(hp)
-    where = draw_windows(entry, corpus, "train", hp.batch_size * hp.accum, "0")     # its shapes alone are used
+def prepare(objective, corpus, hp):  # -> State before the first step
+    device = torch.device(hp.device)
+    model = build(hp)
+    windows = draw_windows(objective, corpus, "train", hp.batch_size * hp.accum, "0", hp)           # for its shapes
     return State(
-        hp, entry, corpus, model, entry["loss"], make_optimizer(model, hp),
+        hp, objective, corpus, model, objective.loss, make_optimizer(model, hp),
         params=[p for p in model.parameters() if p.requires_grad],
-        where=[t.to(corpus[0]["train"].device) for t in where],
+        windows=[t.to(corpus[0]["train"].device) for t in windows],
         g=torch.Generator(device), step=torch.zeros((), dtype=torch.long, device=device),
         drop=torch.zeros((), device=device),
-        first_bad=torch.full((), -1, device=device))
+        first_nonfinite_step=torch.full((), -1, device=device))
 
 
-def set_step(s, step):  # what the host has to say before a step
-    """Copied into the tensors that the step reads; nothing waits for the device."""
+def load_step_inputs(s, step):
+    """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
-    new = draw_windows(s.entry, s.corpus, "train", hp.batch_size * hp.accum, f"{hp.seed},{step}")
-    for a, b in zip(s.where, new):              # copied, not replaced: a captured graph reads addresses
+    key = f"{hp.seed},{hp.init_step + step}"    # a run from another's weights reads on where that one ended
+    new = draw_windows(s.objective, s.corpus, "train", hp.batch_size * hp.accum, key, hp)
+    for a, b in zip(s.windows, new):            # copied, not replaced: a captured graph reads addresses
         a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
-    reseed(s.g, f"{hp.seed},{step},{s.entry['name']}")
+    reseed(s.g, f"{key},{s.objective.name}")
     s.opt["lr"].fill_(learning_rate(step, hp))
-    s.drop.fill_(drop_rate(step, s.corpus, s.entry, hp))
+    s.drop.fill_(ngram_drop_rate(step, s.corpus, s.objective, hp))
     s.step.fill_(step)
 
 
 def training_step(s):  # -> batch, loss (nats: sum over terms of coefficient * sum / count), norm of the gradient
-    """One update: the same for one process or many, called eagerly or replayed. Waits for nothing on the
-    device."""
-    hp, loss = s.hp, torch.zeros_like(s.first_bad, dtype=torch.float32)
-    batch, lookups = training_batch(s), []      # lookups: of n-grams, for ngram_step
+    """One update: the same code for one process or several, called eagerly or replayed. Never waits for the device."""
+    hp = s.hp
+    batch = training_batch(s)
+    lookups = []                                # of n-grams, for ngram_step
 
     # forward and backward: sums of nats, divided by the counts of the whole batch
-    terms = s.entry["terms"](batch, hp)
+    loss = torch.zeros_like(s.first_nonfinite_step, dtype=torch.float32)
+    terms = s.objective.terms(batch, hp)
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
-        micro, taken = add_lookups(micro_batch(batch, i, hp.accum))
-        part = total(s.loss(s.model, micro, hp), terms)
+        micro, micro_lookups = add_lookups(micro_batch(batch, i, hp.accum))
+        part = weighted_loss(s.loss(s.model, micro, hp), terms)
         part.backward()
         loss += part.detach()
-        for each in taken:
-            if each.delta.grad is not None:     # None: no term reached it
-                grad = each.delta.grad.flatten(0, 2)
-                lookups.append((each.row.flatten(), grad, grad.square().mean(1)))
+        for lookup in micro_lookups:
+            if lookup.delta.grad is not None:   # None: no term depends on it
+                grad = lookup.delta.grad.flatten(0, 2)
+                lookups.append((lookup.row.flatten(), grad, grad.square().mean(1)))
     if WORLD > 1:
-        add_up([p.grad for p in s.params if p.grad is not None] + [loss])
+        all_reduce_sum([p.grad for p in s.params if p.grad is not None] + [loss])
         lookups = sum_lookups(lookups, s.model.ngrams.table) if lookups else []
 
-    # clip, look for what is not finite, move
+    # clip, check that all is finite, update
     norm = torch.nn.utils.clip_grad_norm_(s.params, hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
-    s.first_bad.copy_(torch.where((s.first_bad < 0) & ~finite, s.step, s.first_bad))
-    optimizer_step(s.opt, s.first_bad >= 0, hp)
+    s.first_nonfinite_step.copy_(torch.where((s.first_nonfinite_step < 0) & ~finite, s.step, s.first_nonfinite_step))
+    found_inf = s.first_nonfinite_step >= 0
+    optimizer_step(s.opt, found_inf, hp)
     if lookups:
-        ngram_step(s.model.ngrams.table, s.opt["moments"], lookups, s.opt["lr"], s.first_bad >= 0)
+        ngram_step(s.model.ngrams.table, s.opt["moments"], lookups, s.opt["lr"], found_inf)
     for p in s.params:
         p.grad = None
     return batch, loss, norm
 
 
-def training_batch(s):  # -> the batch of the windows, seed and drop rate that the host put into s
-    batch = make_batch(s.entry, s.corpus, "train", s.where, s.g, s.hp)
+def training_batch(s):  # -> the batch of the windows, seed and drop rate that the host wrote into s
+    batch = make_batch(s.objective, s.corpus, "train", s.windows, s.g, s.hp)
     return batch if s.model.ngrams is None else batch | ngram_scales(batch, s.drop, s.g)
 
 
-def total(sums, terms):  # {term: sum}, {term: (count, coefficient)} -> 0-D
-    return sum(terms[term][1] * x / terms[term][0] for term, x in sums.items() if terms[term][1])
+def weighted_loss(sums, terms):  # {term: sum}, {term: (count, coefficient)} -> 0-D
+    total = 0.0
+    for term, x in sums.items():
+        count, coefficient = terms[term]
+        if coefficient:
+            total = total + coefficient * x / count
+    return total
 
 
-def compile_loss(s):  # -> the loss, plain where torch.compile cannot; what cannot compile fails here, not later
+def compile_loss(s):  # -> the compiled loss, or the plain one where torch.compile fails, which it tries here
     loss = torch.compile(s.loss, fullgraph=True, dynamic=False)
     try:
         micro, _ = add_lookups(micro_batch(training_batch(s), 0, s.hp.accum))
         sum(loss(s.model, micro, s.hp).values()).backward()
     except Exception as e:                      # no compiler, an old one, an operating system without support
         why = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
-        print(f"--compile: does not work here ({why}), going on without it")
+        print(f"--compile: does not work here ({why}), continuing without it")
         loss = s.loss
     for p in s.params:
         p.grad = None
@@ -290,51 +328,50 @@ def compile_loss(s):  # -> the loss, plain where torch.compile cannot; what cann
 
 # ---- evaluation
 
-def validation_list(entry, corpus, hp):  # -> [(source, weight, member, batches, causal batches or None)]
-    """Each source's own fixed windows under fixed corruption: a function of objective and block size alone.
-    Causal batches, of the same plain windows for all, say bits per byte where the objective's own do not."""
-    def fixed(m, source):
+def validation_list(objective, corpus, hp):  # -> [(source, weight, member, batches, causal batches or None)]
+    """Each source's own fixed windows under fixed corruption: they depend on the objective and the block size alone.
+    Where bits per byte do not come from the objective's own rows, causal batches of plain windows are added."""
+    def fixed_batches(m, source):
         return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}", hp) for i in range(hp.eval_iters)]
-    plain = CAUSAL | {"n": hp.block_size + 1}
-    return [(source, source["weight"] * weight, m, fixed(m, source),
-             fixed(plain, source) if m["bpb"] == "causal" and m["continues"](hp) else None)
-            for source in corpus for weight, m in entry["members"]]
+    entries = []
+    for source in corpus:
+        for weight, m in members_of(objective):
+            causal = None
+            batches = fixed_batches(m, source)
+            if m.bpb == "causal" and continue_layout(m, hp):
+                causal = fixed_batches(CAUSAL, source)
+            entries.append((source, source["weight"] * weight, m, batches, causal))
+    return entries
 
 
 @torch.no_grad()
 def evaluate(model, validation, hp):  # -> one record for each source and member
-    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window from a cold
-    start; a bound from above where the entry says so; None where the objective does not define it.
-    targets: targets for one row position, whatever their weight. terms: the loss's terms and figures."""
+    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window without context before
+    it; an upper bound where the objective says so; None where the objective does not define it. targets: targets per
+    row position, whatever their weight. terms: the loss's terms and figures."""
     records = []
     for source, _, m, batches, causal in validation:
-        figures, loss = means(m, model, batches, hp)
-        nats = means(CAUSAL, model, causal, hp)[1] if causal else loss
+        figures, loss = mean_terms(m, model, batches, hp)
+        nats = mean_terms(CAUSAL, model, causal, hp)[1] if causal else loss
         positions = EVAL_ROWS * hp.block_size
-        share = sum(float(targets_of(m, b, hp)) for b in batches) / len(batches) / positions
-        records.append({"split": "val", "data": source["name"], "objective": m["name"], "loss": loss,
-                        "bpb": nats / math.log(2) if causal or m["bpb"] in ("loss", "bound") else None,
+        share = sum(float(n_targets(m, b, hp)) for b in batches) / len(batches) / positions
+        records.append({"split": "val", "data": source["name"], "objective": m.name, "loss": loss,
+                        "bpb": nats / math.log(2) if causal or m.bpb in ("loss", "bound") else None,
                         "targets": share, "terms": figures})
     return records
 
 
-def means(entry, model, batches, hp):  # -> {term: sum of sums / sum of counts}, their total
-    known = [entry["terms"](b, hp) for b in batches]
-    sums = [entry["loss"](model, b, hp) for b in batches]
-    out = {term: sum(float(s[term]) for s in sums) / max(1.0, sum(float(k[term][0]) for k in known))
-           for term in sums[0]}
-    return out, sum(known[0][term][1] * mean for term, mean in out.items())
+def mean_terms(objective, model, batches, hp):  # -> {term: sum of sums / sum of counts}, their weighted total
+    terms = [objective.terms(b, hp) for b in batches]
+    sums = [objective.loss(model, b, hp) for b in batches]
+    means = {}
+    for term in sums[0]:
+        count = sum(float(t[term][0]) for t in terms)
+        means[term] = sum(float(s[term]) for s in sums) / max(1.0, count)
+    return means, sum(terms[0][term][1] * mean for term, mean in means.items())
 
 
-def compressors(data):  # (N,) uint8 -> what the standard library's compressors make of it, as one stream, in words
-    text = to_bytes(data[:COMPRESSED].cpu())
-    sizes = {"zlib": len(zlib.compress(text, 9)), "bz2": len(bz2.compress(text)), "lzma": len(lzma.compress(text))}
-    part = f"all {len(text):,}" if len(text) == len(data) else f"the first {len(text):,} of {len(data):,}"
-    bits = ", ".join(f"{name} {8 * size / len(text):.3f}" for name, size in sizes.items())
-    return f"{bits} bits/byte on {part} bytes as one stream"
-
-
-def plot(path):  # metrics.jsonl -> loss.png beside it: nats over steps, of every split, objective and source
+def plot(path):  # metrics.jsonl -> loss.png beside it: nats over steps, by split, objective and source
     import matplotlib  # here: it is optional
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -364,48 +401,56 @@ def join_processes(hp):
              f"Try --accum {WORLD * math.ceil(hp.accum / WORLD)}")
     if hp.cuda_graph or any(d.split(":")[0] == "-" for d in hp.data):
         fail(f"{'--cuda_graph' if hp.cuda_graph else '--data -'}: is for one process. Try without torchrun")
-    if not torch.distributed.is_initialized():  # gloo: what the hosts tell each other, without waiting for a device
+    if not torch.distributed.is_initialized():  # gloo: messages between hosts, without waiting for a device
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
 
 
-def add_up(tensors):  # each becomes its sum over all processes, in one exchange
+def all_reduce_sum(tensors):  # replaces each by its sum over all processes, in one exchange
     flat = torch.cat([t.flatten() for t in tensors])
     torch.distributed.all_reduce(flat)
     for t, summed in zip(tensors, flat.split([t.numel() for t in tensors])):
         t.copy_(summed.view_as(t))
 
 
-def sum_lookups(lookups, table):  # -> those of all processes, as one for each row of the table
-    """Dense, since a sum over equal rows has the same bits in all processes only where it is made once."""
-    sums, squares = torch.zeros_like(table), table.new_zeros(len(table))
+def sum_lookups(lookups, table):  # -> the lookups of all processes, as one for each row of the table
+    """Dense: all processes get the same bits only if each row's sum is computed once and shared."""
+    sums = torch.zeros_like(table)
+    squares = table.new_zeros(len(table))
     for row, grad, square in lookups:
         sums.index_add_(0, row, grad)
         squares.index_add_(0, row, square)
-    add_up([sums, squares])
+    all_reduce_sum([sums, squares])
     return [(torch.arange(len(table), device=table.device), sums, squares)]
 
 
-def any_says(yes):  # -> does any process say so?
-    said = torch.tensor(int(yes))
+def any_rank(flag):  # -> is it true in any process?
+    result = torch.tensor(int(flag))
     if WORLD > 1:
-        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX)
-    return bool(said)
+        torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX)
+    return bool(result)
+
+
+def barrier():
+    any_rank(False)
 
 
 # ---- the run
 
-@process_as_it_was()
-def main(argv=None):  # -> exit code
-    """Leaves the process as it was, signal handlers too, for notebooks and tests; but for run.keep_memory."""
-    hp, stop = get_config(sys.argv[1:] if argv is None else argv), []
+@preserve_torch_state()
+def main(argv=None, with_sample=True):  # -> exit code
+    """Restores torch's global switches and the signal handlers at the end, for notebooks and tests; run.tune_malloc
+    stays. with_sample: ends with compressors, the picture and a sample."""
+    hp = get_config(sys.argv[1:] if argv is None else argv)
+    stop = []                                   # signals that were received
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
     with contextlib.ExitStack() as stack:
         nowhere = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(nowhere if RANK else Output(stop)))
+        stack.enter_context(contextlib.redirect_stdout(nowhere if RANK else PipeSafeStdout(stop)))
         try:
             join_processes(hp)
-            return train(hp, stop, stack)
+            code, s = train(hp, stop, stack)
+            return finish(s) if s and with_sample and RANK == 0 else code
         except RuntimeError as e:               # the CPU's lack of memory has no class of its own
             lacks = "out of memory", "allocate memory", "not enough memory"
             if not isinstance(e, torch.OutOfMemoryError) and not any(words in str(e) for words in lacks):
@@ -416,118 +461,124 @@ def main(argv=None):  # -> exit code
                  f"Try {'a device with more memory' if hp.resume else half + 'a smaller model'}")
 
 
-def train(hp, stop, stack):  # -> exit code
-    """Folder, corpus, model; then steps, each a pure function of (seed, step); then a sample.
+def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
+    """Folder, corpus, model; then steps, each a pure function of (seed, step).
 
     0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2."""
-    precision, entry = use_device(torch.device(hp.device)), find_objective(hp)
-    metrics = open(os.devnull, "r+b") if RANK else None
-    if not RANK and os.path.exists(os.path.join(hp.out_dir, "metrics.jsonl")) and hp.resume:
-        metrics = stack.enter_context(open_metrics(hp.out_dir))         # locked before the checkpoint is read
+    # the folder, locked for one process before the corpus and a checkpoint are read
+    precision = use_device(torch.device(hp.device))
+    objective = get_objective(hp)
     if not hp.resume:
         hp.out_dir = choose_out_dir(hp)
-    any_says(False)                             # the first process makes the folder when all have looked for one
+    barrier()                                   # the first process makes the folder after all have looked for one
+    metrics = stack.enter_context(open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir))
+
+    # the corpus
     corpus = open_corpus(hp.data, hp.out_dir, hp.resume)
     for source in corpus:
         source["train"] = source["train"][:hp.train_bytes or None]
-    check_sizes(corpus, entry["n"], hp.block_size)
+    check_sizes(corpus, objective.n_bytes(hp.block_size, hp), hp.block_size)
     if hp.max_passes and not hp.resume:
-        plan_steps(corpus, entry, hp)
+        plan_steps(corpus, objective, hp)
     sources = [[s["name"], s["size"], s["crc"], s["weight"]] for s in corpus]
     move_corpus(corpus, hp)
 
-    # the model, its optimizer, what a checkpoint says of them
-    s = prepare(entry, corpus, hp)
-    at = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
+    # the model, its optimizer, their state in a checkpoint
+    s = prepare(objective, corpus, hp)
+    progress = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
     if hp.resume:
-        at = resume(load_checkpoint(hp.resume), s, sources)
+        progress = resume(load_checkpoint(hp.resume), s, sources)
     elif hp.init_from:
-        restore(s.model, load_checkpoint(hp.init_from), hp.init_from, fresh=True)
-    validation = validation_list(entry, corpus, hp)
-    if metrics is None:
-        metrics = stack.enter_context(open_metrics(hp.out_dir))
-    if not RANK:                                # lines after the checkpoint's are of steps that are taken again
-        metrics.truncate(min(at["metrics_bytes"], os.path.getsize(metrics.name)))
+        parent = load_checkpoint(hp.init_from)
+        load_weights(s.model, parent, hp.init_from, init=hp)
+    validation = validation_list(objective, corpus, hp)
+    if not RANK:                                # drop log lines after the checkpoint: those steps are run again
+        metrics.truncate(min(progress["metrics_bytes"], os.path.getsize(metrics.name)))
     metrics.seek(0, os.SEEK_END)
     announce(s, sources, precision, metrics)
-    if at["step"] == 0:
-        show_example(draw_batch(entry, corpus, "train", hp.batch_size * hp.accum, f"{hp.seed},0", hp), entry)
+    if hp.init_from and not hp.resume:
+        announce_parent(parent, hp)
+    if hp.resume and progress["step"] == hp.max_iters:
+        print(f"{hp.out_dir} is finished, at step {hp.max_iters:,}. A larger --max_iters prolongs it")
+    if progress["step"] == 0:
+        key = f"{hp.seed},{hp.init_step}"
+        show_example(draw_batch(objective, corpus, "train", hp.batch_size * hp.accum, key, hp), objective)
     if hp.compile or hp.device.startswith("cuda"):
-        torch._dynamo.reset()                   # or the limit of its cache is that of all runs of a process
+        torch._dynamo.reset()                   # its cache limit would count all runs of a process
     if hp.compile:
         s.loss = compile_loss(s)
-    take = Captured(lambda: training_step(s), [s.g]) if hp.cuda_graph else lambda: training_step(s)
-    log, start = Log(s, metrics, at), at["step"]
-    handlers = catch_signals(stop)
-    stack.callback(release, handlers)
 
-    # the loop runs once more than there are steps: the last pass only evaluates and saves
+    def step_fn():
+        return training_step(s)
+    if hp.cuda_graph:
+        step_fn = GraphedStep(step_fn, [s.g])
+    log = Log(s, metrics, progress)
+    start = progress["step"]
+    handlers = catch_signals(stop)
+    stack.callback(restore_handlers, handlers)
+
+    # the loop runs once more than there are steps: the last iteration only evaluates and saves
     for step in range(start, hp.max_iters + 1):
-        due, halt = step % hp.eval_interval == 0 or step == hp.max_iters, any_says(bool(stop))
+        due = step % hp.eval_interval == 0 or step == hp.max_iters
+        halt = any_rank(bool(stop))
         if (due or halt) and (step > start or not hp.resume):
-            if int(s.first_bad) >= 0:
+            if int(s.first_nonfinite_step) >= 0:
                 break
-            log.pause()
-            better = due and log.evaluation(step, evaluate(s.model, validation, hp), validation)
-            for name in ["best.pt"] * better + ["ckpt.pt"]:     # after a kill in between, best.pt is written anew
-                save(s, log, name, step, sources)
-            log.go_on(step)
+            log.pause_clock()
+            if due and log.evaluation(step, evaluate(s.model, validation, hp), validation):
+                save(s, log, "best.pt", step, sources)          # first: a kill in between leaves it to be written again
+            save(s, log, "ckpt.pt", step, sources)
+            log.resume_clock(step)
         if step == hp.max_iters or halt:
             break
-        set_step(s, step)
-        batch, loss, norm = take()
+        load_step_inputs(s, step)
+        batch, loss, norm = step_fn()
         log.bar.update()
-        if step % hp.log_interval == 0:         # diagnostics, which alone read from the device
-            if int(s.first_bad) >= 0:
+        if step % hp.log_interval == 0:         # only diagnostics read from the device
+            if int(s.first_nonfinite_step) >= 0:
                 break
             log.step(step, batch, float(loss), float(norm))
 
     # how it ended
     log.bar.close()
-    bad = int(s.first_bad)
-    if bad >= 0:                                # since then nothing has moved
-        log.pause()
+    bad = int(s.first_nonfinite_step)
+    if bad >= 0:                                # no update was made since then
+        log.pause_clock()
         save(s, log, "ckpt.pt", bad, sources)
-        any_says(False)                         # none ends before it is written
+        barrier()                               # no process ends before the file is written
         print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the state before it. "
               f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
-        return 1
+        draw_losses(hp)
+        return 1, None
     metrics.close()
     if halt and step < hp.max_iters:
-        print(f"stopped at step {step}, saved. Go on with: python train.py --resume --out_dir {hp.out_dir}")
-        return 128 + (stop or [signal.SIGTERM])[0]
-    release(handlers)                           # what is left can be interrupted anywhere
+        print(f"stopped at step {step}, saved. Resume with: python train.py --resume --out_dir {hp.out_dir}")
+        draw_losses(hp)
+        return 128 + (stop or [signal.SIGTERM])[0], None
+    restore_handlers(handlers)                  # what is left can be interrupted anywhere
     if log.val > log.best:
-        print(f"validation was at its best at step {log.best_step}: {log.best:.4f} nats, now {log.val:.4f}; "
+        print(f"validation loss was lowest at step {log.best_step}: {log.best:.4f} nats, now {log.val:.4f}; "
               f"{hp.out_dir}/best.pt holds that state")
-    return finish(s) if RANK == 0 else 0
-
-
-def plan_steps(corpus, entry, hp):
-    """Of a small text fewer steps: repeated too often, it is learned by heart (Muennighoff et al. 2023)."""
-    most = max(MIN_ITERS, math.ceil(hp.max_passes / passes(corpus, entry, hp)))
-    if most < hp.max_iters:
-        hp.max_iters = most
-        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
-            hp.eval_interval = math.ceil(most / 4)
+    return 0, s
 
 
 class Log:
-    """What a run says while it trains: lines of metrics.jsonl, the bar or plain lines; and its clock."""
+    """A run's output while it trains: lines of metrics.jsonl, the bar or plain lines; and its clock."""
 
-    def __init__(self, s, metrics, at):
-        self.s, self.hp, self.metrics, self.seconds = s, s.hp, metrics, at["seconds"]
-        self.best, self.best_step, self.val = at["best"], at["best_step"], at["val"]
-        self.bar = tqdm(total=self.hp.max_iters, initial=at["step"], disable=True if RANK else None, unit="step",
+    def __init__(self, s, metrics, progress):
+        self.s, self.hp, self.metrics, self.seconds = s, s.hp, metrics, progress["seconds"]
+        self.best, self.best_step, self.val = progress["best"], progress["best_step"], progress["val"]
+        self.bar = tqdm(total=self.hp.max_iters, initial=progress["step"], disable=True if RANK else None, unit="step",
                         dynamic_ncols=True)
         self.printed = 0.0
-        self.go_on(at["step"])
+        self.resume_clock(progress["step"])
 
-    def pause(self):                            # the clock stands while the model is evaluated
+    def pause_clock(self):                      # evaluation is not counted
         self.seconds += time.perf_counter() - self.clock
 
-    def go_on(self, step):
-        self.clock, self.clock_step = time.perf_counter(), step
+    def resume_clock(self, step):
+        self.clock = time.perf_counter()
+        self.clock_step = step
 
     def evaluation(self, step, records, validation):  # -> is it the best so far?
         for r in records:
@@ -540,18 +591,20 @@ class Log:
         return better
 
     def step(self, step, batch, loss, norm):
-        hp, entry, now = self.hp, self.s.entry, time.perf_counter()
+        hp = self.hp
+        now = time.perf_counter()
         positions = hp.batch_size * hp.accum * hp.block_size
         speed = (step + 1 - self.clock_step) * positions / (now - self.clock)
-        # a training batch says bits per byte where the loss is nats a byte: of clm, and of bounds
-        bpb = loss / math.log(2) if entry["bpb"] in ("loss", "bound") else None
+        # of a training batch bits per byte are known where the loss is nats per byte: clm's, and bounds
+        bpb = loss / math.log(2) if self.s.objective.bpb in ("loss", "bound") else None
         write_line(self.metrics, {
             "step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": loss,
-            "bpb": bpb, "targets": float(targets_of(entry, batch, hp)) / positions, "lr": learning_rate(step, hp),
-            "grad_norm": norm, "tok_per_s": round(speed), "seconds": round(self.seconds + now - self.clock, 3)})
+            "bpb": bpb, "targets": float(n_targets(self.s.objective, batch, hp)) / positions,
+            "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": round(speed),
+            "seconds": round(self.seconds + now - self.clock, 3)})
         line = f"loss {loss:.3f}, {speed / 1e3:.1f}k positions/s"
         self.bar.set_postfix_str(line)
-        if self.bar.disable and now - self.printed > 5:         # no terminal: a plain line now and then
+        if self.bar.disable and now - self.printed > 5:         # no terminal: a plain line every 5 seconds
             self.printed = now
             print(f"step {step:6d} | {line}, {(hp.max_iters - step) * positions / speed:.0f} s left")
 
@@ -559,7 +612,7 @@ class Log:
 def save(s, log, name, step, sources):
     if RANK > 0:
         return
-    os.fsync(log.metrics.fileno())              # a checkpoint counts its bytes
+    os.fsync(log.metrics.fileno())              # the checkpoint stores its length
     save_checkpoint(os.path.join(s.hp.out_dir, name), dict(
         version=VERSION, config=vars(s.hp) | {"resume": False}, step=step, seconds=log.seconds,
         best=log.best, best_step=log.best_step, val=log.val, sources=sources, metrics_bytes=log.metrics.tell(),
@@ -580,16 +633,18 @@ def resume(ckpt, s, sources):  # -> {step, seconds, best, best_step, val, metric
     if hp.max_iters != ckpt["config"]["max_iters"]:
         print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: "
               "the learning rate follows the new plan")
-    restore(s.model, ckpt, hp.resume)
-    adamw, muon, moments = s.opt["adamw"], s.opt["muon"], s.opt["moments"]
+    load_weights(s.model, ckpt, hp.resume)
+    adamw = s.opt["adamw"]
+    moments = s.opt["moments"]
     params = [p for group in adamw.param_groups for p in group["params"]]
     try:
         for i, state in ckpt["adamw"]["state"].items():
             check_layout(state["step"], torch.zeros(()))
             check_layout(state["exp_avg"], params[i])
             check_layout(state["exp_avg_sq"], params[i])
-        adamw.load_state_dict(ckpt["adamw"])
-        for (_, momentum), saved in zip(muon.values(), ckpt["muon"], strict=True):
+        # groups hold settings, which are this run's own
+        adamw.load_state_dict({"state": ckpt["adamw"]["state"], "param_groups": adamw.state_dict()["param_groups"]})
+        for (_, momentum), saved in zip(s.opt["muon"].values(), ckpt["muon"], strict=True):
             check_layout(saved, momentum)
             momentum.copy_(saved)
         if moments is not None:
@@ -608,7 +663,7 @@ def check_layout(saved, own):  # the fused kernels read past the end of a state 
         raise ValueError("layout")
 
 
-def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loader
+def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no loader is needed
     if not hp.device.startswith("cuda"):
         return
     size = sum(s["size"] for s in corpus)
@@ -620,7 +675,9 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there: no loade
 
 
 def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl, the first three on the terminal
-    hp, size, threads = s.hp, sum(p.numel() for p in s.model.parameters()), torch.get_num_threads()
+    hp = s.hp
+    size = sum(p.numel() for p in s.model.parameters())
+    threads = torch.get_num_threads()
     table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
     if metrics.tell() == 0:
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__,
@@ -632,32 +689,48 @@ def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl
     ngrams = f" and {table:,} in the n-gram table" if table else ""
     print(f"{hp.objective} | {size - table:,} parameters{ngrams} | {names} | {hp.out_dir}")
     print(f"{hp.device}, {many} | activations {hp.dtype}, {precision}")
-    print(f"{hp.max_iters:,} steps, which read the text {hp.max_iters * passes(s.corpus, s.entry, hp):.2g} times")
+    for source in s.corpus:
+        for note in source["notes"]:
+            print(f"--data {note}")
+    passes = hp.max_iters * passes_per_step(s.corpus, s.objective, hp)
+    print(f"{hp.max_iters:,} steps, which read the text {passes:.2g} times")
     if hp.warmup_iters > hp.max_iters > 0:
         print(f"--warmup_iters {hp.warmup_iters}: longer than the run, whose rate never reaches its peak")
 
 
-def show_example(batch, entry, width=96, most=256):
+def announce_parent(parent, hp):  # where the weights come from
+    objective = parent["config"]["objective"]
+    print(f"weights of {checkpoint_path(hp.init_from)}: {objective} at step {parent['step']:,}")
+    if objective == hp.objective and hp.learning_rate >= parent["config"]["learning_rate"]:
+        print(f"hint: {objective} continues at its parent's full rate, which unlearns at first. "
+              f"Try --learning_rate {0.3 * hp.learning_rate:g}")
+
+
+def show_example(batch, objective, width=96, most=256):
     """Prints the first row of each member's batch, one character a position, inputs above targets."""
     print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
-    for _, m in entry["members"]:
-        b = part_of(batch, m) or batch
-        shown = {k: b[k][0].reshape(-1)[:most].tolist() for k in ("inp", "tgt") if k in b}
-        for i in range(0, len(shown["inp"]), width):
-            for k, row in shown.items():
-                print(f"  {m['name']} {k}   {''.join(map(glyph, row[i:i + width]))}")
+    for _, m in members_of(objective):
+        b = member_batch(batch, m) or batch
+        rows = {k: b[k][0].reshape(-1)[:most].tolist() for k in ("inp", "tgt") if k in b}
+        for i in range(0, len(rows["inp"]), width):
+            for k, row in rows.items():
+                print(f"  {m.name} {k}   {''.join(map(to_symbol, row[i:i + width]))}")
         if "labels" in b:
-            print(f"  {m['name']} label {int(b['labels'][0])}")
-        seen = b["mask"] if isinstance(b["mask"], str) else int(b["mask"][0])
-        seen = {0: "causal", b["inp"].size(-1): "bidirectional"}.get(seen, seen)
-        rule = f"the first {seen} positions see each other, the rest what is before them"
-        print(f"  {m['name']} mask  {seen if isinstance(seen, str) else rule}")
+            print(f"  {m.name} label {int(b['labels'][0])}")
+        prefix = b["prefix"] if isinstance(b["prefix"], int) else int(b["prefix"][0])
+        if prefix == 0:
+            attention = "causal"
+        elif prefix == b["inp"].size(-1):
+            attention = "bidirectional"
+        else:
+            attention = f"both ways among the first {prefix} positions, then causal"
+        print(f"  {m.name} attention  {attention}")
 
 
 def describe(step, r):  # -> a line for a record of evaluate
     """nats per target, perplexity where a term is nats of the byte head, bits per byte where they are
     defined."""
-    bound = "<= " if OBJECTIVES[r["objective"]]["bpb"] == "bound" else ""
+    bound = "<= " if OBJECTIVES[r["objective"]].bpb == "bound" else ""
     bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
     terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
     perplexity = f", perplexity {math.exp(r['terms']['nll']):.2f}" if "nll" in r["terms"] else ""
@@ -666,33 +739,40 @@ def describe(step, r):  # -> a line for a record of evaluate
 
 
 def finish(s):  # -> exit code; compressors, the picture, a sample
-    """What goes wrong here cannot harm the run, which is saved."""
+    """Errors here do not harm the run, which is saved."""
     hp = s.hp
-    for source in s.corpus if any(m["bpb"] for _, m in s.entry["members"]) else []:
-        print(f"compressors on the validation split of {source['name']}: {compressors(source['val'])}")
+    if any(m.bpb for _, m in members_of(s.objective)):
+        for source in s.corpus:
+            print(f"compressors on the validation split of {source['name']}: {compressor_bits(source['val'])}")
+    draw_losses(hp)
+    print(f"done: {hp.out_dir}/ckpt.pt\n")
+    import sample  # here: training needs it only now
+    try:
+        sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
+    except SystemExit:                          # it printed why
+        pass
+    except Exception as e:
+        print(f"no sample: {type(e).__name__}: {e}")
+    print(f"\nmore samples: python sample.py --out_dir {hp.out_dir}")
+    return 0
+
+
+def draw_losses(hp):  # into loss.png; errors here do not harm the run, which is saved
+    if RANK > 0:
+        return
     try:
         plot(os.path.join(hp.out_dir, "metrics.jsonl"))
     except ImportError:
         print("hint: pip install matplotlib, and the next run draws its losses into loss.png")
     except Exception as e:                      # a damaged metrics.jsonl, a full disk
         print(f"no loss.png: {type(e).__name__}: {e}")
-    print(f"done: {hp.out_dir}/ckpt.pt\n")
-    import sample  # here: only now, since it is the one thing that training wants of it
-    try:
-        sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
-    except SystemExit:                          # it said why
-        pass
-    except Exception as e:
-        print(f"no sample: {type(e).__name__}: {e}")
-    print(f"\nmore of it: python sample.py --out_dir {hp.out_dir}")
-    return 0
 
 
 # ---- how a run is stopped
 
-class Output:
-    """Standard output that a run survives: when its reader goes away (as of | head) the run stops as by a
-    signal, and what it still says goes nowhere."""
+class PipeSafeStdout:
+    """Standard output for which a broken pipe (as after | head) does not end the run: the run stops as by a signal,
+    and what it still prints is discarded."""
 
     def __init__(self, stop):
         self.stream, self.stop = sys.stdout, stop
@@ -701,8 +781,11 @@ class Output:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except OSError:                         # a closed pipe, a terminal that is gone, a full disk
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        except OSError as e:                    # a closed pipe, a terminal that is gone, a full disk
+            discard_stdout()
+            if not isinstance(e, BrokenPipeError):
+                with contextlib.suppress(OSError):              # standard error may be as full
+                    print(f"error: the output could not be written ({reason(e)})", file=sys.stderr)
             self.stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))            # Windows has no such signal
 
     def __getattr__(self, name):
@@ -720,13 +803,10 @@ def catch_signals(stop):  # -> {signal: the handler that was there before}
     return {number: signal.signal(number, handler) for number in caught}
 
 
-def release(handlers):
+def restore_handlers(handlers):
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 if __name__ == "__main__":
-    code = main()
-    if WORLD > 1:
-        torch.distributed.destroy_process_group()
-    sys.exit(code)
+    run_program(main)

@@ -2,11 +2,13 @@ import argparse
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import run
-from data import generator
-from model import Sizes, Transformer
-from objectives import find_objective
+from data import make_rng
+from model import ModelConfig, Transformer
+from objectives import get_objective
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
@@ -24,12 +26,12 @@ def text(tmp_path, monkeypatch):  # a text file in an empty current folder
 def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
     """A model in which every parameter is N(0, .3): at zero-init nothing mixes positions, and a test of a
     mask or a cache would pass on anything."""
-    sizes = Sizes(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)
-    return randomize(Transformer(sizes, dtype), seed)
+    config = ModelConfig(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)
+    return randomize(Transformer(config, dtype), seed)
 
 
 def randomize(module, seed=0):
-    g = generator(f"randomize {seed}")
+    g = make_rng(f"randomize {seed}")
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(torch.randn(p.shape, generator=g) * 0.3)
@@ -37,11 +39,65 @@ def randomize(module, seed=0):
 
 
 def settings(name, T, **changes):  # every setting of a run of that objective or mixture, in rows of T
-    tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64)
+    tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
+                init_step=0)
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 
 def clean_windows(hp, B, seed=0):  # (B, n) random bytes without a NUL, in lines
-    n, g = find_objective(hp)["n"], generator(f"windows {seed}")
+    n = get_objective(hp).n_bytes(hp.block_size, hp)
+    g = make_rng(f"windows {seed}")
     x = torch.randint(1, 256, (B, n), generator=g)
     return x.masked_fill(torch.rand(B, n, generator=g) < 1 / 12, ord("\n"))
+
+
+class NoWaiting(TorchDispatchMode):
+    """Counts operations and refuses those that wait for the device or whose result has a data-dependent shape."""
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2",
+               "lift_fresh")                    # the last: a list from the host
+    count = 0
+
+    def check(self, func, args):
+        op = func.overloadpacket.__name__
+        assert op not in self.REFUSED, f"{op} waits for the device"
+        if op in ("index", "index_put", "index_put_"):
+            boolean = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+            assert not boolean, f"{op} with a boolean index waits for the device"
+        self.count += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.check(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class Recording(NoWaiting):
+    """A CUDA graph on the CPU. As a context it runs operations and records each with its tensors; `replay` runs the
+    same operations on the same tensors again. Python does not run again: a number that it computed stays what it was.
+    Random operations draw from the generators that they drew from."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []                    # (operation, args, kwargs, results in new memory) each
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        # a result in an argument's memory is a view of it, or was written in place
+        new = [t if t.untyped_storage().data_ptr() not in given else None for t in tensors_in(out)]
+        self.operations.append((func, args, kwargs, new))
+        return out
+
+    @torch.no_grad()
+    def replay(self):
+        for func, args, kwargs, new in self.operations:
+            is_written = func._schema.is_mutable
+            if not is_written and all(t is None for t in new):                      # a view
+                continue
+            for recorded, again in zip(new, tensors_in(func(*args, **kwargs))):
+                if recorded is not None:
+                    recorded.copy_(again)
+
+
+def tensors_in(tree):  # -> the tensors among its leaves, in order
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

@@ -11,7 +11,7 @@ from objectives import OBJECTIVES  # noqa: E402
 
 for name in [*OBJECTIVES, "clm:0.5,mlm:0.5"]:
     out = os.path.join(sys.argv[1], name.replace(":", "_"))
-    code = train.main([*sys.argv[2:], "--objective", name, "--out_dir", out])
+    code = train.main([*sys.argv[2:], "--objective", name, "--out_dir", out], with_sample=False)
     if code:
         sys.exit(code)
 if train.WORLD > 1:

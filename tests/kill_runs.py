@@ -1,8 +1,9 @@
-"""Kills runs with SIGKILL at random moments, resumes each to its end, and compares it with an uninterrupted one:
+"""Kills runs with SIGKILL, resumes each to its end, and compares it with an uninterrupted one:
 
     python tests/kill_runs.py FOLDER KILLS [flags of train.py]      (where there is os.fork)
 
-Every step saves, so that many kills fall into a save. Prints how many; exits with 1 at the first difference.
+Every second kill comes at a random moment, the others between the write of a checkpoint and its renaming. Prints how
+many fell into a save; exits with 1 at the first difference.
 """
 import contextlib
 import itertools
@@ -20,17 +21,35 @@ import torch._dynamo  # noqa: E402, F401  the optimizer imports it at its first 
 from test_train import assert_same_run  # noqa: E402
 
 
-def start(args):  # -> process id of a run; this process computes nothing, so that it may fork
+def start(args, last_save=0):  # -> process id of a run; this process computes nothing, so that it may fork
+    """last_save: which of its checkpoints the run is killed at, when it is written and not yet renamed; 0: none."""
     pid = os.fork()
     if pid == 0:
+        if last_save:
+            kill_at(last_save)
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             os._exit(train.main(args))
     return pid
 
 
+def kill_at(last_save):
+    replace = os.replace
+    saves = itertools.count(1)
+
+    def counted(source, target):
+        if next(saves) == last_save:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+    os.replace = counted
+
+
 def main():
-    folder, wanted, flags = sys.argv[1], int(sys.argv[2]), [*sys.argv[3:], "--eval_interval", "1"]
-    rng, kills, saving = random.Random(1), 0, 0
+    folder = sys.argv[1]
+    wanted = int(sys.argv[2])
+    flags = [*sys.argv[3:], "--eval_interval", "1"]
+    rng = random.Random(1)
+    kills = 0
+    saving = 0
     for i in itertools.count():
         whole, out = os.path.join(folder, f"whole{i}"), os.path.join(folder, f"killed{i}")
         args = [*flags, "--objective", ["clm", "electra", "mlm", "mtp"][i % 4], "--seed", str(i)]
@@ -38,9 +57,11 @@ def main():
         while True:
             # best.pt alone is a run too: a kill may fall between it and the first ckpt.pt
             again = any(os.path.exists(os.path.join(out, name)) for name in ("best.pt", "ckpt.pt"))
-            pid = start(["--resume", "--out_dir", out] if again else [*args, "--out_dir", out])
-            time.sleep(rng.uniform(0.05, 1.5))
-            os.kill(pid, signal.SIGKILL)
+            last_save = rng.randint(1, 9) if kills % 2 else 0
+            pid = start(["--resume", "--out_dir", out] if again else [*args, "--out_dir", out], last_save)
+            if not last_save:
+                time.sleep(rng.uniform(0.05, 1.5))
+                os.kill(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]
             if status == 0:                     # it was done before
                 break
@@ -49,6 +70,7 @@ def main():
             saving += os.path.isdir(out) and any(name.endswith(".tmp") for name in os.listdir(out))
         assert_same_run(whole, out)
         if kills >= wanted:
+            assert saving >= kills // 2, "the others fell into a save"
             print(f"{kills} kills, {saving} of them while a checkpoint was written, in {i + 1} runs: all equal "
                   "to the uninterrupted ones")
             return

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-import bench
+from experiments import bench
 from run import get_config
 
 SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4",
@@ -18,8 +18,8 @@ def test_a_short_run_prints_every_part(capsys):
 
 def test_all_objectives_are_measured_in_rows_of_the_first(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(bench, "training_step", lambda hp: seen.append(hp) or (lambda: None))
-    monkeypatch.setattr(bench, "take_turns", lambda sides, *rest: dict.fromkeys(sides, 0.5))
+    monkeypatch.setattr(bench, "make_step", lambda hp: seen.append(hp) or (lambda: None))
+    monkeypatch.setattr(bench, "interleave", lambda sides, *rest: dict.fromkeys(sides, 0.5))
     bench.main([*SMALL, "--parts", "train", "--objectives", "clm,rotation,contrastive", "--accum", "2"])
     assert [(hp.batch_size, hp.block_size, hp.accum) for hp in seen] == [(4, 64, 2)] * 3
     assert capsys.readouterr().out.count(" 1024 ") == 3, "4 * 2 rows of 64 positions in half a second"
@@ -57,26 +57,26 @@ def test_ngrams_cost_the_product_that_joins_them():
     assert count("clm", 8, 40, "--ngram_rows", "16") == count("clm", 8) + 6 * 4 * 40 * 4 * 32 * 8
 
 
-def test_of_long_causal_rows_the_first_half_does_not_meet_the_keys_of_the_second():
+def test_the_first_half_of_a_long_causal_row_skips_the_keys_of_the_second():
     """The queries of other rows meet all keys."""
     hidden = 80 * 80
-    assert count("clm", 8, 160) == count("prefix", 8, 160, "--prefix_max", "0") - 6 * 4 * hidden * 2 * 8
+    assert count("clm", 8, 160) == count("prefix", 8, 160, "--prefix_max", "0.001") - 6 * 4 * hidden * 2 * 8
 
 
 @pytest.mark.parametrize("name", ["clm", "mlm", "prefix"])
-def test_on_another_device_nothing_is_computed_and_every_position_has_its_logits(name):
+def test_on_a_gpu_every_position_has_logits_and_counting_computes_nothing(name):
     """As on a GPU, where FlexAttention refuses the counter's mode."""
     hp = settings(name, 40)
     hp.device = "cuda"
     assert bench.count_flops(hp) == products(4, 8, 40) + 6 * 4 * 40 * 8 * 256
 
 
-def test_of_a_mixture_each_members_rows_cost():
+def test_each_member_of_a_mixture_is_counted():
     assert count("clm:.5,mlm:.5", 8) == products(4, 8, 40) + 6 * 2 * (40 + 12) * 8 * 256
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_far_heads_cost_their_maps_and_their_logits(n):
+def test_future_heads_cost_their_maps_and_their_logits(n):
     far = 6 * 4 * 40 * (8 * 8 + 8 * 256)
     assert count("mtp", 8, 40, "--mtp_heads", str(n)) == count("clm", 8) + (n - 1) * far
 

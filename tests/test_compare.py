@@ -1,24 +1,18 @@
-import glob
+import csv
+import dataclasses
 import json
-import lzma
 import math
 import os
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import TINY, randomized, settings
+from conftest import TINY
 
-import compare
-from data import CLS, EOT, MASK, MODE_R, MODE_S, SENTINEL, SEP, generator, read_documents, split_documents, to_bytes
+from experiments import compare, evaluate
 from objectives import OBJECTIVES
 
 
-def ids(*shape, seed=0):
-    return torch.randint(1, 256, shape, generator=generator(f"ids {seed}"))
-
-
-def run(*words):  # compare.py on the text of the folder, two steps for every cell
+def run(*words):  # compare on the text of the folder, two steps for every cell
     return compare.main(["--data", "text.txt", "--out_dir", "out", "--budgets", "2", *TINY, *words])
 
 
@@ -27,135 +21,38 @@ def all_runs():  # -> {folder: settings}, oldest first
     return {folder: compare.load_checkpoint(folder)["config"] for folder in folders}
 
 
-def measured(name):  # -> figures of the one run of that objective
-    [folder] = [folder for folder, config in all_runs().items() if config["objective"] == name]
+def load_metrics(folder):
     with open(os.path.join(folder, "measured.json")) as f:
-        return json.load(f)
+        return json.load(f)["metrics"]
 
 
-# ---- its own job
-
-def job(what, name, answer, text):  # -> what a model with those answers reaches, and the rule
-    hp = settings(name, 64)
-    entry = OBJECTIVES[name] | {"n": OBJECTIVES[name]["window"](64, hp), "answer": answer}
-    with torch.no_grad():
-        found = what(compare.build(hp), entry, hp, text)
-        return found["done"], found["rule"]
+def measured(name):  # -> metrics of the one run of that objective
+    [folder] = [folder for folder, config in all_runs().items() if config["objective"] == name]
+    return load_metrics(folder)
 
 
-def sentences():
-    return compare.from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-
-
-def test_marks_are_right_where_the_letter_was_replaced():
-    windows = sentences().long().unfold(0, 64, 1)[:45]          # all that there are
-
-    def replaced(model, x):
-        off = windows != x[:, None]                             # (N, 45, 64)
-        return off[torch.arange(len(x)), off.sum(2).argmin(1)].float()
-    right, rule = job(compare.typos, "electra", replaced, sentences())
-    assert right == 1 and rule > 0.95           # of the two pairs that no other text has it takes the byte between
-    assert job(compare.typos, "electra", lambda *args: -replaced(*args), sentences())[0] < 0.05
-
-
-def test_recall_is_1_for_who_knows_the_passage_and_chance_for_who_does_not(monkeypatch):
-    monkeypatch.setattr(compare, "windows", lambda text, n, count, key: torch.arange(256)[:, None].expand(-1, n))
-    known = job(compare.recalls, "contrastive", lambda m, x: F.one_hot(x[:, 0], 256).float(), None)
-    assert known == (1, 1), "here the bytes alone tell"
-    blind = job(compare.recalls, "contrastive", lambda m, x: torch.ones(len(x), 2), None)
-    assert blind[0] == pytest.approx(1 / 256)
-
-
-@pytest.mark.parametrize("a, b, want", [("", "abc", 3), ("abc", "abc", 0), ("kitten", "sitting", 3), ("ab", "ba", 2)])
-def test_the_edit_distance_is_levenshteins(a, b, want):
-    assert compare.edit_distance(a.encode(), b.encode()) == compare.edit_distance(b.encode(), a.encode()) == want
-
-
-def test_a_repair_that_copies_leaves_1(monkeypatch):
-    monkeypatch.setattr(compare.sample, "generate", lambda model, row, *rest, positions, **how: iter(row[0, :-1]))
-    assert job(compare.repairs, "bart", None, sentences()) == (pytest.approx(1), 1)
-
-
-def test_a_hole_is_restored_or_not_and_ends_and_is_cut(monkeypatch):
-    rows = [[*b"abcdefghijklmnopqrstuvwxyz" * 9][:160]] * 96 + [[32] * 160] * 32
-    monkeypatch.setattr(compare, "windows", lambda *args: torch.tensor(rows))
-
-    def answer(model, entry, ids, P, holes, most, *rest, **how):                # blanks end one too late
-        whole = (ids[0] == 32) == (most == 5 * 4)
-        assert how["temperature"] == 0, "as sample.py fills them"
-        return [[32] * 5 if ids[0] == 32 else [*b"abcdx"]], whole
-    monkeypatch.setattr(compare.sample, "infill", answer)
-    monkeypatch.setattr(compare.sample, "join", lambda m, e, hp, left, middle, right: middle[:4 + (left[0] == 32)])
-    found = compare.holes(randomized(), OBJECTIVES["span"], settings("span", 256), None)
-    assert found == {"done": 0.75, "rule": 0.25, "ended": 0.75}
-    assert compare.holes(randomized(), OBJECTIVES["span"], settings("span", 127), None) == {}
-
-
-def test_the_second_half_is_read_after_the_first(monkeypatch):
-    """A model for which every byte is like any other needs 8 bits; the rule is lzma's."""
-    text = sentences()
-    assert job(compare.halves, "clm", None, text) == (pytest.approx(8), 8 * len(lzma.compress(bytes(text))) / len(text))
-    seen = []
-    monkeypatch.setattr(compare, "left_logits", lambda m, e, hp, x, a, n: seen.append((x.shape, a, n)))
-    hp = settings("prefix", 64)
-    assert compare.halves(randomized(), OBJECTIVES["prefix"], hp, text) == {}
-    assert seen == [((4 * compare.ROWS, 60), 30, 30)]
-
-
-def test_lines_are_python_or_not():
-    rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\nit's\ncut"]])
-    assert compare.well_formed(rows) == 1 / 2
-    assert compare.well_formed(torch.tensor([[*b"no whole line"]])) == 0
-
-
-def test_lines_drawn_byte_by_byte_are_worse_than_lines_of_a_text(monkeypatch):
-    with open(compare.__file__, "rb") as f:
-        text = compare.from_bytes(f.read())
-    mdlm, hp = OBJECTIVES["mdlm"], settings("mdlm", 128)
-    monkeypatch.setattr(compare.sample, "fill", lambda *args, **how: compare.windows(text, 128, 32, "lines"))
-    found = compare.lines(None, mdlm, hp, text)
-    assert found["done"] > found["rule"] + 0.2
-    assert compare.lines(None, mdlm, settings("mdlm", 64), text) == {}
-
-
-def test_what_needs_no_repair_is_none(monkeypatch):
-    entry = OBJECTIVES["bart"] | {"n": 31}
-    hp = settings("bart", 64, bart_noise="permute")
-    assert compare.repairs(randomized(), entry, hp, compare.from_bytes(b"word " * 400)) == {}
-
-
-def test_every_mode_with_a_job_has_its_row(text, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "ROWS", 4)
-    monkeypatch.setattr(compare, "EVAL_ROWS", 4)
-    names = {"prefix": "continue", "mdlm": "fill", "span": "infill", "electra": "mark", "bart": "repair",
-             "nsp": "follow", "contrastive": "search", "rotation": "seam"}
-    run("--objectives", ",".join(names), "--block_size", "128", "--n_layer", "1")
-    out, metrics = capsys.readouterr().out, {name: measured(name) for name in names}
-    for name, mode in names.items():
-        m = metrics[name]
-        assert m["job"] == compare.JOBS[mode][0]
-        assert f"| {name} | {m['job']} | {m['done']:.3f} | {m['untrained']:.3f} | {m['rule']:.3f} | " in out
-    assert any(m["done"] != m["untrained"] for m in metrics.values())
-    assert [metrics[name]["rule"] for name in ("nsp", "rotation")] == [1 / 2, 1 / 128], "chance"
-    assert 0.2 < metrics["nsp"]["untrained"] < 0.8 and metrics["rotation"]["untrained"] < 0.1
-    assert not {"infill_4", "left_4", "replaced", "pass_bytes"} & set(metrics["contrastive"]), "it has no way"
+def replaced_objective(monkeypatch, name, **changes):
+    monkeypatch.setitem(OBJECTIVES, name, dataclasses.replace(OBJECTIVES[name], **changes))
 
 
 # ---- cells
 
 def test_cells_are_trained_once_and_reported(text, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "ROWS", 8)
+    monkeypatch.setattr(evaluate, "ROWS", 8)
     words = ["--objectives", "clm,mtp,mdlm", "--block_size", "128"]
     run(*words)
     first = capsys.readouterr().out
     assert "| clm |" in first and "| mdlm |" in first and os.path.exists("out/compare.md")
-    clm, mtp, mdlm = (measured(name) for name in ("clm", "mtp", "mdlm"))
+    clm = measured("clm")
+    mtp = measured("mtp")
+    mdlm = measured("mdlm")
     for m in (clm, mtp, mdlm):
-        assert m["tflop"] > 0 and m["targets"] > 0 and 0 < m["replaced"] < 1
-    assert 7 < clm["bpb"] < 10 and 7 < mdlm["bound"] < 10 and "bpb" not in mdlm, "a bound has a column of its own"
+        assert m["tflop"] > 0 and m["targets_per_row"] > 0 and 0 < m["replaced_auc"] < 1
+    assert 7 < clm["left_to_right"] < 10 and 7 < mdlm["bound"] < 10
+    assert "left_to_right" not in mdlm, "a bound has a column of its own"
     assert all(7 < clm[f"left_{n}"] < 10 and 7 < mdlm[f"infill_{n}"] < 10 for n in (4, 16))
     assert "infill_4" not in clm and "left_4" not in mdlm
-    assert "pass_bytes" not in clm and mtp["pass_bytes"] >= 1
+    assert "bytes_per_pass" not in clm and mtp["bytes_per_pass"] >= 1
     [config] = [config for config in all_runs().values() if config["objective"] == "clm"]
     assert config["block_size"] == 128, "other flags are those of training"
 
@@ -165,49 +62,100 @@ def test_cells_are_trained_once_and_reported(text, capsys, monkeypatch):
     assert first == capsys.readouterr().out, "what is finished is neither trained nor measured again"
 
 
+def test_a_run_measured_by_other_yardsticks_is_measured_again(text):
+    run("--objectives", "clm")
+    [folder] = all_runs()
+    before = load_metrics(folder)
+    with open(os.path.join(folder, "measured.json"), "w") as f:
+        json.dump({"loss": 1.0, "bpb": 0.5}, f)
+    run("--objectives", "clm")
+    assert len(all_runs()) == 1
+    assert load_metrics(folder) == before
+
+
+def test_a_cell_prints_no_sample_and_no_hint_that_would_break_the_comparison(text, capsys):
+    """A cell that was resumed to more steps than its budget could not be compared."""
+    run("--objectives", "clm")
+    [folder] = all_runs()
+    with open(os.path.join(folder, "log.txt"), encoding="utf-8") as f:
+        log = f.read()
+    said = capsys.readouterr()
+    assert "validation on" in log
+    for word in ("--resume", "compressors", "the model's continuation", "more samples"):
+        assert word not in log + said.out + said.err, word
+
+
+def test_a_cell_that_was_trained_further_by_hand_is_named(text, capsys):
+    run("--objectives", "clm")
+    [folder] = all_runs()
+    compare.train.main(["--resume", "--out_dir", folder, "--max_iters", "3"], with_sample=False)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        run("--objectives", "clm")
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and folder in err and "moving it" in err
+    assert "--max_iters" not in err, "which compare does not have"
+
+
+def test_measuring_prints_a_line_for_each_yardstick_where_there_is_no_terminal(text, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "ROWS", 2)
+    run("--objectives", "clm", "--block_size", "128")
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if line.startswith("measured ")]
+    assert [line.split(" in ")[0] for line in lines] == [
+        "measured infilling", "measured replaced bytes", "measured drafts", "measured task"]
+    assert "measured infilling" not in said.out, "the result is on standard output, progress is not"
+
+
+def test_every_kind_of_task_has_its_row(text, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "ROWS", 4)
+    monkeypatch.setattr(evaluate, "EVAL_ROWS", 4)
+    names = "prefix", "mdlm", "span", "electra", "bart", "nsp", "contrastive", "rotation"
+    run("--objectives", ",".join(names), "--block_size", "128", "--n_layer", "1")
+    out = capsys.readouterr().out
+    metrics = {name: measured(name) for name in names}
+    for name in names:
+        m = metrics[name]
+        assert m["task_heading"] == evaluate.TASKS[type(OBJECTIVES[name].uses[0])].heading
+        figures = f"{m['task']:.3f} | {m['task_untrained']:.3f} | {m['task_baseline']:.3f}"
+        assert f"| {name} | {m['task_heading']} | {figures} | " in out
+    assert any(m["task"] != m["task_untrained"] for m in metrics.values())
+    assert [metrics[name]["task_baseline"] for name in ("nsp", "rotation")] == [1 / 2, 1 / 128], "chance"
+    assert 0.2 < metrics["nsp"]["task_untrained"] < 0.8 and metrics["rotation"]["task_untrained"] < 0.1
+    assert not {"infill_4", "left_4", "replaced_auc", "bytes_per_pass"} & set(metrics["contrastive"])
+    assert {"held_out", "distinct"} <= set(metrics["mdlm"]) and "| held-out text | distinct lines |" in out
+
+
 def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, monkeypatch):
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
     assert "±" in out and "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 2 steps" in out
-    losses = {compare.logged(folder)["loss"] for folder in all_runs()}
+    losses = {compare.logged_metrics(folder)["loss"] for folder in all_runs()}
     assert len(losses) == len(all_runs()) == 4
     with open(text, "ab") as f:
         f.write(b"# more\n")
     run("--objectives", "clm")
     assert len(all_runs()) == 5, "other text in the same file is another cell"
-    monkeypatch.setitem(compare.OBJECTIVES["clm"], "defaults", {"warmup_iters": 1})
+    replaced_objective(monkeypatch, "clm", flag_defaults={"warmup_iters": 1})
     run("--objectives", "clm")
-    monkeypatch.setitem(compare.OBJECTIVES["mlm"]["settings"], "mask_rate", (0.2, "", 0.0, 1.0))
+    flag = dataclasses.replace(OBJECTIVES["mlm"].flags["mask_rate"], default=0.2)
+    monkeypatch.setitem(OBJECTIVES["mlm"].flags, "mask_rate", flag)
     run("--objectives", "clm")
     assert len(all_runs()) == 6, "other defaults, too, but not another objective's"
 
 
-CURVES = {n: {"clm": {1: {"bpb": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "done": n}},
-              "fim": {1: {"bpb": 3.0}, 2: {"bpb": 4.0}} if n == 10 else {1: {}}} for n in (100, 10)}
-
-
-def test_the_trends_have_a_value_for_each_budget():
-    assert compare.trends(CURVES).splitlines()[2:] == [
-        "|  | left to right | 4 bytes from the left | infill 4 | its job, as above |", "|---|---|---|---|---|",
-        "| clm | 1.100 1.010 | 3.00 3.00 |  |  |", "| mlm |  |  | 2.00 2.00 | 10.000 100.000 |",
-        "| fim | 3.500 - |  |  |  |"]
-    assert compare.trends({10: CURVES[10]}) == ""
-
-
-def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
-    plt = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    path = str(tmp_path / "compare.png")
-    worse = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}   # than no model: not drawn
-    assert compare.picture(worse, path) == path and os.path.getsize(path) > 5000
-    bpb, infill, names = plt.gcf().axes[:3]
-    assert [axis.get_title() for axis in (bpb, infill)] == [
-        "left to right (less is better)", "infill 4 (less is better; dashed: 4 bytes from the left)"]
-    drawn = [(line.get_linestyle(), line.get_xydata().tolist()) for axis in (bpb, infill) for line in axis.lines]
-    assert drawn == [("-", [[10, 1.1], [100, 1.01]]), ("-", [[10, 3.5]]), ("--", [[10, 3.0], [100, 3.0]]),
-                     ("-", [[10, 2.0], [100, 2.0]])]
-    assert [text.get_text() for text in names.get_legend().get_texts()] == ["clm", "mlm", "fim"]
-    assert "nothing to draw" in compare.picture({10: {"mlm": {1: {}}}}, path)
+def test_run_names_are_a_checksum_of_layout_corpora_and_settings():
+    hp = compare.get_config(["--objective", "clm", *TINY, "--max_iters", "7", "--seed", "3"])
+    name = compare.run_name(hp, [1, 2])
+    settings = {k: v for k, v in vars(hp).items() if k in compare.flag_specs()}
+    for other in OBJECTIVES.values():
+        settings = {k: v for k, v in settings.items() if k not in other.flags}
+    del settings["device"]
+    tag = compare.zlib.crc32(json.dumps([compare.VERSION, [1, 2], settings], sort_keys=True).encode())
+    assert name == f"clm-7-seed3-{tag:08x}"
+    hp.device = "cuda"
+    assert compare.run_name(hp, [1, 2]) == name, "the same run, resumed on another device"
+    assert compare.run_name(hp, [1, 3]) != name
 
 
 def test_a_sweep_has_a_row_for_each_value_in_which_a_plus_is_a_comma(text, capsys):
@@ -215,6 +163,8 @@ def test_a_sweep_has_a_row_for_each_value_in_which_a_plus_is_a_comma(text, capsy
     out = capsys.readouterr().out
     assert "| mask |" in out and "| mask+permute |" in out and os.path.exists("out/sweep-bart_noise-bart.md")
     assert {config["bart_noise"] for config in all_runs().values()} == {"mask", "mask,permute"}
+    with open("out/sweep-bart_noise-bart.csv") as f:
+        assert f.readline() == "bart_noise,steps,seed,metric,value\n"
 
 
 def test_replay_is_measured_on_both_corpora(text, capsys):
@@ -227,16 +177,18 @@ def test_replay_is_measured_on_both_corpora(text, capsys):
     assert first["data"] == ["text.txt"] and first["init_from"] == ""
     assert plain["init_from"] == mixed["init_from"] == before
     assert [plain["data"], mixed["data"]] == [["new.txt:1"], ["new.txt:0.75", "text.txt:0.25"]]
-    with open(os.path.join(new, "measured.json")) as f, open(os.path.join(mix, "measured.json")) as g:
-        new, mix = json.load(f), json.load(g)
-    assert new["before"] == mix["before"] != new["old"]
-    assert new["new"] < new["before"], "two steps more, on a text of one line"
+    new = load_metrics(new)
+    mix = load_metrics(mix)
+    assert new["old_before"] == mix["old_before"] != new["old"]
+    assert new["new"] < new["old_before"], "two steps more, on a text of one line"
 
 
-def test_what_diverges_stops_nothing_else(text, capsys, monkeypatch):
+def test_a_run_that_diverges_does_not_stop_the_others(text, capsys, monkeypatch):
+    token_loss = OBJECTIVES["clm"].loss
+
     def infinite(*args):
-        return {"nll": OBJECTIVES["clm"]["loss"](*args)["nll"] * math.inf}
-    monkeypatch.setitem(OBJECTIVES["mlm"], "loss", infinite)
+        return {"nll": token_loss(*args)["nll"] * math.inf}
+    replaced_objective(monkeypatch, "mlm", loss=infinite)
     assert run("--objectives", "mlm,clm") == 0
     out = capsys.readouterr().out
     for word in ("mlm, 2 steps, seed 1: diverged", "| mlm |  |", "| 1 diverged |", "| clm |"):
@@ -245,7 +197,7 @@ def test_what_diverges_stops_nothing_else(text, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_what_was_killed_goes_on_or_before_its_first_checkpoint_begins_anew(saved, text):
+def test_a_killed_run_is_resumed_or_begins_again_if_it_had_no_checkpoint(saved, text):
     run("--objectives", "clm")
     [folder] = all_runs()
     paths = [os.path.join(folder, name) for name in ("ckpt.pt", "best.pt", "metrics.jsonl")]
@@ -253,8 +205,10 @@ def test_what_was_killed_goes_on_or_before_its_first_checkpoint_begins_anew(save
         with open(paths[2], "rb") as f:
             state = {"step": 1, "metrics_bytes": sum(map(len, f.readlines()[:3]))}
         torch.save(torch.load(paths[0], weights_only=True) | state, paths[0])
-    for path in [os.path.join(folder, "measured.json"), *([] if saved else paths)]:
-        os.remove(path)
+    os.remove(os.path.join(folder, "measured.json"))
+    if not saved:
+        for path in paths:
+            os.remove(path)
     run("--objectives", "clm")
     assert measured("clm") and compare.load_checkpoint(folder)["step"] == 2
 
@@ -263,7 +217,9 @@ def test_what_was_killed_goes_on_or_before_its_first_checkpoint_begins_anew(save
     (["--sweep", "seed=1,2"], "wants a setting"), (["--sweep", "mask_rate"], "as in mask_rate"),
     (["--sweep", "mask_rate=2"], "--mask_rate"), (["--sweep", "replay=x"], "shares"),
     (["--objectives", "mlm", "--sweep", "replay=0"], "clm"), (["--objectives", "mml"], "clm,"),
-    (["--seeds", "one"], "--seed"), (["--budgets", "1e3"], "--max_iters"), (["--seed", "7"], "itself"),
+    (["--seeds", "one"], "--seeds one"), (["--seeds", "1,-2"], "--seeds 1,-2"), (["--seed", "7"], "itself"),
+    (["--budgets", "1e3"], "--budgets 1e3"), (["--budgets", "a"], "--budgets a"),
+    (["--budgets", "0"], "--budgets 0"), (["--budgets", "2,"], "--budgets 2,"),
     (["--data", "short.txt"], "4096"), (["--data", "-"], "--data -"),
     (["--out_dir", "text.txt"], "--out_dir text.txt"), (["--data", "corpus", "--out_dir", "corpus/out"], "inside"),
     (["--objectives", "clm", "--sweep", "block_size=64,200000"], "200000"),
@@ -275,149 +231,100 @@ def test_bad_flags_are_one_line_before_anything_runs(flags, hint, text, capsys):
     for path, n in (("short.txt", 500), ("corpus/a.txt", 9000)):
         with open(path, "wb") as f:
             f.write(b"words " * n)
+    if "--data" not in flags:
+        flags = [*flags, "--data", text]
     with pytest.raises(SystemExit) as e:
-        compare.main([*flags, *([] if "--data" in flags else ["--data", text])])
+        compare.main(flags)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.count("\n") == 1 and hint in err
+    assert "--max_iters" not in err, "the flag that the user gave is the one to blame"
     assert not os.path.exists("out")
 
 
 # ---- tables
 
 def test_differences_are_paired_by_seed():
-    rows = {"a": {1: {"bpb": 2.0}, 2: {"bpb": 3.0}, 3: {"bpb": 9.0}},
-            "b": {1: {"bpb": 2.1}, 2: {"bpb": 3.3}, 3: {}, 4: {"bpb": 0.0}}}
-    out = compare.tables(rows | {"five raw bytes": {"-": {"classes": 0.5}}})
+    rows = {"a": {1: {"left_to_right": 2.0}, 2: {"left_to_right": 3.0}, 3: {"left_to_right": 9.0}},
+            "b": {1: {"left_to_right": 2.1}, 2: {"left_to_right": 3.3}, 3: {}, 4: {"left_to_right": 0.0}}}
+    out = compare.tables(rows | {"five raw bytes": {"-": {"probe": 0.5}}})
     assert "| b | +0.200 ± 0.100 | 1 2 |" in out, ".1 and .3, whose standard deviation is .141"
     assert "With 2 seeds one of 12.7 standard errors is clear" in out
     assert "| a | 4.667 ± 3.786 |" in out and "| five raw bytes |  | 0.500 | - |" in out
-    assert "paired" not in compare.tables({"a": {1: {"bpb": 2.0}}, "b": {1: {"bpb": 2.1}}})
+    assert "paired" not in compare.tables({"a": {1: {"left_to_right": 2.0}}, "b": {1: {"left_to_right": 2.1}}})
 
 
-# ---- infilling
-
-@pytest.mark.parametrize("ask", [compare.infill_logits, compare.left_logits])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_no_model_sees_the_byte_that_it_fills(name, ask):
-    """Nor those after it in the middle; each sees the left side, and the right one where it is given."""
-    net, hp, x, a, m = randomized().requires_grad_(False), settings(name, 64), ids(2, 20), 8, 4
-    base = ask(net, OBJECTIVES[name], hp, x, a, m)
-    entry = OBJECTIVES[name]
-    fills = entry["fills"](hp) or entry["ask"](([1], [1]), 1, hp)
-    assert (base is not None) == bool(fills if ask is compare.infill_logits else entry["continues"](hp))
-    if base is None:
-        return
-    assert base.shape == (2, m, 512)
-
-    def changed(i):  # which of the m positions' logits move when byte i of the row does
-        other = x.clone()
-        other[:, i] = 1 + other[:, i] % 255
-        moved = ask(net, OBJECTIVES[name], hp, other, a, m) - base
-        return (moved.abs().amax((0, 2)) > 1e-6).tolist()
-    for i in range(m):
-        assert changed(a + i) == [j > i for j in range(m)]
-    assert all(changed(a - 1)) and changed(a + m) == [ask is compare.infill_logits] * m
+def test_a_task_has_only_the_columns_that_some_row_fills():
+    figures = {"task_heading": "holes (blanks)", "task": 0.5, "task_untrained": 0.0, "task_baseline": 0.25}
+    out = compare.task_table({"a": {1: figures | {"ends": 1.0}, 2: {}}, "b": {1: figures}, "c": {1: {"loss": 1.0}}})
+    assert out.splitlines() == [
+        "|  | its task (baseline) | model | untrained | baseline | ends by itself |", "|---|---|---|---|---|---|",
+        "| a | holes (blanks) | 0.500 | 0.000 | 0.250 | 1.000 |", "| b | holes (blanks) | 0.500 | 0.000 | 0.250 |  |"]
+    assert compare.task_table({"c": {1: {"loss": 1.0}}}) == ""
 
 
-def test_holes_are_filled_at_their_positions():
-    net, hp, x, span = randomized(), settings("span", 64), ids(1, 20), OBJECTIVES["span"]
-    asked, P = span["ask"]([x[0, :8].tolist(), x[0, 12:].tolist()], 4, hp)
-    row, prefix = torch.tensor([asked + x[0, 8:11].tolist()]), torch.tensor([P])
-    want = net.logits(net(row, prefix, at=span["positions"](row, prefix)))[:, -4:]
-    torch.testing.assert_close(compare.infill_logits(net, span, hp, x, 8, 4), want, atol=1e-4, rtol=1e-4)
+CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "task": n}},
+              "fim": {1: {"left_to_right": 3.0}, 2: {"left_to_right": 4.0}} if n == 10 else {1: {}}}
+          for n in (100, 10)}
 
 
-X = ids(1, 6)
-LEFT, (Y, _), RIGHT = X[0, :2].tolist(), X[0, 2:4].tolist(), X[0, 4:].tolist()
+def test_the_tables_are_of_the_largest_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "draw_picture", lambda budgets, path: path)
+    compare.write_report(str(tmp_path / "compare"), CURVES, "", None)
+    text = (tmp_path / "compare.md").read_text()
+    assert "| clm | 1.010 |" in text.partition("After")[0] and "1.100" not in text.partition("After")[0]
 
 
-def asked(name, ask=compare.infill_logits, **changes):  # -> row of the last pass, its mask or P, where bytes are read
-    seen = []
-
-    class Net:
-        def __call__(self, row, mask, doc=None, at=None):
-            seen.append((row[0].tolist(), mask if isinstance(mask, str) else int(mask[0])))
-            return F.one_hot(row, 512).float()
-
-        def logits(self, h):
-            return h
-    logits = ask(Net(), OBJECTIVES[name], settings(name, 64, **changes), X, 2, 2)
-    return None if logits is None else (*seen[-1], logits.argmax(-1)[0].tolist())
+def test_the_trends_have_a_value_for_each_budget():
+    assert compare.trends(CURVES).splitlines()[2:] == [
+        "|  | left to right | left 4 | infill 4 | its task, as above |", "|---|---|---|---|---|",
+        "| clm | 1.100 1.010 | 3.00 3.00 |  |  |", "| mlm |  |  | 2.00 2.00 | 10.000 100.000 |",
+        "| fim | 3.500 - |  |  |  |"]
+    assert compare.trends({10: CURVES[10]}) == ""
 
 
-def test_the_formats_are_those_of_training():
-    left = ([*LEFT, Y], "causal", [LEFT[-1], Y])
-    masked = ([*LEFT, Y, MASK, *RIGHT], "bidirectional", [MASK, MASK])
-    spans = [*LEFT, SENTINEL, *RIGHT, SENTINEL + 1, SEP, SENTINEL, Y]
-    want = {"mlm": masked, "nsp": ([CLS, *masked[0], SEP], *masked[1:]),
-            "hybrid": ([EOT, *masked[0]], "bidirectional", [LEFT[-1], Y]), "ul2": ([MODE_R, *spans], 8, [SENTINEL, Y]),
-            "bart": ([*LEFT, MASK, *RIGHT, SEP, *LEFT, Y], 6, [LEFT[-1], Y])}
-    assert {name: asked(name) for name in want} == want
-    assert asked("clm", compare.left_logits) == left
-    assert asked("prefix", compare.left_logits) == (left[0], 2, left[2])
-    assert asked("ul2", compare.left_logits)[:2] == ([MODE_S, *LEFT, SEP, Y], 4)
-    assert asked("bart", bart_noise="mask")[:2] == ([*LEFT, MASK, MASK, *RIGHT, SEP, *LEFT, Y], 7)
-    assert asked("bart", bart_noise="delete,rotate") is None, "it knows no holes"
+def test_the_curves_have_a_line_for_each_number_behind_the_tables(tmp_path):
+    path = tmp_path / "curves.csv"
+    compare.write_curves(CURVES, path, "objective")
+    with open(path, newline="") as f:
+        head, *lines = csv.reader(f)
+    assert head == ["objective", "steps", "seed", "metric", "value"]
+    assert lines == [
+        ["clm", "10", "1", "left_to_right", "1.1"], ["clm", "10", "1", "left_4", "3"],
+        ["clm", "100", "1", "left_to_right", "1.01"], ["clm", "100", "1", "left_4", "3"],
+        ["mlm", "10", "1", "infill_4", "2"], ["mlm", "10", "1", "task", "10"],
+        ["mlm", "100", "1", "infill_4", "2"], ["mlm", "100", "1", "task", "100"],
+        ["fim", "10", "1", "left_to_right", "3"], ["fim", "10", "2", "left_to_right", "4"]]
 
 
-# ---- the other yardsticks
-
-@pytest.mark.parametrize("name", ["clm", "mlm", "electra"])
-def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
-    text = torch.arange(97, 123).repeat(40).byte()
-
-    class Knows:  # the letter after the one on the left; what it sees it repeats
-        def __call__(self, row, mask, doc=None, at=None):
-            after = (row - 96) % 26 + 97
-            return after if mask == "causal" else torch.where(row == MASK, after.roll(1, 1), row)
-
-        def logits(self, row):
-            return F.one_hot(row, 512).float() * 9
-
-    def answer(model, z):
-        return ((z - z.roll(1, 1)) % 26 != 1).float()
-    score = compare.corruption(Knows(), OBJECTIVES[name] | {"answer": answer}, settings(name, 64), text)
-    assert 0.8 < score["replaced"] < 1, "a letter after a replaced one is a surprise too"
+def test_the_curves_lie_beside_the_table(text):
+    run("--objectives", "clm", "--budgets", "1,2")
+    with open("out/curves.csv", newline="") as f:
+        lines = list(csv.DictReader(f))
+    values = {int(line["steps"]): float(line["value"]) for line in lines if line["metric"] == "left_to_right"}
+    assert values.keys() == {1, 2} and values[1] > values[2]
 
 
-def test_states_are_read_under_the_objectives_own_mask():
-    net, x, T = randomized().requires_grad_(False), ids(3, 24), 12
-    other = x.clone()
-    other[:, 8] = 1 + other[:, 8] % 255
-    for name, first in (("clm", 8), ("mlm", 0)):                # in the first of two blocks alone
-        a, b = (compare.states(net, OBJECTIVES[name], settings(name, T), z) for z in (x, other))
-        assert a.shape == (2, 3, 24, 16)
-        assert (a - b)[1].abs().amax((0, 2)).gt(0).tolist() == [first <= i < T for i in range(24)]
+# ---- the picture
+
+def test_no_two_of_fifteen_rows_have_the_same_color():
+    twenty = [(i, 0, 0) for i in range(20)]     # as matplotlib's tab20
+    looks = compare.line_looks(15, twenty)
+    assert len({look["color"] for look in looks}) == 15
+    more = compare.line_looks(60, twenty)
+    assert len({(look["color"], look["marker"]) for look in more}) == 60
 
 
-def test_what_the_probe_scores_no_model_was_trained_on(monkeypatch):
-    modules = glob.glob(os.path.join(os.path.dirname(os.__file__), "*.py"))
-    some = read_documents(sorted(modules, key=os.path.getsize)[:90])                # the shortest
-    monkeypatch.setattr(compare, "read_stdlib", lambda: some)
-    data = compare.probe_data(256)
-    train_text, held_out = (to_bytes(t) for t in split_documents([*some.values()]))
-    for i in range(0, len(data["x"]), 17):
-        window = bytes(data["x"][i].tolist())
-        assert window in (held_out if data["split"][i] == 2 else train_text)
-    scored = data["chosen"][data["split"] == 2].float().mean()
-    assert set(data["split"].tolist()) == {0, 1, 2} and 0.38 < scored < 0.42
-
-
-def test_every_byte_of_a_program_has_its_class():
-    def classes(text):
-        return "".join(" kxscno"[c] for c in compare.byte_classes(text).tolist())
-    assert classes(b"if x1 == 'a': # b\n") == "kk xx oo ssso ccc "
-    text = b'def e(x):  # a "comment"\n    return x + 1.5 if x else """two\nlines"""\n'
-    found = classes(text)
-    assert len(found) == len(text) and found.startswith("kkk xoxoo  ") and "nnn" in found
-    assert found.count("s") == len('"""two\nlines"""')
-    assert compare.byte_classes(b"def (") is None and compare.byte_classes(b"\xff") is None
-
-
-def test_a_probe_finds_what_is_there_and_no_more():
-    g = generator("probe")
-    x, noise = torch.randn(900, 8, generator=g), torch.randn(900, 8, generator=g)
-    y, split = x[:, :3].argmax(1), torch.arange(900) % 3
-    assert compare.probe(torch.stack((noise, x)), y, split, 3) > 0.85, "the layer is chosen where it shows"
-    assert compare.probe(noise[None], y, split, 3) < 0.45
-    assert compare.balanced(torch.tensor([0, 0, 0, 0]), torch.tensor([0, 0, 0, 1])) == 0.5
+def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    path = str(tmp_path / "compare.png")
+    worse = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}   # than no model: not drawn
+    assert compare.draw_picture(worse, path) == path and os.path.getsize(path) > 5000
+    bpb, infill, names = pyplot.gcf().axes[:3]
+    assert [axis.get_title() for axis in (bpb, infill)] == [
+        "left to right (less is better)", "infill 4 (less is better; dashed: left 4)"]
+    drawn = [(line.get_linestyle(), line.get_xydata().tolist()) for axis in (bpb, infill) for line in axis.lines]
+    assert drawn == [("-", [[10, 1.1], [100, 1.01]]), ("-", [[10, 3.5]]), ("--", [[10, 3.0], [100, 3.0]]),
+                     ("-", [[10, 2.0], [100, 2.0]])]
+    assert [text.get_text() for text in names.get_legend().get_texts()] == ["clm", "mlm", "fim"]
+    assert "nothing to draw" in compare.draw_picture({10: {"mlm": {1: {}}}}, path)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import data
-from data import decode, draw, encode, gather, generator, open_corpus
+from data import decode, encode, make_rng, open_corpus, read_windows, sample_windows
 
 
 def corpus_of(*texts, weights=None):
@@ -18,7 +18,7 @@ def corpus_of(*texts, weights=None):
 def test_the_vocabulary_is_what_checkpoints_rely_on():
     words = "EOT", "PAD", "MASK", "CLS", "SEP", "PRE", "SUF", "MID", "MODE_R", "MODE_S", "MODE_X"
     assert [getattr(data, word) for word in words] == [0, *range(256, 266)]
-    assert (data.SENTINEL, data.N_SENTINELS, data.V) == (272, 240, 512)
+    assert (data.SENTINEL, data.N_SENTINELS, data.VOCAB_SIZE) == (272, 240, 512)
 
 
 def test_every_byte_string_survives_encode_and_decode_never_fails():
@@ -32,9 +32,9 @@ def test_every_byte_string_survives_encode_and_decode_never_fails():
 
 
 def test_every_special_id_has_a_name_and_every_id_one_character():
-    assert set(data.NAMES) == {0, *range(256, 266), *range(272, 512)}
+    assert set(data.ID_NAMES) == {0, *range(256, 266), *range(272, 512)}
     assert [decode([i]) for i in (data.MASK, 266, 511)] == ["<MASK>", "<266>", "<extra_id_239>"]
-    shown = {i: data.glyph(i) for i in [-100, *range(512)]}
+    shown = {i: data.to_symbol(i) for i in [-100, *range(512)]}
     assert all(len(c) == 1 and c.isprintable() for c in shown.values())
     assert bytes(ord(shown[i]) for i in range(32, 127)) == bytes(range(32, 127))
     special = [shown[i] for i in (-100, 0, 9, 10, 11, *range(256, 266), *range(272, 292))]
@@ -68,6 +68,8 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path):
         (tmp_path / hidden / "x.txt").write_text(f"inside {hidden}")
     (tmp_path / "run" / "ckpt.pt").write_text("a run is no text")
     [s] = open_corpus([str(tmp_path)], out_dir=str(tmp_path / "out_dir"))
+    assert s["notes"] == [f"{tmp_path}: 20 files read, skipped 1 with a NUL byte (binary), 1 empty, 1 duplicates, "
+                          "2 hidden, 2 folders of runs"]
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
     kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
     assert data.to_bytes(s["train"]) == b"".join(kept)
@@ -79,6 +81,15 @@ def test_a_folder_of_few_documents_is_split_like_a_file(tmp_path):
     [s] = open_corpus([str(tmp_path)])
     assert data.to_bytes(torch.cat((s["train"], s["val"]))) == b"a" * 50 + b"\0" + b"b" * 48 + b"\0"
     assert len(s["val"]) == 10
+
+
+@pytest.mark.parametrize("text, hint", [
+    ("plain text, 日本 ".encode() * 90_000, None), (b"the last character is cut: \xe6", None),
+    ("\xe9t\xe9".encode("latin-1"), "UTF-8"), ("text ".encode("utf-16-le") * 9, "UTF-16"),
+    (bytes(range(128, 256)), "UTF-8"), (b"ab\0abc\0abcd\0", None)])
+def test_bytes_that_are_no_utf8_are_noticed(text, hint):
+    found = data.doubts(text[:data.TEXT_BYTES])
+    assert len(found) == (hint is not None) and all(hint in line for line in found)
 
 
 def test_the_standard_library_is_real_text_without_tests():
@@ -97,7 +108,7 @@ def test_weights_follow_a_colon_unless_the_path_exists(tmp_path, monkeypatch):
 
 
 def test_the_fingerprint_notices_a_changed_byte_and_samples_large_corpora(monkeypatch):
-    a = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=generator("crc"))
+    a = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=make_rng("crc"))
     b = a.clone()
     b[-1] ^= 1
     assert data.fingerprint(a) != data.fingerprint(b)
@@ -107,26 +118,26 @@ def test_the_fingerprint_notices_a_changed_byte_and_samples_large_corpora(monkey
 
 # ---- windows
 
-def test_gather_equals_slicing():
-    texts = [bytes(torch.randint(1, 256, (n,), generator=generator("t")).tolist()) for n in (40, 90)]
+def test_read_windows_equals_slicing():
+    texts = [bytes(torch.randint(1, 256, (n,), generator=make_rng("t")).tolist()) for n in (40, 90)]
     corpus = corpus_of(*texts)
-    source, offset = draw(corpus, "train", 7, 32, generator("windows"))
-    x = gather(corpus, "train", source, offset, 7)
+    source, offset = sample_windows(corpus, "train", 7, 32, make_rng("windows"))
+    x = read_windows(corpus, "train", source, offset, 7)
     assert x.dtype == torch.long and x.shape == (32, 7) and offset.shape == (32, 1)
     assert set(source.tolist()) == {0, 1}
     for row, s, [o] in zip(x, source.tolist(), offset.tolist()):
         assert bytes(row.tolist()) == texts[s][o:o + 7]
 
 
-def test_every_offset_can_be_drawn_and_none_beyond_the_end():
+def test_every_offset_can_be_sampled_and_none_beyond_the_end():
     corpus = corpus_of(b"abcdefgh")
-    seen = torch.cat([draw(corpus, "train", 6, 4, generator(f"{i}"))[1] for i in range(50)])
+    seen = torch.cat([sample_windows(corpus, "train", 6, 4, make_rng(f"{i}"))[1] for i in range(50)])
     assert set(seen.flatten().tolist()) == {0, 1, 2}
-    assert draw(corpus, "train", 8, 4, generator("x"))[1].max() == 0
+    assert sample_windows(corpus, "train", 8, 4, make_rng("x"))[1].max() == 0
 
 
 def test_rows_are_stratified_over_the_corpus():
-    _, offset = draw(corpus_of(b"x" * 1009), "train", 10, 8, generator("s"))
+    _, offset = sample_windows(corpus_of(b"x" * 1009), "train", 10, 8, make_rng("s"))
     assert sorted((offset[:, 0] // 125).tolist()) == list(range(8)) != (offset[:, 0] // 125).tolist()
 
 
@@ -134,30 +145,30 @@ def test_a_source_of_small_weight_is_read_everywhere():
     """A common mistake is to place a window by the number that chose its source, here .9 .. 1."""
     corpus, seen = corpus_of(b"x" * 500, b"y" * 1009, weights=[0.9, 0.1]), set()
     for i in range(200):
-        source, offset = draw(corpus, "train", 10, 8, generator(f"{i}"))
+        source, offset = sample_windows(corpus, "train", 10, 8, make_rng(f"{i}"))
         seen |= set((offset[source == 1] // 125).flatten().tolist())
     assert seen == set(range(8))
 
 
 def test_sources_have_their_shares_in_every_batch():
     corpus = corpus_of(b"a" * 50, b"b" * 50, weights=[0.95, 0.05])
-    sources = torch.stack([draw(corpus, "train", 4, 8, generator(f"{i}"))[0] for i in range(2000)])
+    sources = torch.stack([sample_windows(corpus, "train", 4, 8, make_rng(f"{i}"))[0] for i in range(2000)])
     counts = sources.sum(1)
     assert counts.max() == 1                                        # .4 rows of 8: never two
     assert abs(float(counts.float().mean()) - 0.4) < 5 * (0.4 * 0.6 / 2000) ** 0.5
 
 
-def test_rows_that_want_whole_windows_avoid_document_ends_where_a_candidate_does():
+def test_rows_that_want_a_single_document_get_one_where_a_candidate_has_it():
     def windows(text, whole):  # -> windows (B, n), offsets, of the same random numbers
-        source, offset = draw(corpus_of(text), "train", 20, 64, generator("w"), whole)
-        return gather(corpus_of(text), "train", source, offset, 20), offset
+        source, offset = sample_windows(corpus_of(text), "train", 20, 64, make_rng("w"), whole)
+        return read_windows(corpus_of(text), "train", source, offset, 20), offset
     ends, wants = b"\0".join([b"x" * 60] * 50), torch.tensor([True, False, False, True])
     (plain, one), (whole, several), (mixed, offset) = (windows(ends, w) for w in (False, True, wants))
     broken = [int((x == 0).any(1).sum()) for x in (plain, whole)]
     assert broken[0] > 5 * max(1, broken[1])                        # a third of windows against (1/3)^4
     untouched = ~(plain == 0).any(1)
     assert torch.equal(plain[untouched], whole[untouched])
-    assert several.shape == (64, data.TRIES) and torch.equal(several[:, :1], one)
+    assert several.shape == (64, data.N_CANDIDATES) and torch.equal(several[:, :1], one)
     rows = wants.repeat(16)                                         # over the micro-batches of a step
     assert torch.equal(mixed[rows], whole[rows])
     assert torch.equal(mixed[~rows], plain[~rows])
@@ -168,13 +179,13 @@ def test_rows_that_want_whole_windows_avoid_document_ends_where_a_candidate_does
 
 def test_windows_depend_on_seed_and_step_alone():
     def at(key):
-        return draw(corpus_of(b"abc" * 500), "train", 9, 8, generator(key))[1]
+        return sample_windows(corpus_of(b"abc" * 500), "train", 9, 8, make_rng(key))[1]
     assert torch.equal(at("1,7,windows"), at("1,7,windows"))
     assert not torch.equal(at("1,7,windows"), at("2,7,windows"))    # seed << 32 | step would make these equal
     assert not torch.equal(at("1,7,windows"), at("1,8,windows"))
 
 
-def test_a_source_that_fills_a_window_just_so_is_large_enough(capsys):
+def test_a_source_of_exactly_one_window_is_large_enough(capsys):
     data.check_sizes(corpus_of(b"0123456789"), 10, 9)
     with pytest.raises(SystemExit):
         data.check_sizes(corpus_of(b"0123456789"), 11, 10)

@@ -1,0 +1,537 @@
+"""Train every objective alike and measure all of them with the same yardsticks, those of evaluate.py.
+
+    python -m experiments.compare                       all objectives, one seed: an hour or more on a laptop CPU
+    python -m experiments.compare --budgets 100         minutes: too short to conclude anything
+    python -m experiments.compare --budgets 500,1000,2000,4000,8000 --objectives clm,mlm --seeds 1,2,3
+    python -m experiments.compare --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3
+    python -m experiments.compare --sweep bart_noise=mask,infill+permute    a + inside a value stands for a comma
+    python -m experiments.compare --sweep replay=0,.05,.25      continual pre-training on C++ headers, Python as the old
+                                                                corpus
+
+A cell is a run of train.py, in a folder named after its settings and its text: what is finished is not trained again,
+what is begun is resumed, with other defaults it is another run. What was measured lies beside it in measured.json:
+delete that to measure anew. Tables are of the largest budget; the last table, curves.csv and the picture are of all.
+Holes and replaced bytes need rows of at least 128 positions. Flags that are not listed below are train.py's, such as
+--n_layer 6.
+"""
+import contextlib
+import csv
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+import zlib
+from argparse import Namespace
+from dataclasses import dataclass
+
+# isort: off  data silences a warning of torch's, and so comes before it
+from data import Flag, check_sizes, fail, open_corpus
+from experiments import bench, evaluate
+import train
+from objectives import OBJECTIVES, get_objective
+from run import SETTINGS, VERSION, build, flag_specs, get_config, load_checkpoint, load_run, parse_with_train_flags
+from run import preserve_torch_state, run_program
+import torch
+from tqdm import tqdm
+
+FLAGS = {
+    "objectives": Flag("", "which, separated by commas; without it all, or the first that has the setting of --sweep"),
+    "seeds": Flag("1", "seeds, separated by commas: equal weights at start, and windows at the same places, for all"),
+    "budgets": Flag("1000", "steps, separated by commas: a run of its own, with its own schedule, for each"),
+    "data": Flag("stdlib", "corpus; the probe's labels are read off Python source and need stdlib"),
+    "new_data": Flag("", "second corpus, for --sweep replay; without it the C++ headers that come with torch"),
+    "sweep": Flag("", "a setting and its values, as in mask_rate=.1,.15,.3"),
+    "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
+}
+RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # set here
+YARDSTICKS = 2                                  # raise it where a yardstick changes: finished runs are measured again
+CPP_HEADERS = os.path.join(torch.__path__[0], "include")
+MIN_TEXT = 4096                                 # held-out bytes that the yardsticks need
+
+
+@dataclass(frozen=True)
+class Metric:
+    heading: str
+    digits: int
+    more_is_better: bool | None = None          # None: neither
+
+
+METRICS = {                                     # columns of the first table, in order
+    "loss": Metric("own loss", 3),
+    "left_to_right": Metric("left to right", 3, False),
+    "bound": Metric("bound", 3, False),
+    "old_before": Metric("old corpus before", 3),
+    "old": Metric("old corpus after", 3, False),
+    "new": Metric("new corpus", 3, False),
+    **{f"left_{m}": Metric(f"left {m}", 2, False) for m in evaluate.MIDDLES},
+    **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in evaluate.MIDDLES},
+    "probe": Metric("probe of byte classes", 3, True),
+    "replaced_auc": Metric("replaced bytes, AUC", 3, True),
+    "bytes_per_pass": Metric("bytes per pass", 2),
+    "targets_per_row": Metric("targets per row", 1),
+    "tflop": Metric("TFLOP", 2),
+    "seconds": Metric("seconds", 0),
+}
+# columns of the second table: the figures of a run's task
+TASK_HEADINGS = {"task": "model", "task_untrained": "untrained", "task_baseline": "baseline", "ends": "ends by itself",
+                 "held_out": "held-out text", "distinct": "distinct lines",
+                 "held_out_distinct": "of held-out text"}
+# drawn in the other's panel, dashed
+DASHED = {"bound": "left_to_right", **{f"left_{m}": f"infill_{m}" for m in evaluate.MIDDLES}}
+
+
+# ---- cells: which runs there are
+
+@dataclass
+class Cell:
+    """A run to train and to measure."""
+    table: str                                  # name of the table, the picture and the curves that it appears in
+    row: str
+    hp: Namespace
+    argv: list                                  # train.py's flags
+    first_argv: list | None = None              # those of the run from whose weights it starts
+
+
+def plan_cells(flags, rest):  # -> [Cell]
+    """Fails on a flag or a setting that train.py would refuse, before anything runs."""
+    setting, _, values = flags.sweep.partition("=")
+    values = values.split(",") if setting else [""]
+    coders = [name for name, objective in OBJECTIVES.items() if objective.bpb in ("loss", "causal")]
+    if setting == "replay":
+        owners = coders
+    else:
+        owners = [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
+    if flags.sweep and (not all(values) or not owners and setting not in set(flag_specs()) - RESERVED):
+        fail(f"--sweep {flags.sweep}: wants a setting of train.py's, or replay, and values, as in mask_rate=.1,.15,.3")
+    names = flags.objectives.split(",") if flags.objectives else (owners[:1] or list(OBJECTIVES))
+    for name in names:
+        if name not in OBJECTIVES:
+            fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
+        if setting == "replay" and name not in coders:
+            fail(f"--objectives {name}: forgetting is measured in bits per byte. Try {','.join(coders)}")
+    budgets = whole_numbers("budgets", flags.budgets, 1, flag_specs()["max_iters"].high, "500,1000")
+    seeds = whole_numbers("seeds", flags.seeds, 0, flag_specs()["seed"].high, "1,2,3")
+    grid = dict.fromkeys(itertools.product(budgets, seeds, names, values))          # each once
+    cells = []
+    for steps, seed, name, value in grid:
+        plain = ["--objective", name, "--seed", seed, "--max_iters", steps, "--eval_interval", steps, *rest]
+        argv = [*plain, "--data", flags.data]
+        first_argv = None
+        if setting == "replay":                 # the same steps again, on the new corpus
+            first_argv = argv
+            share = replay_share(value)
+            argv = [*plain, "--data", f"{flags.new_data or CPP_HEADERS}:{1 - share:g}"]
+            if share:
+                argv.append(f"{flags.data}:{share:g}")
+        elif setting:
+            is_text = isinstance(flag_specs()[setting].default, str)                # 1e+1 is a number
+            argv += [f"--{setting}", value.replace("+", ",") if is_text else value]
+        table = f"sweep-{setting}-{name}" if setting else "compare"
+        cells.append(Cell(table, value or name, get_config(argv), argv, first_argv))
+    return cells
+
+
+def whole_numbers(flag, text, low, high, example):  # "1,2" -> ["1", "2"]
+    words = text.split(",")
+    for word in words:
+        if not (word.isascii() and word.isdigit() and low <= int(word) <= high):
+            fail(f"--{flag} {text}: wants whole numbers from {low} to {high}, separated by commas. "
+                 f"Try --{flag} {example}")
+    return [str(int(word)) for word in words]
+
+
+def replay_share(value):
+    with contextlib.suppress(ValueError):
+        if 0 <= float(value) < 1:
+            return float(value)
+    fail(f"--sweep replay={value}: wants shares from 0 to below 1. Try replay=0,.05,.25")
+
+
+# ---- a cell: train, measure
+
+@dataclass
+class Shared:
+    """What all cells are measured on."""
+    sources: list                               # the corpora
+    text: torch.Tensor                          # (M,) held-out bytes of the first one
+    probe: evaluate.ProbeData | None
+
+
+def train_cell(argv, crcs, out_dir):  # -> folder of the finished run of these flags, None where it diverged
+    """Leaves a finished run as it is, resumes one that has begun."""
+    folder = os.path.join(out_dir, "runs", run_name(get_config(argv), crcs))
+    max_iters = get_config(argv).max_iters
+    begun = any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt"))
+    step = load_checkpoint(folder)["step"] if begun else 0
+    if begun and step == max_iters:
+        return folder
+    if step > max_iters:
+        fail(f"{folder}: is a run of {max_iters} steps, but was trained up to step {step}. Try moving it elsewhere")
+    if begun:
+        argv = [*argv, "--resume"]
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        code = train.main([*argv, "--out_dir", folder], with_sample=False)
+    if code > 1:                                # a signal
+        print(f"stopped, saved in {folder}. The same command continues")
+        sys.exit(code)
+    return None if code else folder
+
+
+def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run's folder
+    """The settings that its objective reads: another default makes another run, another objective's does not."""
+    read = {flag for group in SETTINGS.values() for flag in group} | set(get_objective(hp).flags)
+    read -= {"device"}                          # a run may be resumed on another device, but not in another dtype
+    settings = {flag: value for flag, value in vars(hp).items() if flag in read}
+    tag = zlib.crc32(json.dumps([VERSION, crcs, settings], sort_keys=True).encode())
+    return f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}"
+
+
+def run_cell(cell, out_dir, shared):  # -> {metric: number}, {} where the run diverged
+    crcs = [source["crc"] for source in shared.sources]
+    argv = cell.argv
+    first = None
+    if cell.first_argv:
+        first = train_cell(cell.first_argv, crcs[:1], out_dir)
+        if not first:
+            return {}
+        argv = [*argv, "--init_from", first]
+    folder = train_cell(argv, crcs, out_dir)
+    if not folder:
+        return {}
+    path = os.path.join(folder, "measured.json")
+    saved = {}
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            saved = json.load(f)
+    if saved.get("yardsticks") == YARDSTICKS:
+        return saved["metrics"]
+    metrics = logged_metrics(folder) | measure(folder, shared)
+    if first:                                   # all three in the same windows
+        old, new = validation_bits(folder, shared.sources)
+        metrics |= {"left_to_right": None, "old": old, "new": new}
+        metrics["old_before"] = validation_bits(first, shared.sources)[0]
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump({"yardsticks": YARDSTICKS, "metrics": metrics}, f)
+    os.replace(path + ".tmp", path)
+    return metrics
+
+
+@torch.no_grad()
+def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the run was trained
+    """A bar on a terminal, elsewhere a line for each yardstick: together they take minutes."""
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
+    bar = tqdm(yardsticks(hp, shared), disable=None, leave=False, unit="yardstick", dynamic_ncols=True)
+    metrics = {}
+    for name, evaluate_one in bar:
+        bar.set_description(f"measuring {name}")
+        begin = time.perf_counter()
+        metrics |= evaluate_one(model)
+        if bar.disable:
+            print(f"measured {name} in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    return metrics
+
+
+def yardsticks(hp, shared):  # -> [(name, function: model -> {metric: number})] of a run
+    """A function returns nothing for what an objective does not define."""
+    objective = get_objective(hp)
+    text = shared.text
+    out = []
+    if hp.block_size >= evaluate.MIN_BLOCK:
+        out.append(("infilling", lambda model: evaluate.eval_infilling(model, objective, hp, text)))
+        out.append(("replaced bytes", lambda model: evaluate.eval_corruption(model, objective, hp, text)))
+        out.append(("drafts", lambda model: evaluate.eval_drafts(model, objective, hp, text)))
+    if objective.uses:
+        task = evaluate.TASKS[type(objective.uses[0])]
+        out.append(("task", lambda model: measure_task(task, model, objective, hp, text)))
+    if shared.probe and 256 % min(hp.block_size, 256) == 0:
+        def probe(model):
+            return evaluate.eval_probe(lambda x: evaluate.layer_states(model, objective, hp, x), shared.probe)
+        out.append(("probe", probe))
+    return out
+
+
+def measure_task(task, model, objective, hp, text):  # -> the figures of TASK_HEADINGS, and the task in words
+    figures = task.evaluate(model, objective, hp, text)
+    if not figures:
+        return {}
+    untrained = task.evaluate(build(hp), objective, hp, text)
+    score = figures.pop("score")
+    baseline = figures.pop("baseline")
+    return figures | {"task": score, "task_baseline": baseline, "task_untrained": untrained["score"],
+                      "task_heading": task.heading}
+
+
+def logged_metrics(folder):  # -> {metric: number} that metrics.jsonl and the settings hold
+    with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
+        records = [r for r in map(json.loads, f) if r.get("split") == "val"]
+    last = next(r for r in records if r["step"] == records[-1]["step"])             # of the first source
+    hp = Namespace(**load_checkpoint(folder)["config"] | {"dtype": "float32"})
+    bits = "bound" if get_objective(hp).bpb == "bound" else "left_to_right"
+    return {"loss": last["loss"], bits: last["bpb"], "targets_per_row": last["targets"] * hp.block_size,
+            "seconds": last["seconds"], "tflop": bench.count_flops(hp) * hp.accum * last["step"] / 1e12}
+
+
+def validation_bits(folder, sources):  # -> [bits per byte of each source]
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
+    validation = train.validation_list(get_objective(hp), sources, hp)
+    return [record["bpb"] for record in train.evaluate(model, validation, hp)]
+
+
+# ---- tables
+
+def by_seed(seeds, metric):  # {seed: metrics} -> {seed: number}
+    return {seed: metrics[metric] for seed, metrics in seeds.items() if metrics.get(metric) is not None}
+
+
+def mean_and_error(values, digits, error, sign=""):  # -> "mean ± error", the mean alone of a single value
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):{sign}.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {error(values):.{digits}f}"
+
+
+def markdown(rows):  # [[cell of the head, ...], [cell, ...], ...] -> str
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def metric_table(rows, describe):  # {row: {seed: metrics}}, (seeds, metric) -> str -> Markdown without empty columns
+    columns = [metric for metric in METRICS if any(describe(seeds, metric) for seeds in rows.values())]
+    if not columns:
+        return ""
+    out = [["", *(METRICS[metric].heading for metric in columns), "seeds"]]
+    for name, seeds in rows.items():
+        ran = [str(seed) if metrics else f"{seed} diverged" for seed, metrics in seeds.items()]
+        out.append([name, *(describe(seeds, metric) for metric in columns), " ".join(ran)])
+    return markdown(out)
+
+
+def task_table(rows):  # {row: {seed: metrics}} -> Markdown without empty columns
+    headings, figures = {}, {}
+    for name, seeds in rows.items():
+        for metrics in seeds.values():
+            if "task_heading" in metrics:
+                headings[name] = metrics["task_heading"]
+                figures[name] = [mean_and_error([*by_seed(seeds, column).values()], 3, statistics.stdev)
+                                 for column in TASK_HEADINGS]
+    if not headings:
+        return ""
+    filled = [any(column) for column in zip(*figures.values())]
+    out = [["", "its task (baseline)", *itertools.compress(TASK_HEADINGS.values(), filled)]]
+    for name, heading in headings.items():
+        out.append([name, heading, *itertools.compress(figures[name], filled)])
+    return markdown(out)
+
+
+def standard_error(values):
+    return statistics.stdev(values) / len(values) ** 0.5
+
+
+T975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # Student's t for 2, 3, ... seeds
+
+
+def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, the tasks, differences from the first row
+    first, *others = rows
+
+    def spread(seeds, metric):
+        return mean_and_error([*by_seed(seeds, metric).values()], METRICS[metric].digits, statistics.stdev)
+
+    def difference(seeds, metric):
+        base = by_seed(rows[first], metric)
+        pairs = [value - base[seed] for seed, value in by_seed(seeds, metric).items() if seed in base]
+        if len(pairs) < 2 or METRICS[metric].more_is_better is None:
+            return ""
+        return mean_and_error(pairs, 3, standard_error, "+")
+
+    parts = ["Bits per byte where nothing else is said; mean over seeds ± their standard deviation.\n",
+             metric_table(rows, spread), task_table(rows)]
+    paired = {}
+    for name in others:
+        both = {seed: metrics for seed, metrics in rows[name].items() if metrics and rows[first].get(seed)}
+        if len(both) > 1:
+            paired[name] = both
+    if paired:
+        n = min(map(len, paired.values()))
+        clear = T975[min(n, len(T975) + 1) - 2]
+        parts += [f"Difference from {first}, paired by seed: mean ± standard error over the runs, the held-out text "
+                  f"being the same. With {n} seeds one of {clear} standard errors is clear (95%).\n",
+                  metric_table(paired, difference)]
+    return "\n".join(part for part in parts if part)
+
+
+# ---- curves over the budgets: {budget: {row: {seed: metrics}}}
+
+def row_names(budgets):
+    return [*dict.fromkeys(name for rows in budgets.values() for name in rows)]
+
+
+def mean_by_budget(budgets, name, metric):  # -> {budget: mean over the seeds}, of the budgets that have one
+    means = {}
+    for steps, rows in sorted(budgets.items()):
+        values = by_seed(rows.get(name, {}), metric).values()
+        if values:
+            means[steps] = statistics.fmean(values)
+    return means
+
+
+def trends(budgets):  # -> Markdown: a value at every budget; "" where there is but one
+    names = row_names(budgets)
+    steps = sorted(budgets)
+    columns = [["", *names]]
+    for key, metric in (METRICS | {"task": Metric("its task, as above", 3, True)}).items():
+        means = [mean_by_budget(budgets, name, key) for name in names]
+        if metric.more_is_better is None or not any(means):
+            continue
+        column = [metric.heading]
+        for found in means:
+            words = [f"{found[n]:.{metric.digits}f}" if n in found else "-" for n in steps]
+            column.append(" ".join(words) if found else "")
+        columns.append(column)
+    if len(steps) < 2 or len(columns) < 2:
+        return ""
+    head = f"After {' '.join(map(str, steps))} steps, means over the seeds that finished:\n\n"
+    return head + markdown([*zip(*columns)])
+
+
+def write_curves(budgets, path, first_column):
+    """The numbers behind the tables and the picture, a line for each. A run that diverged has none."""
+    with open(path, "w", encoding="utf-8", newline="") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow([first_column, "steps", "seed", "metric", "value"])
+        for name in row_names(budgets):
+            for steps, rows in sorted(budgets.items()):
+                for seed, metrics in rows.get(name, {}).items():
+                    for metric in [*METRICS, *TASK_HEADINGS]:
+                        if metrics.get(metric) is not None:
+                            writer.writerow([name, steps, seed, metric, f"{metrics[metric]:.6g}"])
+
+
+def draw_picture(budgets, path):  # -> path, or why there is none
+    """A panel for each metric that has a better side, over the budget; a line for each row, dashed for what shares its
+    panel with another metric. More than 8 bits per byte, which is worse than no model, would hide the rest: not
+    drawn."""
+    try:
+        import matplotlib  # here: it is optional
+    except ImportError:
+        return "no picture: pip install matplotlib, and the next run draws it"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    names = row_names(budgets)
+    looks = line_looks(len(names), matplotlib.colormaps["tab20"].colors)
+    panels = {}                                 # {metric: [(metric drawn, look, means)]}
+    for key, metric in METRICS.items():
+        if metric.more_is_better is None:
+            continue
+        for name, look in zip(names, looks):
+            means = {steps: mean for steps, mean in mean_by_budget(budgets, name, key).items() if mean < 8}
+            if means:
+                panels.setdefault(DASHED.get(key, key), []).append((key, look, means))
+    if not panels:
+        return "no picture: nothing to draw"
+    across = min(4, len(panels) + 1)            # the last panel holds the names
+    down = len(panels) // 4 + 1
+    figure, axes = pyplot.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False)
+    for (panel, lines), axis in zip(panels.items(), axes.flat):
+        for key, look, means in lines:
+            axis.plot([*means], [*means.values()], "-" if key == panel else "--", **look)
+        better = "more" if METRICS[panel].more_is_better else "less"
+        dashed = [METRICS[key].heading for key in dict.fromkeys(key for key, *_ in lines) if key != panel]
+        note = f"; dashed: {', '.join(dashed)}" if dashed else ""
+        axis.set_title(f"{METRICS[panel].heading} ({better} is better{note})", fontsize=8)
+        axis.set_xscale("log")
+        axis.set_xticks([*budgets], [*budgets])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    rest = axes.flat[len(panels):]
+    for name, look in zip(names, looks):
+        rest[0].plot([], [], label=name, **look)
+    rest[0].legend(ncols=2, loc="center", frameon=False)
+    for axis in rest:
+        axis.axis("off")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+    return path
+
+
+def line_looks(n, colors):  # tab20's 20 colors -> [keyword arguments of plot], all different up to 60 lines
+    """The ten dark colors of tab20 first, then the light ones."""
+    order = [*colors[::2], *colors[1::2]]
+    return [dict(color=order[i % 20], marker="ovs"[i // 20 % 3], ms=4, lw=1) for i in range(n)]
+
+
+# ---- the program
+
+def check_folders(flags):
+    """Fails where results cannot be kept or would be read as text, or where the text can be read only once."""
+    if flags.data == "-" or flags.new_data == "-":
+        fail("--data -: every run reads the text anew. Try a file")
+    if os.path.isfile(flags.out_dir):
+        fail(f"--out_dir {flags.out_dir}: is a file. Try another name")
+    for folder in (flags.data, flags.new_data):
+        if not os.path.isdir(folder):
+            continue
+        if os.path.commonpath(map(os.path.realpath, (folder, flags.out_dir))) == os.path.realpath(folder):
+            fail(f"--out_dir {flags.out_dir}: lies inside the corpus {folder}. Try a folder outside it")
+
+
+def open_sources(flags, cells):  # -> the corpora; fails where they are too short for a cell or a yardstick
+    names = [flags.data]
+    if any(cell.first_argv for cell in cells):
+        names.append(flags.new_data or CPP_HEADERS)
+    sources = open_corpus(names)
+    n = len(sources[0]["val"])
+    if n < MIN_TEXT:
+        fail(f"--data {flags.data}: has {n} bytes to validate on, the yardsticks want {MIN_TEXT}. Try more text")
+    for cell in cells:
+        cut = [source | {"train": source["train"][:cell.hp.train_bytes or None]} for source in sources]
+        check_sizes(cut, get_objective(cell.hp).n_bytes(cell.hp.block_size, cell.hp), cell.hp.block_size)
+    return sources
+
+
+@preserve_torch_state()
+def main(argv=None):  # -> exit code
+    """Trains what is not finished, measures it, writes the tables. Ctrl-C saves the run in progress."""
+    argv = sys.argv[1:] if argv is None else argv
+    flags, rest = parse_with_train_flags("python -m experiments.compare", __doc__, FLAGS, RESERVED, argv)
+    setting = flags.sweep.partition("=")[0]
+    if any(word.partition("=")[0] == f"--{setting}" for word in rest):
+        fail(f"--{setting}: is what --sweep sets. Try without it")
+    cells = plan_cells(flags, rest)
+    check_folders(flags)
+    sources = open_sources(flags, cells)
+    probe = evaluate.probe_data(256) if flags.data == "stdlib" else None
+    shared = Shared(sources, sources[0]["val"], probe)
+    found = {}                                  # {table: {budget: {row: {seed: metrics}}}}
+    finished = 0
+    for i, cell in enumerate(cells):
+        hp = cell.hp
+        metrics = run_cell(cell, flags.out_dir, shared)
+        rows = found.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
+        rows.setdefault(cell.row, {})[hp.seed] = metrics
+        finished += bool(metrics)
+        outcome = f"loss {metrics['loss']:.4f}" if metrics else "diverged"
+        print(f"[{i + 1}/{len(cells)}] {cell.row}, {hp.max_iters} steps, seed {hp.seed}: {outcome}", flush=True)
+    for table, budgets in found.items():
+        write_report(os.path.join(flags.out_dir, table), budgets, setting, probe)
+    return 0 if finished else 1
+
+
+def write_report(path, budgets, setting, probe):  # path without its ending
+    rows = budgets[max(budgets)]
+    if probe and not setting:
+        rows = rows | {"five raw bytes": {"-": evaluate.eval_probe(evaluate.byte_features, probe)}}
+    text = "\n".join(part for part in (tables(rows), trends(budgets)) if part)
+    with open(path + ".md", "w", encoding="utf-8") as f:
+        f.write(text)
+    curves = path + ".csv" if setting else os.path.join(os.path.dirname(path), "curves.csv")
+    write_curves(budgets, curves, setting or "objective")
+    print(f"\n{path}.md, {curves}, {draw_picture(budgets, path + '.png')}\n\n{text}")
+
+
+if __name__ == "__main__":
+    run_program(main)
