@@ -35,9 +35,9 @@ ID_SYMBOLS = {EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "�
               MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ"}
 
 N_CANDIDATES = 4                                # offsets that are tried for a window without a NUL
-CRC_BYTES = 1 << 26                             # the checksum of a larger corpus is of evenly spaced samples
+CRC_BYTES = 1 << 26                             # of a larger corpus, evenly spaced samples are checksummed
 COMPRESSED_BYTES = 1 << 24                      # the compressors read at most so many bytes
-TEXT_BYTES = 1 << 20                            # of a source: looked at to see whether it is text
+TEXT_BYTES = 1 << 20                            # at the start of a source, checked for being text
 STDIN_COPY = "stdin.bin"                        # in a run's folder: what it read from standard input
 
 

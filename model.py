@@ -69,7 +69,7 @@ def dense_mask(prefix, q, T_k, doc=None):  # prefix (B,), positions q (T_q,) -> 
 
 def attend_dense(q, k, v, bias):  # q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
     """softmax(q k^T / sqrt(D) + bias) v. bias (1 or B H, T_q, T_k): 0 where a query may attend, else -inf.
-    The faster forms of attention stand at the end of this file."""
+    Faster versions of attention are at the end of this file."""
     # one kernel computes the product, the scale and the bias
     att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5)
     return (att.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])            # att (B H, T_q, T_k)
@@ -97,7 +97,7 @@ def apply_rope(x, cos, sin):  # x (..., T, D) -> the same shape; each pair (i, i
 class StackedLinear(nn.Module):
     """y = x W^T in x's dtype; the weight stays float32. Several maps of the same input are kept as one stack
     (n, n_out, n_in): one product forward, n matrices to the optimizer. Muon trains the StackedLinear layers
-    inside blocks, AdamW every other parameter, whatever its shape."""
+    inside blocks, AdamW every other parameter but the n-gram table."""
 
     def __init__(self, n_in, n_out, stack=1, zero=False):
         super().__init__()
@@ -245,7 +245,7 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows: small values make steps larger
+        nn.init.normal_(self.embed.weight, std=0.3)             # small, since a norm follows: larger relative steps
         self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, config.n_embd) * 0.3)           # of x_t, x_(t-1), ...
         nn.init.ones_(self.conv_weight[0])
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -284,7 +284,7 @@ class Transformer(nn.Module):
 
 class Cache:
     """Keys and values of the positions so far in every layer, and their ids, which the inputs of the next positions
-    depend on. It has space for T positions of B rows. n_layer: where they are not the model's own layers."""
+    depend on. It has space for T positions of B rows. n_layer: number of layers, by default the model's."""
 
     def __init__(self, model, B, T, n_layer=None):
         config = model.config
@@ -346,7 +346,7 @@ class StaticCache(Cache):
         self.length.sub_(n)
 
 
-# ---- the fast forms for each device, each beside what it equals
+# ---- faster versions for each device, and what each equals
 
 HALVE_ABOVE = 128                               # causal rows of more positions are attended in two halves
 # FlexAttention compiles with Triton and a C compiler, which small images lack
@@ -412,7 +412,7 @@ def attend_single_query(q, k, v, allowed):  # = attend_dense, of T_q = 1
     return (att.softmax(-1)[..., None].to(v.dtype) * v).sum(2, keepdim=True)
 
 
-def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask for FlexAttention: can_attend, a tensor in and out
+def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask for FlexAttention, made from can_attend
     from torch.nn.attention.flex_attention import create_block_mask  # here: its import takes a third of a second
 
     def rule(b, h, q, k):

@@ -3,8 +3,8 @@
 B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V outputs of the byte
 head; k chosen positions, S spans, N noise bytes, L bytes of a text, of which m are present
 
-An objective is one page: a few functions and, below them, one Objective, whose fields are described where they are
-declared. hp holds every setting, as run.get_config returns them.
+An objective is a few functions and, below them, one Objective, whose fields are described where they are declared.
+hp holds every setting, as run.get_config returns them.
 
 A batch is a dict. "inp" (B, T) are ids, "tgt" (B, T) ids or IGNORE_INDEX where there is no loss, "prefix" an int for
 all rows (0 causal, T bidirectional) or one for each row (B,); an objective may add keys of its own. Every tensor has
@@ -13,7 +13,7 @@ the device. Where papers draw each position by itself, the counts here are exact
 in a full row), so that no row is without a target.
 
 A loss returns sums, `terms` the counts: the total is the sum over terms of coefficient * sum / count, over the whole
-global batch. A mean of micro-batch means would weigh targets unequally.
+global batch. A mean of micro-batch means would give targets unequal weights.
 """
 import dataclasses
 import difflib
@@ -42,7 +42,7 @@ def random_positions(B, T, k, g):  # -> (B, k) long: k distinct positions of eac
 
 
 def random_composition(B, m, k, g):  # -> (B, k) long: positive parts that add up to m, all equally likely
-    cuts = random_positions(B, m - 1, k - 1, g).sort(dim=1).values + 1              # k - 1 of the m - 1 gaps
+    cuts = random_positions(B, m - 1, k - 1, g).sort(dim=1).values + 1              # k - 1 of the m - 1 places
     return F.pad(F.pad(cuts, (1, 0)), (0, 1), value=m).diff(dim=1)
 
 
@@ -163,7 +163,7 @@ def token_loss(model, batch, hp):
     return {"nll": nll.sum()}
 
 
-def evaluating():  # training skips figures that cost time
+def evaluating():  # training skips metrics that cost time
     return not torch.is_grad_enabled()
 
 
@@ -216,7 +216,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Follow:
-    """Says whether one text follows another. predict(model, first ids, second ids, hp) -> log-odds (0-D)."""
+    """Judges whether one text follows another. predict(model, first ids, second ids, hp) -> log-odds (0-D)."""
     predict: Callable
 
 
@@ -267,7 +267,7 @@ def no_heads(config, hp):
     return {}
 
 
-def row_positions(ids, P):
+def row_positions(ids, P, hp):
     return None
 
 
@@ -283,14 +283,14 @@ class Objective:
     n_bytes: Callable = shifted_window          # (T, hp) -> n, the raw bytes that fill a row of T positions
     heads: Callable = no_heads                  # (config, hp) -> {name: module} beyond the byte head, in model.heads
     terms: Callable = token_terms               # (batch, hp) -> {term: (count, coefficient)}, before the forward pass
-    loss: Callable = token_loss                 # (model, batch, hp) -> {term: sum}, in nats; figures have coefficient 0
+    loss: Callable = token_loss                 # (model, batch, hp) -> {term: sum}, in nats; metrics have coefficient 0
     # a term named "nll" is of the byte head, and its mean is also printed as perplexity
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
-    flag_defaults: dict = dataclasses.field(default_factory=dict)       # other defaults of flags that all share
+    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
     single_document: object = False             # prefers windows without a NUL inside; a mixture: one bool a row
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
-    positions: Callable = row_positions         # (ids (B, T), P (B,)) -> positions for RoPE, where not 0, 1, 2, ...
+    positions: Callable = row_positions         # (ids, P (B,), hp) -> (B, T) for RoPE, None where they are 0, 1, 2, ...
     count_targets: Callable | None = None       # (batch) -> positions with loss, where terms count something else
     members: tuple = ()                         # of a mixture: (weight, objective) each
 
@@ -398,17 +398,17 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in a full row; all placements in
     which no two spans touch are equally likely. One row in eight is truncated after 8 bytes or more, perhaps inside a
     span: if every row were full, EOT would always stand at the same position, and short texts would never be trained.
-    Each sentinel in the source reserves SPAN_POSITIONS position numbers; its span's bytes in the target use them.
+    Each sentinel in the source reserves position numbers, 4/3 of span_mean; its span's bytes in the target use them.
 
     Departures: T5's own code always starts with a kept token and ends with a noise one, which makes the last position
     noise in every row; here both ends are free. Sentinels count up and, as in T5's code but not in the paper's figure,
     no final sentinel follows the last span. 30% of the bytes are noise, since T5's 15% teach less per row. Spans have
     6 bytes on average, where T5's have 3 tokens and ByT5's (Xue et al. 2022) 20 bytes. GLM (Du et al. 2022) gives a
-    span's bytes a second kind of position; here they continue from their sentinel's, and a span longer than
-    SPAN_POSITIONS shares position numbers with what follows it."""
+    span's bytes a second kind of position; here they continue from their sentinel's, and a span that is longer than
+    what its sentinel reserves shares position numbers with what follows it."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     batch = span_rows(x, N, S, hp.block_size, g)
-    return dict(batch, positions=span_positions(batch["inp"], batch["prefix"]))
+    return dict(batch, positions=span_positions(batch["inp"], batch["prefix"], hp))
 
 
 def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
@@ -429,13 +429,12 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     return seq2seq(source, keep, target, keep_target, T, mode)
 
 
-SPAN_POSITIONS = 8                              # position numbers that a sentinel of the source reserves for its span
-LONG_SPAN_POSITIONS = 64                        # and in ul2's rows of long spans
+LONG_SPAN_POSITIONS = 64                        # position numbers that a sentinel reserves in ul2's rows of long spans
 
 
-def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
-    """Position numbers for RoPE. Each sentinel of the source reserves SPAN_POSITIONS (LONG_SPAN_POSITIONS in rows that
-    start with MODE_X) for the bytes that follow it in the target:
+def span_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
+    """Position numbers for RoPE. Each sentinel of the source reserves some for the bytes that follow it in the target,
+    here 8, as for spans of 6 bytes on average (LONG_SPAN_POSITIONS in rows that start with MODE_X):
 
         ids         t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
         positions   0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18
@@ -444,7 +443,7 @@ def span_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
     in_source = i < P[:, None]
     is_sentinel = ids >= SENTINEL
     in_source_sentinel = (in_source & is_sentinel).long()
-    reserved = torch.where(ids[:, :1] == MODE_X, LONG_SPAN_POSITIONS, SPAN_POSITIONS)
+    reserved = torch.where(ids[:, :1] == MODE_X, LONG_SPAN_POSITIONS, round(4 / 3 * hp.span_mean))
     i = i + reserved * (in_source_sentinel.cumsum(1) - in_source_sentinel)
 
     def sentinel_positions(where):  # -> (B, N_SENTINELS + 1); the last column takes all other ids
@@ -543,7 +542,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
         else:
             batches.append(span_rows(raw, N, S, T, g, mode))
     batch = {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
-    return dict(batch, positions=span_positions(batch["inp"], batch["prefix"]))
+    return dict(batch, positions=span_positions(batch["inp"], batch["prefix"], hp))
 
 
 def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
@@ -628,7 +627,7 @@ OBJECTIVES["fim"] = Objective(
     "fim", corrupt=fim, help="text with its middle moved to the end", use="write between two texts",
     attention="causal", n_outputs=MID + 1,
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
-           "fim_spm_rate": Flag(0.5, "share of those that start with the suffix", 0.0, 1.0)},
+           "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
     single_document=True, bpb="causal", uses=(Infill(fim_prompt, stop_at_eot), Continue(fim_layout)))
 
 
@@ -783,7 +782,7 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked_positions (B, k), 
 
     A byte that the generator guesses right counts as original; no gradient passes through the samples;
     weights 1 and electra_weight. As in the authors' code 85% of the chosen bytes are masked and 15% left.
-    Departures: positions without replacement; generator and discriminator do not share embeddings; no dense
+    Departures: positions are drawn without replacement; generator and discriminator do not share embeddings; no dense
     layer before the scalar head. The generator has no n-grams."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
@@ -881,10 +880,10 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
         if name in hp.bart_noise.split(","):
             noisy, keep = noise(noisy, keep, k, g, hp)
     batch = seq2seq(noisy, keep, x, present, hp.block_size)
-    return dict(batch, positions=bart_positions(batch["inp"], batch["prefix"]))
+    return dict(batch, positions=bart_positions(batch["inp"], batch["prefix"], hp))
 
 
-def bart_positions(ids, P):  # ids (B, T), prefixes (B,) -> (B, T)
+def bart_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     """Position numbers for RoPE. The target counts from 0 again, as BART's decoder does, so that bytes to be copied
     stand near where they are written:
 
@@ -907,7 +906,7 @@ def infill_noise(ids, keep, k, g, hp):  # spans of Poisson length become one MAS
     B, L = ids.shape
     K = 8 + int(hp.bart_rate * L + 1)                                               # spans at most
     stays, start, used = place_infills(keep, k, K, hp.poisson_lambda, g)            # (B, L), (B, K), (B, K)
-    # byte i has the slot after all spans that start at or before it, the j-th span the slot after j others
+    # byte i comes after all spans that start at or before it, span j after `start` bytes and the j spans before it
     before = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
     byte = torch.arange(L, device=g.device) + before.cumsum(1)[:, :L]               # (B, L)
     span = torch.where(used, start + torch.arange(K, device=g.device), L + K)       # (B, K); unused: cut off below
@@ -963,7 +962,7 @@ def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte 
 
 def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays (B, L), start, used (B, K)
     """At most K spans that cover exactly M of the present bytes. Lengths are Poisson until they add up to M, the last
-    one is cut to fit; each span lies at a uniformly drawn gap between the bytes that stay."""
+    one is cut to fit; each span lies at a uniformly drawn place between the bytes that stay."""
     B, L = present.shape
     m = present.sum(1, keepdim=True)
     # lengths, through the inverse of Poisson's CDF
@@ -977,11 +976,11 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
     length = torch.where(used, length.minimum(M - before), 0)
     full = (used & (length > 0)).sum(1, keepdim=True)
     used &= (length > 0) | ((used & (length == 0)).cumsum(1) <= M - full)
-    # each at a gap between the m - M bytes that stay, in the order of the text
+    # each at a place between the m - M bytes that stay, in the order of the text
     gap = (torch.rand(B, K, generator=g, device=g.device) * (m - M + 1)).long()
     order = torch.where(used, gap, L).sort(dim=1)                                   # unused spans last
     used, length = used.gather(1, order.indices), length.gather(1, order.indices)
-    start = (order.values + length.cumsum(1) - length).clamp(max=L)                 # bytes, then spans, before it
+    start = (order.values + length.cumsum(1) - length).clamp(max=L)                 # bytes before it, in spans too
     edge = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
     edge = edge.scatter_add(1, (start + length).clamp(max=L), -used.long())
     return (edge[:, :L].cumsum(1) == 0) & present, start, used
@@ -1021,8 +1020,8 @@ OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
-           "bart_rate": Flag(0.3, "share of bytes that " + ", ".join(RATED) + " change, at most", 0.001, 0.9),
-           "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is cut", 2.0, 20.0)},
+           "bart_rate": Flag(0.3, "share of bytes that " + ", ".join(RATED) + " change together, at most", 0.001, 0.9),
+           "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, single_document=True, positions=bart_positions,
     target_hidden=False, uses=(Repair(), Infill(bart_prompt, stop_at_eot)))
 

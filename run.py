@@ -39,11 +39,11 @@ SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
         "data": Flag(["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
-        "train_bytes": Flag(0, "train on only the first so many bytes of each source; 0 for all", 0, 1 << 50),
+        "train_bytes": Flag(0, "train on only so many bytes of each source's training split; 0 for all", 0, 1 << 50),
         "out_dir": Flag("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
         "resume": Flag(False, "resume the run in --out_dir, without it the latest run under out/"),
         "init_from": Flag("", "run (its last state) or checkpoint whose weights to start from, with a new optimizer"),
-        "seed": Flag(1, "of weights, windows and corruption", 0, 2 ** 31),
+        "seed": Flag(1, "random seed of weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
         "n_layer": Flag({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
@@ -57,17 +57,17 @@ SETTINGS = {
         "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
         "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
-        "max_passes": Flag(4.0, "passes over the text at most, but at least 200 steps; 0: no limit, the default with "
+        "max_passes": Flag(4.0, "most passes over the text, but never below 200 steps; 0: no limit, the default with "
                                 "--max_iters", 0.0, 1e9),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate", 0.0, 100.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0, 1 << 40),
-        "lr_decay": Flag(0.6, "share of the run, at its end, over which the rate falls linearly to 0", 0.0, 1.0),
-        "weight_decay": Flag(0.0, "of hidden matrices, times the learning rate, per step", 0.0, 100.0),
+        "lr_decay": Flag(0.6, "last share of the steps, over which the learning rate falls linearly to 0", 0.0, 1.0),
+        "weight_decay": Flag(0.0, "of hidden matrices: times the learning rate, their decay per step", 0.0, 100.0),
         "grad_clip": Flag(1.0, "largest norm of the gradient (n-gram table excluded); 0 for no limit", 0.0, 1e30),
-        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops, from the third pass on; more in runs of "
-                                "several passes", 0.0, 0.99),
+        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops, after growing from 0 over the first two "
+                                "passes or less; more in runs of several passes", 0.0, 0.99),
         "doc_mask": Flag(False, "attend only within a document; for objectives that keep the text's order"),
-        "optimizer": Flag("muon", "muon (AdamW for embeddings, heads and vectors) or adamw",
+        "optimizer": Flag("muon", "muon (for the matrices of blocks, AdamW for the rest) or adamw",
                           choices=("muon", "adamw")),
     },
     "evaluation": {
@@ -80,7 +80,7 @@ SETTINGS = {
         "cuda_graph": Flag(False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
     },
 }
-# what may change when a run is resumed
+# flags that may change when a run is resumed
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
 
@@ -232,7 +232,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         saved["init_step"] = config["init_step"] + ckpt["step"]
 
     # defaults of the device and the optimizer, then of the objective, then the checkpoint's settings and the flags
-    device = pick_device(given.get("device", "auto"))           # the machine's, not the run's
+    device = pick_device(given.get("device", "auto"))           # of this machine, not of the run
     chosen = saved | given
     base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
     name, _, weight = chosen.get("objective", base["objective"]).strip().partition(":")
@@ -291,12 +291,12 @@ def pick_device(name):
         fail(f"--device {name}: not on this machine. Try --device cpu")
 
 
-def pick_dtype(name, device):  # -> "float32" or "bfloat16"; auto: the second where the hardware multiplies it
+def pick_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 where the hardware multiplies it
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    # products of bfloat16 are the faster ones on a CPU that has instructions for them, and on no other
+    # on a CPU bfloat16 is faster only where there are instructions for its products
     fast = any(getattr(torch.cpu, f"_is_{isa}_supported", bool)() for isa in ("avx512_bf16", "amx_tile"))
     return "bfloat16" if device.type == "cpu" and fast else "float32"
 
@@ -514,7 +514,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 
 class Refused(ValueError):
-    """Says in words what is wrong with a checkpoint."""
+    """Why a checkpoint is rejected, in words."""
 
 
 def read_records(path):  # -> what torch.save wrote
@@ -605,9 +605,9 @@ def refuse_head_flags(hp, config, path):  # fails where a flag of the objective 
 
 
 def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint; for inference
-    """Reads ckpt.pt of a run's folder, or best.pt if validation became clearly worse after it, and says so on standard
-    error. Fails where there is no such run, or its weights do not fit. Sets the precision of float32 products, and
-    switches off cuDNN's attention, which plans anew for every length of a cache."""
+    """Reads ckpt.pt of a run's folder, or best.pt if validation became clearly worse after it, which it reports on
+    standard error. Fails where there is no such run, or its weights do not fit. Sets the precision of float32
+    products, and switches off cuDNN's attention, which plans anew for every length of a cache."""
     ckpt = load_checkpoint(path)
     best = os.path.join(path, "best.pt")
     if ckpt["val"] > CLEARLY_WORSE * ckpt["best"] and ckpt["best_step"] and os.path.isfile(best):

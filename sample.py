@@ -1,10 +1,10 @@
-"""Use a trained model for what it was trained to do. Examples, each below the objectives that it is for:
+"""Use a trained model for what it was trained to do. Examples, each below the objectives that it works with:
 
     any objective: a demonstration by the latest run, on text that it was not trained on
         python sample.py
-    clm, mtp, prefix, ul2, hybrid: continue a text
+    clm, mtp, prefix, ul2, fim, hybrid: continue a text
         python sample.py --prompt "def main(" --num_samples 3
-    mlm, hybrid: fill gaps of known length
+    mlm, hybrid: fill holes of known length
         python sample.py --prompt "import [MASK:2], sys"
     mdlm, sedd: write in any order, here 40 bytes in 20 passes
         python sample.py --prompt "class [MASK:40]:" --steps 20 --show
@@ -18,20 +18,21 @@
         python sample.py --prompt "a text with a typq in it"
     nsp: does the second text follow the first?
         python sample.py --prefix "Once upon a time" --suffix "there was a king."
-    contrastive: find the lines of a file that are closest to a text
+    contrastive: find the lines of a file that are most similar to a text
         python sample.py --query "open a file" --corpus book.txt
-    rotation: find where a text begins whose end was moved to its front
+    rotation: find the start of a text whose end was moved to its front
         python sample.py --prompt "dog. The quick brown fox jumps over the lazy "
-    any with a likelihood: how many bits a byte of a file costs
+    objectives with a likelihood: print the bits per byte of a file
         python sample.py --score book.txt
 
 Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path, or - for standard input.
 Only these are special in a prompt: [MASK], a hole of one byte; [MASK:4], a hole of 4 bytes; <extra_id_0>, a hole of
-any length. For bart [MASK] is a hole of any length, too.
+any length. For bart [MASK], too, is a hole of any length.
 """
 # N samples, n ids, T = block_size positions of the model, V outputs of the byte head
 import codecs
 import contextlib
+import functools
 import itertools
 import math
 import re
@@ -52,11 +53,11 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 SCORE_ROWS = 64                                 # windows scored at once
-BOUND_DRAWS = 16                                # strata of a bound
+BOUND_DRAWS = 16                                # corruptions of a window for a bound
 DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
-END_THRESHOLD = 0.15                            # an infilled hole ends where that is at least so likely
-REPORT_SECONDS = 10                             # between lines that say how far long work is
-SUFFIX_BYTES = 16                               # of the suffix decide where a middle is trimmed
+END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
+REPORT_SECONDS = 10                             # between progress lines
+SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
 REPORTED_STEPS = 8000                           # the figures in assets/RESULTS.md are of models after so many steps
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
@@ -80,7 +81,7 @@ FLAGS = {
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "in which [MASK]s are filled: confident, left, ancestral or analytic"),
-        "steps": Flag(0, "passes in which [MASK]s are filled; 0 for one a byte, or 64 in order ancestral or analytic",
+        "steps": Flag(0, "passes in which [MASK]s are filled; 0: one for each, or 64 in order ancestral or analytic",
                       0, 1 << 20),
         "show": Flag(False, "print every pass that fills [MASK]s"),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
@@ -389,7 +390,7 @@ def fill_long(model, ids, T, gens, layout, on_pass=None, **how):  # (1, n) of an
 
 # ---- infilling holes of unknown length
 
-def infill(model, objective, ids, P, holes, max_new_tokens, T, gens, **how):  # -> bytes of each hole, did all end?
+def infill(model, objective, hp, ids, P, holes, max_new_tokens, gens, **how):  # -> bytes of each hole, did all end?
     """ids, P: as Infill.prompt returns them. Each answer is written up to the id that ends it, which starts the next.
     Stops one position short of a full row: in training its last target is always EOT."""
     stop_id = find_use(objective, Infill).stop_id
@@ -397,10 +398,11 @@ def infill(model, objective, ids, P, holes, max_new_tokens, T, gens, **how):  # 
     row = torch.tensor([ids], device=model.embed.weight.device)
     for k, span in enumerate(spans):
         end = stop_id(k)
-        left = min(max_new_tokens - sum(map(len, spans)), T - row.size(1))
+        left = min(max_new_tokens - sum(map(len, spans)), hp.block_size - row.size(1))
         steps = []
         if left > 0:
-            steps = generate(model, row, left, T, gens, P, end, objective.positions, **how)
+            positions = functools.partial(objective.positions, hp=hp)
+            steps = generate(model, row, left, hp.block_size, gens, P, end, positions, **how)
         for i in steps:
             if int(i) == end:
                 break
@@ -413,7 +415,7 @@ def infill(model, objective, ids, P, holes, max_new_tokens, T, gens, **how):  # 
 
 @torch.inference_mode()
 def trim_to_suffix(model, objective, hp, left, middle, right):  # ids each -> the start of the middle
-    """For a model that also codes text from left to right and rarely says where a middle ends: trims the middle where
+    """For a model that also predicts left to right and rarely emits EOT after a middle: trims the middle where
     the suffix fits. Of all cuts it takes the first after which the suffix's first bytes are at least a tenth as likely
     as after the best cut; a later cut may be as good, where the middle repeats the suffix."""
     layout = continue_layout(objective, hp)
@@ -638,7 +640,7 @@ def greedy_settings(flags):  # the same for holes and repairs, which take the mo
 # a flag is None where it was not given; without a text a mode demonstrates itself on the held-out bytes
 
 def continue_mode(model, objective, hp, flags, held_out):
-    """Continues a prompt, laid out as Continue.layout says."""
+    """Continues a prompt in the layout of Continue.layout."""
     layout = continue_layout(objective, hp)
     if not layout:
         fail(f"--out_dir: this {objective.name} model was not trained to continue a prompt. Try another run")
@@ -760,7 +762,7 @@ def infill_mode(model, objective, hp, flags, held_out):
         fail(f"--prompt: {len(ids)} positions with its holes leave no space in a block of {T}. Try a shorter text")
     how = greedy_settings(flags) | {"doc_mask": hp.doc_mask}
     for gens in each_sample(flags):
-        spans, ended = infill(model, objective, ids, P, holes, flags.max_new_tokens, T, gens, **how)
+        spans, ended = infill(model, objective, hp, ids, P, holes, flags.max_new_tokens, gens, **how)
         note = "" if ended else "\n--- did not end by itself. Try a larger --max_new_tokens, or a shorter text"
         if holes == 1:
             trimmed = trim_to_suffix(model, objective, hp, near[0], spans[0], near[1])
@@ -807,7 +809,8 @@ def repair(model, objective, noisy, hp, gens, on_bytes=ignore, **how):  # ids of
         else:
             ids = to_tensor(piece + [SEP], hp)
             P = ids.size(1)
-            for byte in generate(model, ids, T + 1 - P, T, gens, P, positions=objective.positions, **how):
+            positions = functools.partial(objective.positions, hp=hp)
+            for byte in generate(model, ids, T + 1 - P, T, gens, P, positions=positions, **how):
                 if int(byte) != EOT:
                     yield int(byte)
         on_bytes(len(piece))
@@ -980,8 +983,8 @@ MODES = {
 
 
 def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
-    """An objective's first use. Where that is to fill holes, a prompt without one is continued if the objective can
-    do so, and any prompt if its settings did not train holes."""
+    """An objective's first use. Where that fills holes, a prompt without a hole is continued if the objective can
+    do so, and so is any prompt if its settings did not train holes."""
     if flags.score is not None:
         return score_mode, {"score", "stride"}
     if not objective.uses:

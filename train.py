@@ -31,10 +31,10 @@ import torch
 from tqdm import tqdm
 
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
-MIN_ITERS = 200                                 # least steps of a run without --max_iters, however small its text
+MIN_ITERS = 200                                 # fewest steps of a run without --max_iters, however small its text
 BETAS, EPS = (0.9, 0.95), 1e-10                 # of AdamW
 MOMENTUM, NS_STEPS = 0.9, 4                     # of Muon; at width 128 as good as 5 steps, and .9 better than .95
-NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # n-gram table: decay of its second moments; multiple of the rate
+NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # n-gram table: decay of second moments; multiple of the rate
 NGRAM_WARMUP = 2_500_000                        # positions over which its drop rate grows, at most
 BYTES_PER_ROW = 4                               # of text, that a row of the n-gram table can memorize
 
@@ -100,7 +100,7 @@ def micro_batch(batch, i, n):  # -> the i-th of n equal parts; a mixture's membe
 def make_optimizer(model, hp):
     """-> dict(adamw=AdamW, muon={shape: (params, momentum)}, moments=of the n-gram table's rows, lr=0-D tensor)
 
-    Muon for the Linear layers inside blocks, ngram_step for the n-gram table, AdamW for embeddings, heads and
+    Muon for the StackedLinear layers inside blocks, ngram_step for the n-gram table, AdamW for embeddings, heads and
     vectors."""
     hidden = [m.weight for name, m in model.named_modules() if isinstance(m, StackedLinear) and "blocks." in name]
     rest = [p for p in model.parameters() if p.requires_grad and not any(p is q for q in hidden)]
@@ -253,7 +253,7 @@ def prepare(objective, corpus, hp):  # -> State before the first step
 def load_step_inputs(s, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
-    key = f"{hp.seed},{hp.init_step + step}"    # a run from another's weights reads on where that one ended
+    key = f"{hp.seed},{hp.init_step + step}"    # a run from another's weights reads the windows after its
     new = draw_windows(s.objective, s.corpus, "train", hp.batch_size * hp.accum, key, hp)
     for a, b in zip(s.windows, new):            # copied, not replaced: a captured graph reads addresses
         a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
@@ -347,8 +347,8 @@ def validation_list(objective, corpus, hp):  # -> [(source, weight, member, batc
 @torch.no_grad()
 def evaluate(model, validation, hp):  # -> one record for each source and member
     """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window without context before
-    it; an upper bound where the objective says so; None where the objective does not define it. targets: targets per
-    row position, whatever their weight. terms: the loss's terms and figures."""
+    it; an upper bound where the objective has one; None where it has neither. targets: targets per row position,
+    whatever their weight. terms: the loss's terms and metrics."""
     records = []
     for source, _, m, batches, causal in validation:
         figures, loss = mean_terms(m, model, batches, hp)
@@ -526,7 +526,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
                 break
             log.pause_clock()
             if due and log.evaluation(step, evaluate(s.model, validation, hp), validation):
-                save(s, log, "best.pt", step, sources)          # first: a kill in between leaves it to be written again
+                save(s, log, "best.pt", step, sources)          # first: after a kill in between, it is written again
             save(s, log, "ckpt.pt", step, sources)
             log.resume_clock(step)
         if step == hp.max_iters or halt:
@@ -534,7 +534,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
         load_step_inputs(s, step)
         batch, loss, norm = step_fn()
         log.bar.update()
-        if step % hp.log_interval == 0:         # only diagnostics read from the device
+        if step % hp.log_interval == 0:         # only logging waits for the device
             if int(s.first_nonfinite_step) >= 0:
                 break
             log.step(step, batch, float(loss), float(norm))
@@ -542,7 +542,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
     # how it ended
     log.bar.close()
     bad = int(s.first_nonfinite_step)
-    if bad >= 0:                                # no update was made since then
+    if bad >= 0:                                # no update was made after it
         log.pause_clock()
         save(s, log, "ckpt.pt", bad, sources)
         barrier()                               # no process ends before the file is written

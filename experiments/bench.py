@@ -1,4 +1,4 @@
-"""Measure speed, as ratios of sides that take turns in one run.
+"""Measure speed: ratios between programs that run in turns.
 
     python -m experiments.bench                         training and decoding at the default size
     python -m experiments.bench --parts train --compile --cuda_graph --objectives clm   eager, compiled, captured, both
@@ -6,10 +6,10 @@
     python -m experiments.bench --parts decode --run out/mtp        a trained run, for self-speculation
     python -m experiments.bench --parts loss --data book.txt --block_size 64 --batch_size 12 --nanogpt ../nanoGPT
 
-Every figure is the median of --repeats runs; the sides of a ratio are interleaved, so that a machine whose
-speed drifts slows both. Data are random bytes. --nanogpt measures a checkout of karpathy/nanoGPT beside ours:
-its model, optimizer and way to draw a batch; on a GPU compiled, in bfloat16, on a CPU eager, in float32, as its
-train.py has them. Flags that are not listed below are train.py's, such as --n_layer 6 or --optimizer adamw.
+Every number is the median of --repeats runs; the programs of a ratio are interleaved, so that a machine whose speed
+drifts slows both. Training data are random bytes, but for --parts loss. --nanogpt also measures a checkout of
+karpathy/nanoGPT: its model, optimizer and way to draw a batch; compiled and in bfloat16 on a GPU, not compiled and in
+float32 on a CPU, as its README runs it. Other flags are train.py's, such as --n_layer 6 or --optimizer adamw.
 
 B rows, T positions, C width, V vocabulary
 """
@@ -37,22 +37,22 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 FLAGS = {
-    "parts": Flag("train,decode", "what to measure, separated by commas; loss too, which trains"),
-    "objectives": Flag(",".join(OBJECTIVES), "for train"),
-    "repeats": Flag(5, "runs of each side", 1, 10000),
-    "steps": Flag(4, "training steps of a run", 1, 10000),
-    "new": Flag(150, "bytes of a decoding run", 1, 100000),
-    "compile": Flag(False, "compiled sides too"),
-    "cuda_graph": Flag(False, "captured sides too, on a GPU"),
+    "parts": Flag("train,decode", "train, decode or loss (seconds of training to a loss), separated by commas"),
+    "objectives": Flag(",".join(OBJECTIVES), "for train; decode and loss use the first"),
+    "repeats": Flag(5, "repetitions of each measurement", 1, 10000),
+    "steps": Flag(4, "for train: training steps of a repetition", 1, 10000),
+    "new": Flag(150, "for decode: bytes of a repetition", 1, 100000),
+    "compile": Flag(False, "also measure it compiled"),
+    "cuda_graph": Flag(False, "also measure it captured in a CUDA graph, on a GPU"),
     "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT"),
     "run": Flag("", "for decode: a trained run, which drafts where it can"),
-    "peer_iters": Flag(0, "for loss: nanoGPT's steps, 0 for those of its configuration", 0, 1 << 40),
+    "peer_iters": Flag(0, "for loss: nanoGPT's steps; 0: its own 2000 on a CPU, 5000 on a GPU", 0, 1 << 40),
 }
 RESERVED = {"objective", "seed", "out_dir", "resume", "init_from"}      # of train.py's flags
 
 
 def interleave(sides, repeats, device):  # {name: function} -> {name: median seconds}
-    """A function that returns a number is charged for each of so many units."""
+    """The time of a function that returns a number is divided by that number."""
     times = {name: [] for name in sides}
     for i in range(repeats + 1):
         for name, side in sides.items():

@@ -1,4 +1,4 @@
-"""Train every objective alike and measure all of them with the same yardsticks, those of evaluate.py.
+"""Train every objective alike and run the same evaluations, those of evaluate.py, on all of them.
 
     python -m experiments.compare                       all objectives, one seed: an hour or more on a laptop CPU
     python -m experiments.compare --budgets 100         minutes: too short to conclude anything
@@ -8,11 +8,11 @@
     python -m experiments.compare --sweep replay=0,.05,.25      continual pre-training on C++ headers, Python as the old
                                                                 corpus
 
-A cell is a run of train.py, in a folder named after its settings and its text: what is finished is not trained again,
-what is begun is resumed, with other defaults it is another run. What was measured lies beside it in measured.json:
-delete that to measure anew. Tables are of the largest budget; the last table, curves.csv and the picture are of all.
-Holes and replaced bytes need rows of at least 128 positions. Flags that are not listed below are train.py's, such as
---n_layer 6.
+Each cell of a table is a run of train.py, in a folder named after its settings and its text: a finished run is not
+trained again, an interrupted one is resumed, other settings make another run. Its metrics are kept in its folder, in
+measured.json; delete that file to measure again. Tables show the largest budget; the last table, curves.csv and the
+picture show all. Infilling, replaced bytes and drafts are measured in rows of at least 128 positions. Flags that are
+not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib
 import csv
@@ -37,18 +37,18 @@ import torch
 from tqdm import tqdm
 
 FLAGS = {
-    "objectives": Flag("", "which, separated by commas; without it all, or the first that has the setting of --sweep"),
-    "seeds": Flag("1", "seeds, separated by commas: equal weights at start, and windows at the same places, for all"),
-    "budgets": Flag("1000", "steps, separated by commas: a run of its own, with its own schedule, for each"),
-    "data": Flag("stdlib", "corpus; the probe's labels are read off Python source and need stdlib"),
+    "objectives": Flag("", "separated by commas; without it all, or the first that has the setting of --sweep"),
+    "seeds": Flag("1", "separated by commas; all runs of one seed start from equal weights and read the same places"),
+    "budgets": Flag("1000", "numbers of steps, separated by commas; each is a separate run with its own schedule"),
+    "data": Flag("stdlib", "corpus; the probe runs on stdlib only, since its labels come from Python source"),
     "new_data": Flag("", "second corpus, for --sweep replay; without it the C++ headers that come with torch"),
     "sweep": Flag("", "a setting and its values, as in mask_rate=.1,.15,.3"),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # set here
-YARDSTICKS = 2                                  # raise it where a yardstick changes: finished runs are measured again
+YARDSTICKS = 2                                  # raise it when an evaluation changes: finished runs are measured again
 CPP_HEADERS = os.path.join(torch.__path__[0], "include")
-MIN_TEXT = 4096                                 # held-out bytes that the yardsticks need
+MIN_TEXT = 4096                                 # held-out bytes that the evaluations need
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ METRICS = {                                     # columns of the first table, in
     "tflop": Metric("TFLOP", 2),
     "seconds": Metric("seconds", 0),
 }
-# columns of the second table: the figures of a run's task
+# columns of the second table: the metrics of a run's task
 TASK_HEADINGS = {"task": "model", "task_untrained": "untrained", "task_baseline": "baseline", "ends": "ends by itself",
                  "held_out": "held-out text", "distinct": "distinct lines",
                  "held_out_distinct": "of held-out text"}
-# drawn in the other's panel, dashed
+# drawn dashed in the panel of the other metric
 DASHED = {"bound": "left_to_right", **{f"left_{m}": f"infill_{m}" for m in evaluate.MIDDLES}}
 
 
@@ -160,7 +160,7 @@ class Shared:
 
 
 def train_cell(argv, crcs, out_dir):  # -> folder of the finished run of these flags, None where it diverged
-    """Leaves a finished run as it is, resumes one that has begun."""
+    """Leaves a finished run as it is and resumes an interrupted one."""
     folder = os.path.join(out_dir, "runs", run_name(get_config(argv), crcs))
     max_iters = get_config(argv).max_iters
     begun = any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt"))
@@ -175,7 +175,7 @@ def train_cell(argv, crcs, out_dir):  # -> folder of the finished run of these f
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         code = train.main([*argv, "--out_dir", folder], with_sample=False)
     if code > 1:                                # a signal
-        print(f"stopped, saved in {folder}. The same command continues")
+        print(f"stopped, saved in {folder}. The same command resumes it")
         sys.exit(code)
     return None if code else folder
 
@@ -221,9 +221,9 @@ def run_cell(cell, out_dir, shared):  # -> {metric: number}, {} where the run di
 
 @torch.no_grad()
 def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the run was trained
-    """A bar on a terminal, elsewhere a line for each yardstick: together they take minutes."""
+    """A bar on a terminal, elsewhere a line for each evaluation: together they take minutes."""
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
-    bar = tqdm(yardsticks(hp, shared), disable=None, leave=False, unit="yardstick", dynamic_ncols=True)
+    bar = tqdm(yardsticks(hp, shared), disable=None, leave=False, unit="evaluation", dynamic_ncols=True)
     metrics = {}
     for name, evaluate_one in bar:
         bar.set_description(f"measuring {name}")
@@ -253,7 +253,7 @@ def yardsticks(hp, shared):  # -> [(name, function: model -> {metric: number})] 
     return out
 
 
-def measure_task(task, model, objective, hp, text):  # -> the figures of TASK_HEADINGS, and the task in words
+def measure_task(task, model, objective, hp, text):  # -> the metrics of TASK_HEADINGS, and the task in words
     figures = task.evaluate(model, objective, hp, text)
     if not figures:
         return {}
@@ -479,14 +479,14 @@ def check_folders(flags):
             fail(f"--out_dir {flags.out_dir}: lies inside the corpus {folder}. Try a folder outside it")
 
 
-def open_sources(flags, cells):  # -> the corpora; fails where they are too short for a cell or a yardstick
+def open_sources(flags, cells):  # -> the corpora; fails where they are too short for a cell or an evaluation
     names = [flags.data]
     if any(cell.first_argv for cell in cells):
         names.append(flags.new_data or CPP_HEADERS)
     sources = open_corpus(names)
     n = len(sources[0]["val"])
     if n < MIN_TEXT:
-        fail(f"--data {flags.data}: has {n} bytes to validate on, the yardsticks want {MIN_TEXT}. Try more text")
+        fail(f"--data {flags.data}: has {n} bytes to validate on, the evaluations need {MIN_TEXT}. Try more text")
     for cell in cells:
         cut = [source | {"train": source["train"][:cell.hp.train_bytes or None]} for source in sources]
         check_sizes(cut, get_objective(cell.hp).n_bytes(cell.hp.block_size, cell.hp), cell.hp.block_size)

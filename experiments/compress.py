@@ -3,8 +3,8 @@
     python -m experiments.compress --out_dir out/clm --file book.txt            writes book.txt.nptx
     python -m experiments.compress --out_dir out/clm --file book.txt.nptx       writes book.txt again
 
-Bits per byte are a promise of this; here they become a file, and the file comes back. Both directions need the same
-weights and a machine whose model computes the same bits: a checksum of the text and one of the weights are stored.
+Bits per byte promise a file of that size; this program writes it and restores the text. Both directions need the same
+weights and a machine that computes the same bits: the file holds a checksum of the text and one of the weights.
 
 S streams, parts of the text that are coded at the same time; T = block_size positions of the model
 """

@@ -1,8 +1,8 @@
-"""Yardsticks: what a trained model can do, measured alike for every objective that can be asked.
+"""Evaluations of a trained model, the same for every objective that defines what they measure.
 
-Every one reads held-out text, a tensor (M,) of bytes. A yardstick of all objectives, (model, objective, hp, text) ->
-{metric: number}, leaves out what an objective does not define. A task, of which each objective has one, returns
-{"score", "baseline"}: what the model reaches and what a trivial rule does; some add figures of their own.
+All read held-out text, a tensor (M,) of bytes. An evaluation (model, objective, hp, text) -> {metric: number} leaves
+out the metrics that an objective does not define. A task, of which each objective has one, returns {"score",
+"baseline"}, of the model and of a trivial rule; some add metrics of their own.
 Where a model was trained with --doc_mask, all attend only within a document here, too.
 
 N windows, n bytes of a window, a bytes left of a middle of m, C width, V outputs of the byte head, K classes, L layers
@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 
 MIDDLES = 4, 16, 64                             # bytes to infill
-ROWS = 64                                       # windows of a yardstick
+ROWS = 64                                       # windows of an evaluation
 REPLACED = 0.1                                  # share of bytes that are replaced
 PROMPT = 32                                     # bytes of a prompt
-MIN_BLOCK = 128                                 # holes, replaced bytes and written lines need so many positions
+MIN_BLOCK = 128                                 # positions that infilling, replaced bytes and written lines need
 CLASSES = "space", "keyword", "name", "string", "comment", "number", "operator"
 
 
@@ -89,15 +89,15 @@ def answer_logits(model, objective, hp, prompts, P, middle):  # N lists of one l
     assert row.size(1) <= hp.block_size + 1, (row.shape, hp.block_size)
     row = row[:, :-1]                           # nothing is predicted from the last byte
     prefix = torch.tensor(P)
-    positions = objective.positions(row, prefix)
+    positions = objective.positions(row, prefix, hp)
     h = model(row, prefix if P[0] else 0, doc_ids(row, hp), positions=positions)
     return model.logits(h[:, -middle.size(1):])
 
 
 def bits_per_byte(logits, ids):  # (N, m, V), (N, m) -> float
     """Only bytes that occur in a text compete, 1..255. Some objectives end a hole with EOT (byte 0) and others with an
-    id that is no byte: with EOT among the bytes only the first kind would pay for where it ends. EOT in a window has
-    no figure."""
+    id that is no byte: with EOT among the bytes only the first kind would pay for where it ends. EOT in a window
+    does not count."""
     nats = F.cross_entropy(logits[..., 1:N_BYTES].float().flatten(0, 1), ids.flatten() - 1, ignore_index=EOT - 1)
     return float(nats) / math.log(2)
 
@@ -122,8 +122,8 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits pe
 
 def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     """A tenth of the bytes is replaced by bytes of the text's own distribution. A byte's score is what a head that
-    marks bytes gives it; without one its nats: given the others while every eighth byte is masked, or given those
-    before it."""
+    marks bytes gives it; without such a head it is the byte's nats: given the others while every eighth byte is
+    masked, or given the bytes before it."""
     g = make_rng("compare,replaced")
     clean = windows(text, min(hp.block_size, 256) - 2, ROWS, "corruption")
     other = text[torch.randint(0, len(text), clean.shape, generator=g)].long()
@@ -149,7 +149,7 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
 
 
 def eval_drafts(model, objective, hp, text):  # -> {bytes_per_pass}: bytes that one pass of the model writes
-    """Of 32 samples, where the model drafts; of eight samples the figure may be off by .1."""
+    """Mean of 32 samples, where the model drafts; a mean of eight may be off by 0.1."""
     draft = find_use(objective, Draft)
     drafter = draft.make_drafter(model, hp) if draft else None
     if not drafter:
@@ -224,7 +224,7 @@ def eval_holes(model, objective, hp, text):
     def write(left, right, m):  # -> bytes written, did the hole end by itself?
         ids, P = use.prompt([left, right], m, hp)
         gens = sample.sample_generators(1, 1)
-        [written], ended = sample.infill(model, objective, ids, P, 1, 5 * m, hp.block_size, gens, temperature=0,
+        [written], ended = sample.infill(model, objective, hp, ids, P, 1, 5 * m, gens, temperature=0,
                                          doc_mask=hp.doc_mask)
         return written, ended
     half = min(80, hp.block_size // 2 - 48)
@@ -466,6 +466,6 @@ def eval_probe(features, data):  # features: x (N, n) -> (L, N, n, C) -> {probe:
     return {"probe": probe_accuracy(torch.cat(layers, dim=1), data.classes[data.chosen], part, len(CLASSES))}
 
 
-def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states the bytes from two before to two after
+def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): not states, but the bytes from two before to two after
     near = F.pad(x, (2, 2)).unfold(1, 5, 1).clamp(max=127)                          # (N, n, 5)
     return F.one_hot(near, 128).flatten(2).float()[None]

@@ -1,6 +1,6 @@
 """Check and measure this repository on an NVIDIA GPU, and write one report of plain text.
 
-    python -m experiments.gpu_check                                 steps in order of worth, half an hour
+    python -m experiments.gpu_check                                 half an hour of steps, the most useful first
     python -m experiments.gpu_check --nanogpt ../nanoGPT            with a checkout of karpathy/nanoGPT beside ours
     python -m experiments.gpu_check --minutes 600                   until all steps are done, the comparison included
     python -m experiments.gpu_check --device cpu --small            tries this program itself on a CPU, in minutes

@@ -95,7 +95,7 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     rows = [[*b"abcdefghijklmnopqrstuvwxyz" * 9][:160]] * 96 + [[32] * 160] * 32
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.tensor(rows))
 
-    def infill(model, objective, ids, P, holes, most, *rest, **how):            # blanks end one too late
+    def infill(model, objective, hp, ids, P, holes, most, *rest, **how):            # blanks end one too late
         ended = (ids[0] == 32) == (most == 5 * 4)
         assert how["temperature"] == 0, "as sample.py fills them"
         return [[32] * 5 if ids[0] == 32 else [*b"abcdx"]], ended
@@ -184,7 +184,7 @@ def test_holes_are_filled_at_their_positions():
     net, hp, x, span = randomized(), settings("span", 64), ids(1, 20), OBJECTIVES["span"]
     prompt, P = find_use(span, Infill).prompt([x[0, :8].tolist(), x[0, 12:].tolist()], 4, hp)
     row, prefix = torch.tensor([prompt + x[0, 8:11].tolist()]), torch.tensor([P])
-    want = net.logits(net(row, prefix, positions=span.positions(row, prefix)))[:, -4:]
+    want = net.logits(net(row, prefix, positions=span.positions(row, prefix, hp)))[:, -4:]
     torch.testing.assert_close(evaluate.infill_logits(net, span, hp, x, 8, 4), want, atol=1e-4, rtol=1e-4)
 
 

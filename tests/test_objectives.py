@@ -885,19 +885,19 @@ def test_span_rows_can_be_put_together_again(T, rate, mean):
 
 @every
 def test_positions_are_those_of_sampling(name):
-    _, batch, _ = make(name, B=64)
-    at_sampling = OBJECTIVES[name].positions(batch["inp"], batch["prefix"])
+    _, batch, hp = make(name, B=64)
+    at_sampling = OBJECTIVES[name].positions(batch["inp"], batch["prefix"], hp)
     if "positions" in batch:
         assert torch.equal(batch["positions"], at_sampling)
     else:
         assert at_sampling is None
 
 
-@pytest.mark.parametrize("name", ["span", "ul2"])
-def test_spans_stand_where_their_hole_is(name):
-    _, batch, _ = make(name, B=40, T=100)
+@pytest.mark.parametrize("name, mean, reserved_by_mean", [("span", 6.0, 8), ("span", 3.0, 4), ("ul2", 6.0, 8)])
+def test_spans_stand_where_their_hole_is(name, mean, reserved_by_mean):
+    _, batch, _ = make(name, B=40, T=100, span_mean=mean)
     for z, P, positions in zip(batch["inp"].tolist(), batch["prefix"].tolist(), batch["positions"].tolist()):
-        reserved = 64 if z[0] == MODE_X else 8
+        reserved = 64 if z[0] == MODE_X else reserved_by_mean
         position = -1
         sentinel_position = {}
         for i in range(P):

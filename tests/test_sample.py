@@ -169,10 +169,11 @@ def test_a_hole_is_filled_at_its_position():
     net = randomized().requires_grad_(False)
     span = OBJECTIVES["span"]
     ids, n = find_use(span, Infill).prompt([[65], [66, 67, 68]], 4, None)
-    [out], _ = sample.infill(net, span, ids, n, 1, 20, 24, gens(), **GREEDY)
+    hp = settings("span", 24)
+    [out], _ = sample.infill(net, span, hp, ids, n, 1, 20, gens(), **GREEDY)
     row = torch.tensor([ids + out])
     prefix = torch.tensor([n])
-    logits = net.logits(net(row, prefix, positions=span.positions(row, prefix)))[0, len(ids) - 1:-1]
+    logits = net.logits(net(row, prefix, positions=span.positions(row, prefix, hp)))[0, len(ids) - 1:-1]
     assert logits[:, [*range(256), SENTINEL + 1]].argmax(-1).tolist() == out
     assert len(out) > 5
 
@@ -415,7 +416,7 @@ def infill(script, pieces, max_new_tokens, block):  # by a model that writes the
     span = OBJECTIVES["span"]
     model = Stub(lambda h: certain(torch.tensor([next(script)])))
     source, prefix = find_use(span, Infill).prompt(pieces, 4, None)
-    return sample.infill(model, span, source, prefix, len(pieces) - 1, max_new_tokens, block, gens())
+    return sample.infill(model, span, settings("span", block), source, prefix, len(pieces) - 1, max_new_tokens, gens())
 
 
 def test_spans_are_split_at_their_sentinels():
@@ -442,7 +443,7 @@ def test_the_end_of_the_block_does_not_count_as_the_end_of_a_middle():
     n = 32 - len(ids)
     script = iter([70] * n + [EOT])
     model = Stub(lambda h: certain(torch.tensor([next(script)])))
-    assert sample.infill(model, fim, ids, P, 1, 99, 32, gens()) == ([[70] * n], False)
+    assert sample.infill(model, fim, settings("fim", 32), ids, P, 1, 99, gens()) == ([[70] * n], False)
 
 
 def test_a_middle_is_trimmed_where_the_suffix_fits():
@@ -473,13 +474,14 @@ def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
     end = use.stop_id(0)
     net.head.weight[0, [end, EOT]] *= 6         # likely here and there
     for seed in range(40):
-        asked, P = use.prompt([ids(3, seed=seed)[0].tolist(), [*b"ghi"]], 4, settings(name, 64))
-        [written], ended = sample.infill(net, objective, asked, P, 1, 9, 64, gens(seed=seed))
+        hp = settings(name, 64)
+        asked, P = use.prompt([ids(3, seed=seed)[0].tolist(), [*b"ghi"]], 4, hp)
+        [written], ended = sample.infill(net, objective, hp, asked, P, 1, 9, gens(seed=seed))
         likely = []
         for k in range(len(written) + ended):   # before each byte, and before the end
             row = torch.tensor([asked + written[:k]])
             prefix = torch.tensor([P])
-            p = net.logits(net(row, prefix, positions=objective.positions(row, prefix)))[0, -1].softmax(-1)
+            p = net.logits(net(row, prefix, positions=objective.positions(row, prefix, hp)))[0, -1].softmax(-1)
             likely.append(sum(float(p[i]) for i in {end, EOT}) >= sample.END_THRESHOLD)
         assert likely == [False] * len(written) + [True] * ended
         lengths.add(len(written))
