@@ -188,7 +188,7 @@ class Fill:
     """Fills MASKs in a text. layout(hp) -> (ids before the text, ids after it, shift); None where the settings do not
     train it. Byte i is predicted `shift` positions before it."""
     layout: Callable
-    orders: tuple = ("confident", "left")       # orders of sample.unmask that it allows, the first is the default
+    orders: tuple = ("confident", "left", "revise")             # of sample.unmask; the first is the default
     any_rate: bool = False                      # trained at every share of MASKs, so it can write a whole text
 
 
@@ -1200,7 +1200,7 @@ OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use="write in any order", attention="bidirectional",
     n_bytes=aligned_window, terms=bound_terms, loss=mdlm_loss, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
     supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
-    uses=(Fill(in_place_layout, orders=("ancestral", "confident", "left"), any_rate=True),))
+    uses=(Fill(in_place_layout, orders=("ancestral", "confident", "left", "revise"), any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
@@ -1232,7 +1232,7 @@ OBJECTIVES["sedd"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=sedd_loss,
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
     bpb="bound", nelbo=sedd_nelbo,
-    uses=(Fill(in_place_layout, orders=("ancestral", "analytic", "left"), any_rate=True),))
+    uses=(Fill(in_place_layout, orders=("ancestral", "analytic", "left", "revise"), any_rate=True),))
 
 
 # ---- rotation: find the seam

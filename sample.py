@@ -80,7 +80,7 @@ FLAGS = {
                                  "mdlm and sedd write at .65 by default", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
-        "order": Flag("", "in which [MASK]s are filled: confident, left, ancestral or analytic"),
+        "order": Flag("", "in which [MASK]s are filled: confident, left, revise, ancestral or analytic"),
         "steps": Flag(0, "passes in which [MASK]s are filled; 0: one for each, or 64 in order ancestral or analytic",
                       0, 1 << 20),
         "show": Flag(False, "print every pass that fills [MASK]s"),
@@ -340,11 +340,14 @@ def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False,
     confident: where the model is most confident (MaskGIT, Chang et al. 2022); left: from the left. ancestral: MDLM's
     sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes. analytic:
     SEDD's (its Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that probability.
-    The last pass unmasks all."""
+    The last pass unmasks all. revise: see unmask_and_revise."""
     ids = ids.clone()
     at_random = order in ("ancestral", "analytic")
     if not steps:
         steps = 64 if at_random else int((ids == MASK).sum(1).max())
+    if order == "revise":
+        yield from unmask_and_revise(model, ids, gens, layout, steps, doc_mask, **how)
+        return
     for i in range(steps):
         is_mask = ids == MASK
         if not is_mask.any():
@@ -366,6 +369,24 @@ def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False,
             passes_left = steps - i
             chosen = rank < (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left         # an equal share
         ids = torch.where(is_mask & chosen, new, ids)
+        yield ids
+
+
+def unmask_and_revise(model, ids, gens, layout, steps, doc_mask, **how):  # (N, n) -> yields (N, n)
+    """Mask-Predict (Ghazvininejad et al. 2019): each pass fills all MASKs, then masks again the bytes that it was least
+    sure of when it wrote them, fewer from pass to pass."""
+    is_hole = ids == MASK
+    n_holes = is_hole.sum(1, keepdim=True)
+    confidence = torch.full(ids.shape, torch.inf, device=ids.device)
+    for i in range(steps):
+        is_mask = ids == MASK
+        logits = fill_logits(model, ids, layout, doc_mask)      # (N, n, V)
+        new = sample_bytes(logits, gens, **how)
+        p = logits[..., :N_BYTES].float().softmax(-1).gather(-1, new[..., None])[..., 0]
+        confidence = p.where(is_mask, confidence)
+        ids = new.where(is_mask, ids)
+        rank = confidence.argsort(dim=1).argsort(dim=1)         # outside of holes confidence is infinite
+        ids = ids.masked_fill(is_hole & (rank < n_holes * (steps - 1 - i) // steps), MASK)
         yield ids
 
 

@@ -571,7 +571,7 @@ def test_a_recorded_step_that_draws_from_another_generator_would_be_noticed(fork
 
 # ---- generic: uses
 
-ORDERS = {"confident", "left", "ancestral", "analytic"}         # of sample.unmask
+ORDERS = {"confident", "left", "revise", "ancestral", "analytic"}                # of sample.unmask
 
 
 @every

@@ -375,7 +375,8 @@ def test_diffusion_samplers_reproduce_the_distribution_of_a_perfect_denoiser(ord
     assert abs(float((states[1] != x).float().mean()) - first) < 5 * (first / N / n) ** 0.5
 
 
-@pytest.mark.parametrize("order, steps, passes", [("confident", 3, 3), ("left", 0, T), ("ancestral", 1, 1)])
+@pytest.mark.parametrize("order, steps, passes", [("confident", 3, 3), ("left", 0, T), ("ancestral", 1, 1),
+                                                  ("revise", 4, 4)])
 def test_filling_leaves_no_mask_and_changes_nothing_else(order, steps, passes):
     net = randomized()
     x = ids(T, 3)
@@ -407,6 +408,27 @@ def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_le
             i = max(left, key=lambda i: priority(p, i))
             expected[0, i] = byte[i]
         assert torch.equal(sample.fill(net, x, gens(), layout, order=order, **GREEDY), expected)
+
+
+def test_order_revise_masks_the_least_certain_bytes_again():
+    """Against a loop: Mask-Predict, in 4 passes over 8 holes of each row, of which 6, 4, 2 and 0 are masked again."""
+    net = randomized().requires_grad_(False)
+    x = ids(T, 2)
+    holes = [2, 3, 5, 6, 9, 10, 11, 12]
+    x[:, holes] = MASK
+    states = [*sample.unmask(net, x, gens(2), IN_PLACE, 4, "revise", **GREEDY)]
+    for row, found in enumerate(zip(*states)):
+        expected = x[row].clone()
+        certainty = {}
+        for again, state in zip((6, 4, 2, 0), found):
+            p, byte = net.logits(net(expected[None], T))[0, :, :256].softmax(-1).max(-1)
+            for i in holes:
+                if expected[i] == MASK:
+                    certainty[i] = float(p[i])
+                    expected[i] = byte[i]
+            expected[sorted(holes, key=certainty.get)[:again]] = MASK
+            assert torch.equal(state, expected)
+    assert (states[-1] != MASK).all()
 
 
 # ---- infilling holes of unknown length
@@ -712,7 +734,8 @@ INPUTS = {
     "mdlm": [[""], ["", "--order", "left"], ["[MASK:90]", "--order", "confident"], ["[MASK:4]", "--show"], [LONG],
              ["é\0"]],
     "sedd": [["import "], ["a[MASK:9]b", "--order", "analytic"], ["a[MASK:9]b", "--order", "left"]],
-    "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]\udcff"], ["a__b[MASK]"]],
+    "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]\udcff"], ["a__b[MASK]"],
+            ["[MASK:9]", "--order", "revise", "--steps", "4"]],
     "span": [[HOLE + "<extra_id_1>"], ["<extra_id_0>", "--num_samples", "2"], [HOLE + LONG]],
     "ul2": [["go on"], [""], [LONG], SIDES],
     "fim": [["--prefix", LONG, "--suffix", LONG], ["--suffix", "b"], ["--prefix", "", "--suffix", ""]],
