@@ -59,7 +59,7 @@ def fail(message):
     raise SystemExit(2)
 
 
-def reason(e):  # an error -> why, without its number, its path and further lines
+def error_reason(e):  # an error -> why, without its number, its path and further lines
     return getattr(e, "strerror", None) or (str(e).splitlines() or [type(e).__name__])[0]
 
 
@@ -114,7 +114,7 @@ def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.
             if path == "stdlib":
                 train, val = split_documents([*read_stdlib().values()])
             elif path == "-":
-                train, val = split_file(map_file(keep_stdin(out_dir, resume)))
+                train, val = split_file(map_file(copy_stdin(out_dir, resume)))
             elif os.path.isdir(path):
                 documents, skipped = read_folder(path, out_dir)
                 notes.append(f"{path}: {len(documents):,} files read, skipped {skipped or 'none'}")
@@ -122,10 +122,10 @@ def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.
             else:
                 train, val = split_file(map_file(path))
         except (OSError, RuntimeError) as e:    # torch reports a file that cannot be opened as a RuntimeError
-            fail(f"--data {path}: cannot be read ({reason(e)}). Try another file")
-        notes += [f"{path}: {what}" for what in doubts(to_bytes(train[:TEXT_BYTES]))]
+            fail(f"--data {path}: cannot be read ({error_reason(e)}). Try another file")
+        notes += [f"{path}: {what}" for what in text_warnings(to_bytes(train[:TEXT_BYTES]))]
         corpus.append(dict(name=path, weight=weight, train=train, val=val, size=len(train) + len(val),
-                           crc=fingerprint(val, fingerprint(train)), notes=notes))
+                           crc=checksum(val, checksum(train)), notes=notes))
     total = sum(s["weight"] for s in corpus)
     for s in corpus:
         s["weight"] /= total
@@ -146,7 +146,7 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05)
     return path, weight
 
 
-def doubts(text):  # the first bytes of a source -> why they may not be text, in words
+def text_warnings(text):  # the first bytes of a source -> why they may not be text, in words
     """Bytes of any kind are trained on as they are, but the user should know."""
     if text.count(0) > len(text) / 4:           # Latin letters in UTF-16 are every other byte
         return ["a quarter of its first MB is NUL, the end of a document: UTF-16, or no text"]
@@ -167,7 +167,7 @@ def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memo
     return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
 
 
-def keep_stdin(out_dir, resume):  # -> path of the copy that lets the run be resumed
+def copy_stdin(out_dir, resume):  # -> path of the copy that lets the run be resumed
     path = os.path.join(out_dir or ".", STDIN_COPY)
     if resume:
         return path
@@ -182,7 +182,8 @@ def keep_stdin(out_dir, resume):  # -> path of the copy that lets the run be res
             fail("--data -: standard input is empty. Try: cat book.txt | python train.py --data -")
         os.replace(copy, path)
     except OSError as e:
-        fail(f"--data -: could not be copied to {path} ({reason(e)}). Try freeing disk space, or another --out_dir")
+        fail(f"--data -: could not be copied to {path} ({error_reason(e)}). "
+             "Try freeing disk space, or another --out_dir")
     finally:
         if os.path.exists(copy):
             os.remove(copy)
@@ -266,7 +267,7 @@ def split_file(data):  # (N,) -> the first 90% for training, the last 10% for va
     return data[:cut], data[cut:]
 
 
-def fingerprint(data, crc=0):  # (N,) uint8 -> crc32 of the bytes, or of 1024 samples of a large corpus
+def checksum(data, crc=0):  # (N,) uint8 -> crc32 of the bytes, or of 1024 samples of a large corpus
     if len(data) <= CRC_BYTES:
         return zlib.crc32(to_bytes(data), crc)
     piece = CRC_BYTES // 1024

@@ -28,7 +28,7 @@ NGRAMS = 3, 4, 5, 6                             # lengths of the n-grams that ha
 NGRAM_DIM = 32                                  # width of an n-gram embedding
 CONTEXT_WIDTH = max(CONV_WIDTH, *NGRAMS)        # W: a position's input depends on so many ids, its own included
 NGRAM_IDS = 258                                 # bytes, PAD and MASK; an n-gram with any other id has no embedding
-HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed number
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed number
 
 
 @dataclass
@@ -191,7 +191,7 @@ def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): table row of each
     code = torch.zeros_like(ids[0])
     codes = []
     for n in range(1, max(NGRAMS) + 1):
-        code = torch.add(ids[n - 1], code, alpha=HASH_FACTOR)
+        code = torch.add(ids[n - 1], code, alpha=HASH_MULTIPLIER)
         if n in NGRAMS:
             codes.append(code)
     code = torch.stack(codes, dim=2)                                                # (B, T, N)

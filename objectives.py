@@ -77,7 +77,7 @@ def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest
 
 # ---- building blocks: the layout of rows
 
-def full_column(x, value):  # -> (B, 1) of one id
+def constant_column(x, value):  # -> (B, 1) of one id
     return x.new_full((x.size(0), 1), value)
 
 
@@ -90,13 +90,13 @@ def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W
     """One prefix row in place of an encoder and a decoder: [mode] source SEP target EOT PAD.
 
     Source and SEP attend both ways; each position from SEP on predicts the next id, up to EOT."""
-    one = full_column(source, SEP)
+    one = constant_column(source, SEP)
     always = torch.ones_like(one, dtype=torch.bool)
-    ids = [source, one, target, full_column(source, EOT)]
+    ids = [source, one, target, constant_column(source, EOT)]
     keeps = [keep, always, keep_target, always]
     P = keep.sum(1) + 1                                                             # positions up to SEP
     if mode is not None:
-        ids = [full_column(source, mode), *ids]
+        ids = [constant_column(source, mode), *ids]
         keeps = [always, *keeps]
         P = P + 1
     keep = torch.cat(keeps, dim=1)
@@ -189,7 +189,7 @@ class Fill:
     train it. Byte i is predicted `shift` positions before it."""
     layout: Callable
     orders: tuple = ("confident", "left", "revise")             # of sample.unmask; the first is the default
-    any_rate: bool = False                      # trained at every share of MASKs, so it can write a whole text
+    trained_at_any_rate: bool = False           # at every share of MASKs, so that it can write a whole text
 
 
 @dataclass(frozen=True)
@@ -516,7 +516,7 @@ OBJECTIVES["span"] = Objective(
 
 # ---- ul2: a mixture of denoisers
 
-UL2_X = 0.5, 32                                 # rate and mean length of the extreme denoiser's spans
+UL2_X_RATE_AND_MEAN = 0.5, 32                                 # rate and mean length of the extreme denoiser's spans
 
 
 def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
@@ -547,7 +547,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
 
 def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
     return [(0.5, MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)), (0.25, MODE_S, T - 2, 0, 0),
-            (0.25, MODE_X, *fit_spans(T, *UL2_X, extra=1))]
+            (0.25, MODE_X, *fit_spans(T, *UL2_X_RATE_AND_MEAN, extra=1))]
 
 
 def ul2_bytes(T, hp):
@@ -598,10 +598,10 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     suffix = torch.where(is_spm, 2, 3)
     pieces = torch.where(i < a, prefix, torch.where(i < b, 5, torch.where(i < m, suffix, 7)))       # (B, n)
     # (B, 1) each: of PRE, SUF, MID, EOT
-    controls = [full_column(x, 0), torch.where(is_spm, 1, 2), torch.where(is_spm, 3, 4), full_column(x, 6)]
+    controls = [constant_column(x, 0), torch.where(is_spm, 1, 2), torch.where(is_spm, 3, 4), constant_column(x, 6)]
     order = torch.cat((pieces, *controls), dim=1).argsort(dim=1, stable=True)
     text = torch.where(i < m, x[:, :n], x[:, :n].roll(1, 0))
-    ids = torch.cat((text, *(full_column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1)   # (B, n + 4)
+    ids = torch.cat((text, *(constant_column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1)   # (B, n + 4)
     return clm(torch.where(is_fim, ids.gather(1, order), x), g, hp)
 
 
@@ -651,7 +651,7 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
     return dict(clm(x[:, :T + 1], g, hp), future_tgt=ahead[:, :, 1:])
 
 
-class JoinBlock(Block):
+class MTPBlock(Block):
     def __init__(self, config):
         super().__init__(config)
         self.join = StackedLinear(2 * config.n_embd, config.n_embd)
@@ -669,7 +669,7 @@ def mtp_heads(config, hp):
         return {}
     if hp.mtp_kind == "parallel":
         return {"mtp": StackedLinear(C, C, stack=n - 1, zero=True)}
-    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(JoinBlock(config) for _ in range(n - 1))})}
+    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(n - 1))})}
 
 
 def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, C): what the byte head reads for bytes 2, 3, ... ahead
@@ -945,7 +945,7 @@ def rotate_noise(ids, keep, k, g, hp):  # the text starts at another byte: rotat
 
 NOISES = {"permute": permute_noise, "infill": infill_noise, "mask": mask_noise, "delete": delete_noise,
           "replace": replace_noise, "insert": insert_noise, "rotate": rotate_noise}
-RATED = ("infill", "mask", "delete", "replace", "insert")       # noises that share bart_rate
+NOISES_WITH_RATE = ("infill", "mask", "delete", "replace", "insert")       # noises that share bart_rate
 
 
 def pick_bytes(ids, keep, k, g):  # -> (B, W) bool: k bytes of each row; never a MASK, so no byte is corrupted twice
@@ -987,7 +987,7 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
 
 
 def bart_counts(m, hp, g):  # bytes of the rows (B, 1) -> bytes that each noise with a rate corrupts (B, 1)
-    n_rated = len(set(RATED) & set(hp.bart_noise.split(",")))
+    n_rated = len(set(NOISES_WITH_RATE) & set(hp.bart_noise.split(",")))
     most = (m * (hp.bart_rate / max(1, n_rated)) + 0.5).long().clamp(min=1)
     return 1 + (torch.rand(m.shape, generator=g, device=g.device) * most).long()
 
@@ -1020,7 +1020,7 @@ OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
-           "bart_rate": Flag(0.3, "share of bytes that " + ", ".join(RATED) + " change together, at most", 0.001, 0.9),
+           "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, single_document=True, positions=bart_positions,
     target_hidden=False, uses=(Repair(), Infill(bart_prompt, stop_at_eot)))
@@ -1028,23 +1028,23 @@ OBJECTIVES["bart"] = Objective(
 
 # ---- nsp: next sentence prediction
 
-GAP = 8                                         # bytes skipped between A and B, so that no split word links them
+NSP_GAP = 8                                         # bytes skipped between A and B, so that no split word links them
 
 
-def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
+def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
     """Next sentence prediction: does B follow A? With masked language modeling beside it (BERT, Devlin et al.
     2019).
 
         inp     CLS A A [M] A SEP B B B [M] SEP      attention: bidirectional
         label   1 if B follows A, else 0             read at CLS
 
-    A and B are h bytes each, GAP bytes apart in both classes, so that neither length nor a split word gives the
+    A and B are h bytes each, NSP_GAP bytes apart in both classes, so that neither length nor a split word gives the
     answer away. Exactly half the rows are negative: "random" takes another row's B, "swap" exchanges A and B
     (sentence order prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for
-    segment embeddings; GAP; no pooler (BERT's dense layer and tanh) before the scalar head."""
+    segment embeddings; NSP_GAP; no pooler (BERT's dense layer and tanh) before the scalar head."""
     B, T = x.size(0), hp.block_size
-    h = (x.size(1) - GAP) // 2
-    first, second = x[:, :h], x[:, h + GAP:]
+    h = (x.size(1) - NSP_GAP) // 2
+    first, second = x[:, :h], x[:, h + NSP_GAP:]
     negative = torch.rand(B, generator=g, device=g.device).argsort() < B // 2       # (B,)
     if hp.nsp_negatives == "swap":
         first, second = torch.where(negative[:, None], torch.stack((second, first)), torch.stack((first, second)))
@@ -1052,8 +1052,8 @@ def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
         shift = torch.randint(1, max(2, B), (1,), generator=g, device=g.device)
         other = second.index_select(0, (torch.arange(B, device=g.device) + shift) % B)
         second = torch.where(negative[:, None], other, second)
-    sep = full_column(x, SEP)
-    row = torch.cat((full_column(x, CLS), first, sep, second, sep), dim=1)
+    sep = constant_column(x, SEP)
+    row = torch.cat((constant_column(x, CLS), first, sep, second, sep), dim=1)
     row = F.pad(row, (0, T - row.size(1)), value=PAD)                               # one position where T is even
     masked = random_positions(B, 2 * h, max(1, round(hp.mask_rate * 2 * h)), g)
     inp, tgt = mask_bytes(row, 1 + masked + (masked >= h), g)                       # skip CLS and, in B, SEP
@@ -1063,7 +1063,7 @@ def nsp(x, g, hp):  # x (B, 2 h + GAP) -> inp, tgt (B, T), labels (B,)
 def nsp_bytes(T, hp):
     if hp.batch_size * hp.accum < 2:
         fail("--objective nsp: half of a step's rows are negative, and it has one. Try a larger --batch_size or weight")
-    return 2 * ((T - 3) // 2) + GAP
+    return 2 * ((T - 3) // 2) + NSP_GAP
 
 
 def nsp_terms(batch, hp):
@@ -1082,9 +1082,9 @@ def nsp_loss(model, batch, hp):
 
 
 def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
-    """As in training, pieces have at most h bytes, and a long second text loses its first GAP bytes."""
+    """As in training, pieces have at most h bytes, and a long second text loses its first NSP_GAP bytes."""
     h = (hp.block_size - 3) // 2
-    second = second[GAP:GAP + h] if len(second) > 2 * GAP else second[:h]
+    second = second[NSP_GAP:NSP_GAP + h] if len(second) > 2 * NSP_GAP else second[:h]
     row = torch.tensor([[CLS, *first[-h:], SEP, *second, SEP]], device=model.embed.weight.device)
     return model.heads["nsp"](model(row, row.size(1))[:, 0].float())[0, 0]
 
@@ -1200,7 +1200,7 @@ OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use="write in any order", attention="bidirectional",
     n_bytes=aligned_window, terms=bound_terms, loss=mdlm_loss, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
     supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
-    uses=(Fill(in_place_layout, orders=("ancestral", "confident", "left", "revise"), any_rate=True),))
+    uses=(Fill(in_place_layout, orders=("ancestral", "confident", "left", "revise"), trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
@@ -1232,7 +1232,7 @@ OBJECTIVES["sedd"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=sedd_loss,
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
     bpb="bound", nelbo=sedd_nelbo,
-    uses=(Fill(in_place_layout, orders=("ancestral", "analytic", "left", "revise"), any_rate=True),))
+    uses=(Fill(in_place_layout, orders=("ancestral", "analytic", "left", "revise"), trained_at_any_rate=True),))
 
 
 # ---- rotation: find the seam

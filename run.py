@@ -17,7 +17,7 @@ import warnings
 import zipfile
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import STDIN_COPY, Flag, fail, make_rng, reason
+from data import STDIN_COPY, Flag, error_reason, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer, prepack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, get_objective
 import torch
@@ -232,7 +232,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         saved["init_step"] = config["init_step"] + ckpt["step"]
 
     # defaults of the device and the optimizer, then of the objective, then the checkpoint's settings and the flags
-    device = pick_device(given.get("device", "auto"))           # of this machine, not of the run
+    device = resolve_device(given.get("device", "auto"))           # of this machine, not of the run
     chosen = saved | given
     base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
     name, _, weight = chosen.get("objective", base["objective"]).strip().partition(":")
@@ -246,7 +246,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     # init_step: steps that the weights had before this run, of which windows are not read again
     values = {"init_step": 0} | base | chosen | {"device": str(device), "resume": False}
     check(values, flag_specs())
-    hp = argparse.Namespace(**values | {"dtype": pick_dtype(values["dtype"], device), "resume": resume})
+    hp = argparse.Namespace(**values | {"dtype": resolve_dtype(values["dtype"], device), "resume": resume})
 
     # combinations that are impossible
     if hp.cuda_graph and device.type != "cuda":
@@ -272,7 +272,7 @@ def refuse_changes(given, saved, flags, what):
 
 # ---- the device
 
-def pick_device(name):
+def resolve_device(name):
     """auto: CUDA, else the CPU, never mps, on which nothing here has been tried; of torchrun's processes each has its
     own GPU."""
     if name == "auto":
@@ -291,7 +291,7 @@ def pick_device(name):
         fail(f"--device {name}: not on this machine. Try --device cpu")
 
 
-def pick_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 where the hardware multiplies it
+def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 where the hardware multiplies it
     if name != "auto":
         return name
     if device.type == "cuda":
@@ -445,7 +445,7 @@ def write_line(f, record):  # one JSON object, flushed
         f.write(json.dumps(record).encode() + b"\n")
         f.flush()
     except OSError as e:
-        disk_refused(f.name, reason(e))
+        fail_write(f.name, error_reason(e))
 
 
 # ---- checkpoints
@@ -476,10 +476,10 @@ def save_checkpoint(path, state):
     except (OSError, RuntimeError) as e:        # torch reports a full disk as a RuntimeError
         if os.path.exists(path + ".tmp"):
             os.remove(path + ".tmp")
-        disk_refused(path, reason(e))
+        fail_write(path, error_reason(e))
 
 
-def disk_refused(path, why):
+def fail_write(path, why):
     folder = os.path.dirname(path) or "."
     then = "the same command"                   # there is no checkpoint yet
     for name in ("best.pt", "ckpt.pt"):
@@ -498,7 +498,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         if version == VERSION:
             check_fields(ckpt)
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
-        why = str(e) if isinstance(e, Refused) else "its records cannot be read"
+        why = str(e) if isinstance(e, CheckpointError) else "its records cannot be read"
         other = "ckpt.pt" if os.path.basename(path) == "best.pt" else "best.pt"
         beside = os.path.join(os.path.dirname(path), other)
         beside = beside if os.path.exists(beside) else "another run"
@@ -513,21 +513,21 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     return ckpt | {"config": config}
 
 
-class Refused(ValueError):
+class CheckpointError(ValueError):
     """Why a checkpoint is rejected, in words."""
 
 
 def read_records(path):  # -> what torch.save wrote
     with open(path, "rb") as f:
         if not zipfile.is_zipfile(f):
-            raise Refused("it is cut off, or another kind of file")
+            raise CheckpointError("it is cut off, or another kind of file")
     with warnings.catch_warnings(), zipfile.ZipFile(path) as z:
         warnings.simplefilter("ignore")         # of foreign files
         # torch.save does not compress; a record of zeros that does would take minutes to check
         if sum(record.file_size for record in z.infolist()) > os.path.getsize(path):
-            raise Refused("its records are larger than the file")
+            raise CheckpointError("its records are larger than the file")
         if z.testzip():
-            raise Refused("a checksum is wrong")
+            raise CheckpointError("a checksum is wrong")
         # weights_only: a checkpoint is data, a pickle is a program
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -535,19 +535,19 @@ def read_records(path):  # -> what torch.save wrote
 def check_fields(ckpt):
     for name, kind in CHECKPOINT_FIELDS.items():
         if not isinstance(ckpt.get(name), kind):
-            raise Refused(f"its {name} is not of type {kind.__name__}")
+            raise CheckpointError(f"its {name} is not of type {kind.__name__}")
     for name in ("step", "seconds", "best_step", "metrics_bytes"):
         if not 0 <= ckpt[name] < math.inf:
-            raise Refused(f"its {name} is {ckpt[name]}")
+            raise CheckpointError(f"its {name} is {ckpt[name]}")
     if math.isnan(ckpt["best"]) or math.isnan(ckpt["val"]):
-        raise Refused("its validation loss is not a number")
+        raise CheckpointError("its validation loss is not a number")
     if not ckpt["sources"] or not all(isinstance(source, list) and len(source) == 4 for source in ckpt["sources"]):
-        raise Refused("its sources are not lists of name, size, checksum and weight")
+        raise CheckpointError("its sources are not lists of name, size, checksum and weight")
     if ckpt["held_out"].dtype != torch.uint8 or ckpt["held_out"].dim() != 1:
-        raise Refused("its held_out is not a row of bytes")
+        raise CheckpointError("its held_out is not a row of bytes")
     init_step = ckpt["config"].get("init_step", 0)
     if not isinstance(init_step, int) or not all(isinstance(name, str) for name in ckpt["config"]):
-        raise Refused("its config is not of this program's flags")
+        raise CheckpointError("its config is not of this program's flags")
 
 
 def check_shapes(weights, hp, path):
@@ -614,12 +614,12 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoi
         print(f"--- uses {best}: validation was at its best at step {ckpt['best_step']:,} ({ckpt['best']:.3f} nats, "
               f"{ckpt['val']:.3f} when it was last measured)", file=sys.stderr)
         ckpt = load_checkpoint(best)
-    device = pick_device(device)
+    device = resolve_device(device)
     use_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     hp = argparse.Namespace(**ckpt["config"])
     hp.device = str(device)
-    hp.dtype = pick_dtype(dtype, device)
+    hp.dtype = resolve_dtype(dtype, device)
     model = build(hp)
     load_weights(model, ckpt, path)
     for_inference(model)
@@ -656,7 +656,8 @@ def run_program(main):  # ends the process with main's exit code
             raise
         discard_stdout()
         with contextlib.suppress(OSError):      # standard error may be as full
-            print(f"error: the output could not be written ({reason(e)}). Try another place for it", file=sys.stderr)
+            print(f"error: the output could not be written ({error_reason(e)}). Try another place for it",
+                  file=sys.stderr)
         code = 1
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -53,7 +53,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 SCORE_ROWS = 64                                 # windows scored at once
-BOUND_DRAWS = 16                                # corruptions of a window for a bound
+BOUND_SAMPLES = 16                                # corruptions of a window for a bound
 DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
 REPORT_SECONDS = 10                             # between progress lines
@@ -457,12 +457,12 @@ def trim_to_suffix(model, objective, hp, left, middle, right):  # ids each -> th
 
 # ---- scoring
 
-def ignore(n):
+def no_progress(n):
     pass
 
 
 @torch.inference_mode()
-def score(model, data, T, stride, doc_mask=False, on_bytes=ignore):  # data (n,) uint8 -> bits, left to right
+def score(model, data, T, stride, doc_mask=False, on_bytes=no_progress):  # data (n,) uint8 -> bits, left to right
     """Window i scores bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
     windows are disjoint, and each starts without context. The first byte of all counts 8 bits. doc_mask: as in
     training. on_bytes: is called with each number of bytes that have been scored."""
@@ -488,29 +488,29 @@ def batches(rows, length):  # -> lists of at most SCORE_ROWS consecutive rows of
 
 
 @torch.inference_mode()
-def score_bound(model, objective, data, hp, seed, on_bytes=ignore):  # data (n,) uint8 -> bits at most, standard error
-    """The objective's bound in disjoint windows of a block, each with numbers of masked bytes from BOUND_DRAWS strata.
-    The error is estimated from differences of neighbouring strata, ordered by their number of targets: each stratum
-    has one sample. It assumes that an objective's only strata are numbers of targets, as mdlm's are; where corrupt
+def score_bound(model, objective, data, hp, seed, on_bytes=no_progress):
+    """data (n,) uint8 -> bits at most, standard error. The objective's bound in disjoint windows of a block, each with
+    numbers of masked bytes from BOUND_SAMPLES strata. The error is estimated from differences of neighbouring
+    strata, ordered by their number of targets, since each has one sample. It assumes that an objective's only strata are numbers of targets, as mdlm's are; where corrupt
     stratifies something else too, what differs between those strata counts as error, and the error is too large."""
     g = make_rng(f"{seed},bound")
     bits, variance = 0.0, 0.0
     device = model.embed.weight.device
     for x in data.split(objective.n_bytes(hp.block_size, hp)):
-        batch = objective.corrupt(x.long().expand(BOUND_DRAWS, -1), g, hp)
+        batch = objective.corrupt(x.long().expand(BOUND_SAMPLES, -1), g, hp)
         by_stratum = (batch["tgt"] != IGNORE_INDEX).sum(1).argsort()
         batch = {k: v if isinstance(v, int) else v.to(device) for k, v in batch.items()}
         if hp.doc_mask:
             batch["doc"] = document_ids(batch["inp"])
         each = objective.nelbo(model, batch, hp).cpu().double()[by_stratum] / math.log(2)           # (draws,)
         bits += float(each.mean())
-        variance += float((each[::2] - each[1::2]).square().sum()) / BOUND_DRAWS ** 2
+        variance += float((each[::2] - each[1::2]).square().sum()) / BOUND_SAMPLES ** 2
         on_bytes(len(x))
     return bits, variance ** 0.5
 
 
 @torch.inference_mode()
-def score_pseudo(model, data, T, layout, doc_mask=False, on_bytes=ignore):  # data (n,) uint8 -> bits
+def score_pseudo(model, data, T, layout, doc_mask=False, on_bytes=no_progress):  # data (n,) uint8 -> bits
     """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is predicted from all the others
     of its window."""
     bits = 0.0
@@ -541,7 +541,7 @@ def read_text(flag, path):  # a file, or - for standard input -> bytes
         fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
 
 
-def given_text(flag, value):  # what a flag was given -> ids, or None
+def parse_text(flag, value):  # what a flag was given -> ids, or None
     if value is None:
         return None
     if value != "-" and not value.startswith("FILE:"):
@@ -611,7 +611,7 @@ def progress(total, prints=False):  # -> f(n), to be called whenever n more of t
     """A bar on a terminal, elsewhere a line every REPORT_SECONDS; both on standard error. prints: the work prints its
     results as they come, so that a terminal needs no bar."""
     if prints and sys.stdout.isatty():
-        yield ignore
+        yield no_progress
         return
     if sys.stderr.isatty():
         with tqdm(total=total, unit="B", unit_scale=True, leave=False) as bar:
@@ -734,7 +734,7 @@ def fill_mode(model, objective, hp, flags, held_out):
     if MASK in ids:
         how = greedy_settings(flags)
     else:
-        if not use.any_rate:
+        if not use.trained_at_any_rate:
             fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
         if len(ids) > T // 2:
             print(f"--- the last {T // 2} of {len(ids)} bytes of the prompt, which leave space in the block")
@@ -818,7 +818,7 @@ def repair_mode(model, objective, hp, flags, held_out):
 
 
 @torch.inference_mode()
-def repair(model, objective, noisy, hp, gens, on_bytes=ignore, **how):  # ids of any number -> yields bytes
+def repair(model, objective, noisy, hp, gens, on_bytes=no_progress, **how):  # ids of any number -> yields bytes
     T = hp.block_size
     n = objective.n_bytes(T, hp)
     for a in range(0, len(noisy), n):
@@ -1020,7 +1020,7 @@ def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
     mode, read = MODES[kind]
     if kind is Continue and find_use(objective, Draft):
         read = read | {"speculate"}
-    if kind is Fill and use.any_rate and flags.prompt is not None and not has_hole:
+    if kind is Fill and use.trained_at_any_rate and flags.prompt is not None and not has_hole:
         read = read | {"max_new_tokens"}
     return mode, read
 
@@ -1046,7 +1046,7 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
     given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(argv))
     check({name: flag.default for name, flag in specs.items()} | given, specs)
     flags = {name: None if flag.default == "" else flag.default for name, flag in specs.items()} | given
-    texts = {name: given_text(name, flags[name]) for name in ("prompt", "prefix", "suffix", "query")}
+    texts = {name: parse_text(name, flags[name]) for name in ("prompt", "prefix", "suffix", "query")}
     return Namespace(**flags | texts, given=set(given))
 
 

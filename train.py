@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import check_sizes, compressor_bits, document_ids, fail, make_rng, open_corpus, read_windows, reason
+from data import check_sizes, compressor_bits, document_ids, error_reason, fail, make_rng, open_corpus, read_windows
 from data import reseed, sample_windows, to_symbol
 from model import NGRAM_DIM, NGRAMS, NgramLookups, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, continue_layout, get_objective, member_batch, members_of
@@ -785,7 +785,7 @@ class PipeSafeStdout:
             discard_stdout()
             if not isinstance(e, BrokenPipeError):
                 with contextlib.suppress(OSError):              # standard error may be as full
-                    print(f"error: the output could not be written ({reason(e)})", file=sys.stderr)
+                    print(f"error: the output could not be written ({error_reason(e)})", file=sys.stderr)
             self.stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))            # Windows has no such signal
 
     def __getattr__(self, name):

@@ -46,9 +46,9 @@ FLAGS = {
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # set here
-YARDSTICKS = 2                                  # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 2                                # raise it when an evaluation changes: finished runs are measured again
 CPP_HEADERS = os.path.join(torch.__path__[0], "include")
-MIN_TEXT = 4096                                 # held-out bytes that the evaluations need
+MIN_HELD_OUT = 4096                                 # held-out bytes that the evaluations need
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ METRICS = {                                     # columns of the first table, in
     "old_before": Metric("old corpus before", 3),
     "old": Metric("old corpus after", 3, False),
     "new": Metric("new corpus", 3, False),
-    **{f"left_{m}": Metric(f"left {m}", 2, False) for m in evaluate.MIDDLES},
-    **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in evaluate.MIDDLES},
+    **{f"left_{m}": Metric(f"left {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
+    **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
     "probe": Metric("probe of byte classes", 3, True),
     "replaced_auc": Metric("replaced bytes, AUC", 3, True),
     "bytes_per_pass": Metric("bytes per pass", 2),
@@ -79,7 +79,7 @@ TASK_HEADINGS = {"task": "model", "task_untrained": "untrained", "task_baseline"
                  "held_out": "held-out text", "distinct": "distinct lines",
                  "held_out_distinct": "of held-out text"}
 # drawn dashed in the panel of the other metric
-DASHED = {"bound": "left_to_right", **{f"left_{m}": f"infill_{m}" for m in evaluate.MIDDLES}}
+DASHED = {"bound": "left_to_right", **{f"left_{m}": f"infill_{m}" for m in evaluate.HOLE_LENGTHS}}
 
 
 # ---- cells: which runs there are
@@ -111,8 +111,8 @@ def plan_cells(flags, rest):  # -> [Cell]
             fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
         if setting == "replay" and name not in coders:
             fail(f"--objectives {name}: forgetting is measured in bits per byte. Try {','.join(coders)}")
-    budgets = whole_numbers("budgets", flags.budgets, 1, flag_specs()["max_iters"].high, "500,1000")
-    seeds = whole_numbers("seeds", flags.seeds, 0, flag_specs()["seed"].high, "1,2,3")
+    budgets = parse_ints("budgets", flags.budgets, 1, flag_specs()["max_iters"].high, "500,1000")
+    seeds = parse_ints("seeds", flags.seeds, 0, flag_specs()["seed"].high, "1,2,3")
     grid = dict.fromkeys(itertools.product(budgets, seeds, names, values))          # each once
     cells = []
     for steps, seed, name, value in grid:
@@ -133,7 +133,7 @@ def plan_cells(flags, rest):  # -> [Cell]
     return cells
 
 
-def whole_numbers(flag, text, low, high, example):  # "1,2" -> ["1", "2"]
+def parse_ints(flag, text, low, high, example):  # "1,2" -> ["1", "2"]
     words = text.split(",")
     for word in words:
         if not (word.isascii() and word.isdigit() and low <= int(word) <= high):
@@ -206,7 +206,7 @@ def run_cell(cell, out_dir, shared):  # -> {metric: number}, {} where the run di
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             saved = json.load(f)
-    if saved.get("yardsticks") == YARDSTICKS:
+    if saved.get("yardsticks") == EVAL_VERSION:
         return saved["metrics"]
     metrics = logged_metrics(folder) | measure(folder, shared)
     if first:                                   # all three in the same windows
@@ -214,7 +214,7 @@ def run_cell(cell, out_dir, shared):  # -> {metric: number}, {} where the run di
         metrics |= {"left_to_right": None, "old": old, "new": new}
         metrics["old_before"] = validation_bits(first, shared.sources)[0]
     with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump({"yardsticks": YARDSTICKS, "metrics": metrics}, f)
+        json.dump({"yardsticks": EVAL_VERSION, "metrics": metrics}, f)
     os.replace(path + ".tmp", path)
     return metrics
 
@@ -331,7 +331,7 @@ def standard_error(values):
     return statistics.stdev(values) / len(values) ** 0.5
 
 
-T975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # Student's t for 2, 3, ... seeds
+STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # Student's t for 2, 3, ... seeds
 
 
 def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, the tasks, differences from the first row
@@ -356,7 +356,7 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, the t
             paired[name] = both
     if paired:
         n = min(map(len, paired.values()))
-        clear = T975[min(n, len(T975) + 1) - 2]
+        clear = STUDENT_T_975[min(n, len(STUDENT_T_975) + 1) - 2]
         parts += [f"Difference from {first}, paired by seed: mean ± standard error over the runs, the held-out text "
                   f"being the same. With {n} seeds one of {clear} standard errors is clear (95%).\n",
                   metric_table(paired, difference)]
@@ -378,7 +378,7 @@ def mean_by_budget(budgets, name, metric):  # -> {budget: mean over the seeds}, 
     return means
 
 
-def trends(budgets):  # -> Markdown: a value at every budget; "" where there is but one
+def budget_table(budgets):  # -> Markdown: a value at every budget; "" where there is but one
     names = row_names(budgets)
     steps = sorted(budgets)
     columns = [["", *names]]
@@ -421,7 +421,7 @@ def draw_picture(budgets, path):  # -> path, or why there is none
     matplotlib.use("Agg")
     from matplotlib import pyplot
     names = row_names(budgets)
-    looks = line_looks(len(names), matplotlib.colormaps["tab20"].colors)
+    looks = line_styles(len(names), matplotlib.colormaps["tab20"].colors)
     panels = {}                                 # {metric: [(metric drawn, look, means)]}
     for key, metric in METRICS.items():
         if metric.more_is_better is None:
@@ -458,7 +458,7 @@ def draw_picture(budgets, path):  # -> path, or why there is none
     return path
 
 
-def line_looks(n, colors):  # tab20's 20 colors -> [keyword arguments of plot], all different up to 60 lines
+def line_styles(n, colors):  # tab20's 20 colors -> [keyword arguments of plot], all different up to 60 lines
     """The ten dark colors of tab20 first, then the light ones."""
     order = [*colors[::2], *colors[1::2]]
     return [dict(color=order[i % 20], marker="ovs"[i // 20 % 3], ms=4, lw=1) for i in range(n)]
@@ -485,8 +485,8 @@ def open_sources(flags, cells):  # -> the corpora; fails where they are too shor
         names.append(flags.new_data or CPP_HEADERS)
     sources = open_corpus(names)
     n = len(sources[0]["val"])
-    if n < MIN_TEXT:
-        fail(f"--data {flags.data}: has {n} bytes to validate on, the evaluations need {MIN_TEXT}. Try more text")
+    if n < MIN_HELD_OUT:
+        fail(f"--data {flags.data}: has {n} bytes to validate on, the evaluations need {MIN_HELD_OUT}. Try more text")
     for cell in cells:
         cut = [source | {"train": source["train"][:cell.hp.train_bytes or None]} for source in sources]
         check_sizes(cut, get_objective(cell.hp).n_bytes(cell.hp.block_size, cell.hp), cell.hp.block_size)
@@ -525,7 +525,7 @@ def write_report(path, budgets, setting, probe):  # path without its ending
     rows = budgets[max(budgets)]
     if probe and not setting:
         rows = rows | {"five raw bytes": {"-": evaluate.eval_probe(evaluate.byte_features, probe)}}
-    text = "\n".join(part for part in (tables(rows), trends(budgets)) if part)
+    text = "\n".join(part for part in (tables(rows), budget_table(budgets)) if part)
     with open(path + ".md", "w", encoding="utf-8") as f:
         f.write(text)
     curves = path + ".csv" if setting else os.path.join(os.path.dirname(path), "curves.csv")

@@ -28,7 +28,7 @@ from objectives import Search, auc, continue_layout, fill_layout, find_use
 import torch
 import torch.nn.functional as F
 
-MIDDLES = 4, 16, 64                             # bytes to infill
+HOLE_LENGTHS = 4, 16, 64                             # bytes to infill
 ROWS = 64                                       # windows of an evaluation
 REPLACED = 0.1                                  # share of bytes that are replaced
 PROMPT = 32                                     # bytes of a prompt
@@ -71,7 +71,7 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
         prompts.append(prompt)
     rows = [ids for ids, _ in prompts]
     prefix = [P for _, P in prompts]
-    return answer_logits(model, objective, hp, rows, prefix, middle)
+    return target_logits(model, objective, hp, rows, prefix, middle)
 
 
 def left_logits(model, objective, hp, x, a, m):  # the same given the left side alone, or None
@@ -81,10 +81,10 @@ def left_logits(model, objective, hp, x, a, m):  # the same given the left side 
     both_ways, before, after = layout
     prompts = [before + row + after for row in x[:, :a].tolist()]
     P = len(prompts[0]) if both_ways else 0
-    return answer_logits(model, objective, hp, prompts, [P] * len(x), x[:, a:a + m])
+    return target_logits(model, objective, hp, prompts, [P] * len(x), x[:, a:a + m])
 
 
-def answer_logits(model, objective, hp, prompts, P, middle):  # N lists of one length, N numbers, (N, m) -> (N, m, V)
+def target_logits(model, objective, hp, prompts, P, middle):  # N lists of one length, N numbers, (N, m) -> (N, m, V)
     row = torch.cat((torch.tensor(prompts), middle), dim=1)
     assert row.size(1) <= hp.block_size + 1, (row.shape, hp.block_size)
     row = row[:, :-1]                           # nothing is predicted from the last byte
@@ -106,7 +106,7 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits pe
     """The middle of a held-out window, with as many bytes left as right of it."""
     n = (hp.block_size - 16) // 2               # a row may hold the text twice
     out = {}
-    for m in MIDDLES:
+    for m in HOLE_LENGTHS:
         if m + 2 > n:
             continue
         x = windows(text, n, ROWS, f"infill,{m}")
@@ -170,7 +170,7 @@ def eval_drafts(model, objective, hp, text):  # -> {bytes_per_pass}: bytes that 
 
 # ---- tasks: what sample.py uses the model for; {} where rows are too short or the settings do not train it
 
-def eval_halves(model, objective, hp, text):
+def eval_second_half(model, objective, hp, text):
     """Bits per byte of the second half of a window, given the first. Baseline: lzma on the held-out text as one
     stream."""
     n = hp.block_size // 2 - 2                  # leaves space for what stands around a prompt
@@ -182,13 +182,13 @@ def eval_halves(model, objective, hp, text):
     return {"score": bits_per_byte(logits, x[:, n:]), "baseline": 8 * len(lzma.compress(stream)) / len(stream)}
 
 
-def eval_lines(model, objective, hp, text):
+def eval_tokenizable_lines(model, objective, hp, text):
     """Share of the written bytes that stand in lines which are tokens of Python. Each line by itself, after prompts of
     32 bytes; the first and the last do not count, as they are cut. Baseline: bytes drawn one by one from the text's
     distribution. A model that writes one good line again and again would have 1: distinct is the share of the lines
     that differ from all before. held_out, held_out_distinct: the same two of the held-out windows themselves."""
     use = find_use(objective, Fill)
-    layout = use.layout(hp) if use and use.any_rate else None   # others are not trained on rows of MASKs
+    layout = use.layout(hp) if use and use.trained_at_any_rate else None   # others are not trained on rows of MASKs
     if not layout or hp.block_size < MIN_BLOCK:
         return {}
     before, after, _ = layout
@@ -214,7 +214,7 @@ def line_figures(rows):  # (N, n) -> of the whole lines: share of their bytes in
     return n_good / max(1, sum(map(len, lines))), len(set(lines)) / max(1, len(lines))
 
 
-def eval_holes(model, objective, hp, text):
+def eval_infill_exact_match(model, objective, hp, text):
     """Share of holes of 4 bytes that are restored, byte for byte, as sample.py fills and trims them, with at most 5
     bytes for each that is missing. Baseline: blanks. ends: of holes of 16 bytes, the share that ends by itself."""
     use = find_use(objective, Infill)
@@ -298,7 +298,7 @@ def eval_typos(model, objective, hp, text):
     return {"score": float((marked == typo).float().mean()), "baseline": float((rarest == typo).float().mean())}
 
 
-def eval_recalls(model, objective, hp, text):
+def eval_retrieval(model, objective, hp, text):
     """Share of 256 half passages whose nearest other half is their own. Baseline: cosines of histograms of bytes."""
     embed = find_use(objective, Search).embed
     pairs = windows(text, hp.block_size // 2 * 2, 256, "recalls").unflatten(1, (2, -1))             # (256, 2, n)
@@ -312,7 +312,7 @@ def eval_recalls(model, objective, hp, text):
     return {"score": recall(embedded), "baseline": recall(histograms)}
 
 
-def eval_answers(model, objective, hp, text):
+def eval_accuracy(model, objective, hp, text):
     """Share of 512 rows that are answered correctly. Baseline: chance."""
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(objective, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
@@ -328,14 +328,14 @@ class Task:
 
 
 TASKS = {                                       # of an objective's first use, which decides sample.py's mode
-    Continue: Task("bits per byte of the second half of a window (lzma)", eval_halves),
-    Fill: Task("bytes in written lines that tokenize (bytes by their frequency)", eval_lines),
-    Infill: Task("holes of 4 bytes restored (blanks)", eval_holes),
+    Continue: Task("bits per byte of the second half of a window (lzma)", eval_second_half),
+    Fill: Task("bytes in written lines that tokenize (bytes by their frequency)", eval_tokenizable_lines),
+    Infill: Task("holes of 4 bytes restored (blanks)", eval_infill_exact_match),
     Repair: Task("edit distance left (of the noisy text)", eval_repairs),
     Mark: Task("typos that are the most suspicious byte (the rarest two pairs of bytes)", eval_typos),
-    Search: Task("recall of 256 other halves (histograms of bytes)", eval_recalls),
-    Follow: Task("rows answered correctly (chance)", eval_answers),
-    Seam: Task("rows answered correctly (chance)", eval_answers),
+    Search: Task("recall of 256 other halves (histograms of bytes)", eval_retrieval),
+    Follow: Task("rows answered correctly (chance)", eval_accuracy),
+    Seam: Task("rows answered correctly (chance)", eval_accuracy),
 }
 
 

@@ -275,11 +275,11 @@ def test_the_tables_are_of_the_largest_budget(tmp_path, monkeypatch):
 
 
 def test_the_trends_have_a_value_for_each_budget():
-    assert compare.trends(CURVES).splitlines()[2:] == [
+    assert compare.budget_table(CURVES).splitlines()[2:] == [
         "|  | left to right | left 4 | infill 4 | its task, as above |", "|---|---|---|---|---|",
         "| clm | 1.100 1.010 | 3.00 3.00 |  |  |", "| mlm |  |  | 2.00 2.00 | 10.000 100.000 |",
         "| fim | 3.500 - |  |  |  |"]
-    assert compare.trends({10: CURVES[10]}) == ""
+    assert compare.budget_table({10: CURVES[10]}) == ""
 
 
 def test_the_curves_have_a_line_for_each_number_behind_the_tables(tmp_path):
@@ -308,9 +308,9 @@ def test_the_curves_lie_beside_the_table(text):
 
 def test_no_two_of_fifteen_rows_have_the_same_color():
     twenty = [(i, 0, 0) for i in range(20)]     # as matplotlib's tab20
-    looks = compare.line_looks(15, twenty)
+    looks = compare.line_styles(15, twenty)
     assert len({look["color"] for look in looks}) == 15
-    more = compare.line_looks(60, twenty)
+    more = compare.line_styles(60, twenty)
     assert len({(look["color"], look["marker"]) for look in more}) == 60
 
 

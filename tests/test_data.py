@@ -88,7 +88,7 @@ def test_a_folder_of_few_documents_is_split_like_a_file(tmp_path):
     ("\xe9t\xe9".encode("latin-1"), "UTF-8"), ("text ".encode("utf-16-le") * 9, "UTF-16"),
     (bytes(range(128, 256)), "UTF-8"), (b"ab\0abc\0abcd\0", None)])
 def test_bytes_that_are_no_utf8_are_noticed(text, hint):
-    found = data.doubts(text[:data.TEXT_BYTES])
+    found = data.text_warnings(text[:data.TEXT_BYTES])
     assert len(found) == (hint is not None) and all(hint in line for line in found)
 
 
@@ -111,9 +111,9 @@ def test_the_fingerprint_notices_a_changed_byte_and_samples_large_corpora(monkey
     a = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=make_rng("crc"))
     b = a.clone()
     b[-1] ^= 1
-    assert data.fingerprint(a) != data.fingerprint(b)
+    assert data.checksum(a) != data.checksum(b)
     monkeypatch.setattr(data, "CRC_BYTES", 2048)
-    assert data.fingerprint(a) != data.fingerprint(b)
+    assert data.checksum(a) != data.checksum(b)
 
 
 # ---- windows

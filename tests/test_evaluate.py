@@ -61,9 +61,9 @@ def test_recall_is_1_if_the_passage_is_recognized_and_chance_if_not(monkeypatch)
 
     def constant(model, x):
         return torch.ones(len(x), 2)
-    known = score_and_baseline(evaluate.eval_recalls, with_use("contrastive", Search(recognize)), None)
+    known = score_and_baseline(evaluate.eval_retrieval, with_use("contrastive", Search(recognize)), None)
     assert known == (1, 1), "here the bytes alone suffice"
-    score, _ = score_and_baseline(evaluate.eval_recalls, with_use("contrastive", Search(constant)), None)
+    score, _ = score_and_baseline(evaluate.eval_retrieval, with_use("contrastive", Search(constant)), None)
     assert score == pytest.approx(1 / 256)
 
 
@@ -102,20 +102,20 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     monkeypatch.setattr(evaluate.sample, "infill", infill)
     monkeypatch.setattr(evaluate.sample, "trim_to_suffix",
                         lambda m, o, hp, left, middle, right: middle[:4 + (left[0] == 32)])
-    found = evaluate.eval_holes(randomized(), OBJECTIVES["span"], settings("span", 256), None)
+    found = evaluate.eval_infill_exact_match(randomized(), OBJECTIVES["span"], settings("span", 256), None)
     assert found == {"score": 0.75, "baseline": 0.25, "ends": 0.75}
-    assert evaluate.eval_holes(randomized(), OBJECTIVES["span"], settings("span", 127), None) == {}
+    assert evaluate.eval_infill_exact_match(randomized(), OBJECTIVES["span"], settings("span", 127), None) == {}
 
 
 def test_the_second_half_is_predicted_from_the_first(monkeypatch):
     """A model to which all bytes are alike needs log2(255) bits; the baseline is lzma's."""
     text = sentences()
-    score, baseline = score_and_baseline(evaluate.eval_halves, OBJECTIVES["clm"], text)
+    score, baseline = score_and_baseline(evaluate.eval_second_half, OBJECTIVES["clm"], text)
     assert score == pytest.approx(math.log2(255), abs=1e-4)
     assert baseline == 8 * len(lzma.compress(bytes(text))) / len(text)
     seen = []
     monkeypatch.setattr(evaluate, "left_logits", lambda m, o, hp, x, a, n: seen.append((x.shape, a, n)))
-    assert evaluate.eval_halves(randomized(), OBJECTIVES["prefix"], settings("prefix", 64), text) == {}
+    assert evaluate.eval_second_half(randomized(), OBJECTIVES["prefix"], settings("prefix", 64), text) == {}
     assert seen == [((4 * evaluate.ROWS, 60), 30, 30)]
 
 
@@ -137,7 +137,7 @@ def test_a_model_that_writes_one_letter_a_line_is_seen_through(monkeypatch):
         line = torch.tensor([*b"a\n"]).repeat(gaps.size(1))[:gaps.size(1)]
         return torch.where(gaps == MASK, line, gaps)
     monkeypatch.setattr(evaluate.sample, "fill", fill)
-    found = evaluate.eval_lines(None, OBJECTIVES["mdlm"], settings("mdlm", 256), text)
+    found = evaluate.eval_tokenizable_lines(None, OBJECTIVES["mdlm"], settings("mdlm", 256), text)
     assert found["score"] > 0.99 and found["distinct"] < 0.05
     assert 0.5 < found["held_out"] < 1 and found["held_out_distinct"] > 0.5, "what a text reaches stands beside it"
 
@@ -146,11 +146,12 @@ def test_lines_drawn_byte_by_byte_are_worse_than_lines_of_a_text(monkeypatch):
     with open(evaluate.__file__, "rb") as f:
         text = from_bytes(f.read())
     monkeypatch.setattr(evaluate.sample, "fill", lambda *args, **how: evaluate.windows(text, 256, 128, "lines"))
-    found = evaluate.eval_lines(None, OBJECTIVES["mdlm"], settings("mdlm", 256), text)
+    found = evaluate.eval_tokenizable_lines(None, OBJECTIVES["mdlm"], settings("mdlm", 256), text)
     assert found["score"] > found["baseline"] + 0.2
     assert found["score"] == found["held_out"]
-    assert evaluate.eval_lines(None, OBJECTIVES["mdlm"], settings("mdlm", 64), text) == {}, "rows are too short"
-    assert evaluate.eval_lines(None, OBJECTIVES["mlm"], settings("mlm", 256), text) == {}, "not trained at any rate"
+    lines = evaluate.eval_tokenizable_lines
+    assert lines(None, OBJECTIVES["mdlm"], settings("mdlm", 64), text) == {}, "rows are too short"
+    assert lines(None, OBJECTIVES["mlm"], settings("mlm", 256), text) == {}, "not trained at any rate"
 
 
 # ---- bits per byte of a middle
@@ -257,7 +258,7 @@ def test_yardsticks_attend_within_a_document_where_training_did():
     for name, yardstick in (("clm", evaluate.eval_infilling), ("prefix", evaluate.eval_infilling),
                             ("mlm", evaluate.eval_infilling), ("hybrid", evaluate.eval_infilling),
                             ("clm", evaluate.eval_corruption), ("mlm", evaluate.eval_corruption),
-                            ("clm", evaluate.eval_halves)):
+                            ("clm", evaluate.eval_second_half)):
         for doc_mask in (True, False):
             net = Recorder()
             yardstick(net, OBJECTIVES[name], settings(name, 64, doc_mask=doc_mask), text)
@@ -275,7 +276,7 @@ def test_lines_are_written_within_a_document_where_training_did_so(doc_mask, mon
         seen.append(doc_mask)
         return gaps.masked_fill(gaps == MASK, 97)
     monkeypatch.setattr(evaluate.sample, "fill", fill)
-    evaluate.eval_lines(None, OBJECTIVES["mdlm"], settings("mdlm", 128, doc_mask=doc_mask), sentences())
+    evaluate.eval_tokenizable_lines(None, OBJECTIVES["mdlm"], settings("mdlm", 128, doc_mask=doc_mask), sentences())
     assert seen == [doc_mask]
 
 
@@ -294,7 +295,7 @@ def test_holes_and_drafts_are_written_within_a_document_where_training_did_so(do
     monkeypatch.setattr(evaluate.sample, "infill", infill)
     monkeypatch.setattr(evaluate.sample, "speculate", speculate)
     monkeypatch.setattr(evaluate.sample, "trim_to_suffix", lambda m, o, hp, left, middle, right: middle)
-    evaluate.eval_holes(None, OBJECTIVES["span"], settings("span", 256, doc_mask=doc_mask), sentences())
+    evaluate.eval_infill_exact_match(None, OBJECTIVES["span"], settings("span", 256, doc_mask=doc_mask), sentences())
     assert set(seen) == {doc_mask}
     seen.clear()
     evaluate.eval_drafts(None, OBJECTIVES["mtp"], settings("mtp", 256, doc_mask=doc_mask), sentences())
@@ -401,4 +402,4 @@ def test_a_probe_finds_what_is_there_and_no_more():
 def test_every_use_with_a_mode_has_a_task():
     first_uses = {type(objective.uses[0]) for objective in OBJECTIVES.values()}
     assert first_uses <= set(evaluate.TASKS)
-    assert find_use(OBJECTIVES["mdlm"], Fill).any_rate, "the task of the first use must be measurable"
+    assert find_use(OBJECTIVES["mdlm"], Fill).trained_at_any_rate, "the task of the first use must be measurable"

@@ -457,7 +457,7 @@ def signed(x):  # a whole number -> what is left of it in 64 bits
 def row_by_hand(gram, rows):  # the ids of an n-gram, the last one first -> its row of the table
     code = 0
     for i in gram:
-        code = signed(code * M.HASH_FACTOR + i + 1)
+        code = signed(code * M.HASH_MULTIPLIER + i + 1)
     return (code ^ (code >> 32)) % rows + M.NGRAMS.index(len(gram)) * rows
 
 

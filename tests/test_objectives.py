@@ -1214,7 +1214,7 @@ def test_bart_strikes_exact_numbers_and_shares_its_rate(noise, rate, monkeypatch
 
 
 def all_that_bart_strikes(m, hp, g):
-    noises = set(O.RATED) & set(hp.bart_noise.split(","))
+    noises = set(O.NOISES_WITH_RATE) & set(hp.bart_noise.split(","))
     return (m * hp.bart_rate / len(noises) + 0.5).long().clamp(min=1)
 
 
@@ -1303,7 +1303,7 @@ def test_nsp_is_half_true_and_its_classes_look_alike(negatives, B):
     hp = settings("nsp", T, nsp_negatives=negatives, batch_size=B)
     corpus = bytes(data.tolist())
     for seed in range(10):
-        batch = O.nsp(data.unfold(0, 2 * h + O.GAP, 400)[:B], make_rng(f"{seed}"), hp)
+        batch = O.nsp(data.unfold(0, 2 * h + O.NSP_GAP, 400)[:B], make_rng(f"{seed}"), hp)
         assert int(batch["labels"].sum()) == B - B // 2
         for label, row in zip(batch["labels"].tolist(), clean_row(batch).tolist()):
             a = row[1:h + 1]
@@ -1312,8 +1312,8 @@ def test_nsp_is_half_true_and_its_classes_look_alike(negatives, B):
             i = corpus.find(bytes(a))
             j = corpus.find(bytes(b))
             assert i >= 0 and j >= 0
-            assert (j == i + h + O.GAP) == bool(label)
-            assert label or (i == j + h + O.GAP if negatives == "swap" else abs(i - j) > 300)
+            assert (j == i + h + O.NSP_GAP) == bool(label)
+            assert label or (i == j + h + O.NSP_GAP if negatives == "swap" else abs(i - j) > 300)
 
 
 @pytest.mark.parametrize("rate, k", [(0.15, 7), (0.001, 1)])

@@ -135,7 +135,7 @@ def test_malloc_keeps_the_largest_blocks_that_its_version_allows(highest, blocks
 def test_auto_never_picks_a_device_that_was_never_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert run.pick_device("auto").type == "cpu"
+    assert run.resolve_device("auto").type == "cpu"
 
 
 def test_a_run_with_a_graph_can_be_resumed_without(text, capsys):
