@@ -490,9 +490,9 @@ def batches(rows, length):  # -> lists of at most SCORE_ROWS consecutive rows of
 @torch.inference_mode()
 def score_bound(model, objective, data, hp, seed, on_bytes=no_progress):
     """data (n,) uint8 -> bits at most, standard error. The objective's bound in disjoint windows of a block, each with
-    numbers of masked bytes from BOUND_SAMPLES strata. The error is estimated from differences of neighbouring
-    strata, ordered by their number of targets, since each has one sample. It assumes that an objective's only strata are numbers of targets, as mdlm's are; where corrupt
-    stratifies something else too, what differs between those strata counts as error, and the error is too large."""
+    numbers of masked bytes from BOUND_SAMPLES strata. The error is estimated from differences of neighbouring strata,
+    ordered by their number of targets, since each has one sample. It assumes that an objective's only strata are
+    numbers of targets, as mdlm's are; where corrupt stratifies something else too, the error comes out too large."""
     g = make_rng(f"{seed},bound")
     bits, variance = 0.0, 0.0
     device = model.embed.weight.device
