@@ -167,8 +167,8 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
 
 def context_ids(idx, previous, doc=None):  # ids (B, T), the W - 1 before them (B, W - 1) -> (B, T, W)
     """The last W ids at each position, its own first. EOT (0) stands for what lies before the row or, with document
-    ids, in another document. Every layer outside of attention that mixes positions reads these ids: they look
-    back only, which every mask allows."""
+    ids, in another document. Every layer outside of attention that mixes positions reads these ids. They look back
+    only, which every prefix allows; under a `mask` of your own, document ids say which ids may be read."""
     context = torch.cat((previous, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
     if doc is None:
         return context

@@ -299,7 +299,7 @@ class Objective:
     nelbo: Callable | None = None               # of a bound: (model, batch, hp) -> (B,) nats that bound a row's
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
     is_random: bool = True                      # corrupt draws random numbers
-    target_hidden: bool = True                  # a prefix row's source holds no byte of its target
+    target_hidden: bool = True                  # no input holds the byte that a position predicts
 
     # use: the first is sample.py's mode
     uses: tuple = ()

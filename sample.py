@@ -896,11 +896,14 @@ def embed_texts(model, embed, texts, T):  # list of ids -> (N, C) float32 of len
     def length(block):
         return len(block[1])
     blocks.sort(key=length)                     # blocks of one length can share a batch
-    out = torch.zeros(len(texts), model.config.n_embd)
+    owners, sums = [], []
     for some in batches(blocks, length):
         owner, rows = zip(*some)
         e = embed(model, torch.tensor(rows, device=model.embed.weight.device)).cpu()
-        out.index_add_(0, torch.tensor(owner), len(rows[0]) * e)
+        owners += owner
+        sums.append(len(rows[0]) * e)
+    sums = torch.cat(sums)
+    out = torch.zeros(len(texts), sums.size(1)).index_add(0, torch.tensor(owners), sums)
     return F.normalize(out, dim=1)
 
 

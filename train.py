@@ -718,7 +718,9 @@ def show_example(batch, objective, width=96, most=256):
         if "labels" in b:
             print(f"  {m.name} label {int(b['labels'][0])}")
         prefix = b["prefix"] if isinstance(b["prefix"], int) else int(b["prefix"][0])
-        if prefix == 0:
+        if "mask" in b:
+            attention = "a mask of its own"
+        elif prefix == 0:
             attention = "causal"
         elif prefix == b["inp"].size(-1):
             attention = "bidirectional"

@@ -393,7 +393,19 @@ def test_micro_batches_add_up_to_the_batch(name):
     terms = [objective.terms(b, hp) for b in batches]
     for term, whole in sums[0].items():
         assert float(terms[0][term][0]) == sum(float(known[term][0]) for known in terms[1:])
-        torch.testing.assert_close(whole, sum(s[term] for s in sums[1:]), rtol=1e-5, atol=1e-3)
+        parts = sum(s[term] for s in sums[1:])
+        assert torch.allclose(whole, parts, rtol=1e-5, atol=1e-3), "rows are compared: say compares_rows=True"
+
+
+@every
+def test_an_untrained_likelihood_is_8_bits_a_byte(name):
+    """Else a wrong count would go unnoticed: of a doubled row, for instance, twice its bytes."""
+    _, batch, hp = make(name, B=8)
+    objective = get_objective(hp)
+    if objective.bpb not in ("loss", "bound"):
+        pytest.skip("its loss is not nats per byte")
+    loss = float(total(objective, untrained(objective, hp), batch, hp).detach())
+    assert loss == pytest.approx(math.log(256), abs=1e-4), "the terms' counts are not the raw bytes"
 
 
 @every
@@ -413,7 +425,7 @@ def test_nats_equal_loops_over_positions_with_a_target(name):
     sums = objective.loss(net, batch, hp)
     if "nll" not in sums:
         pytest.skip("has terms, and so a test, of its own")
-    h = net(batch["inp"], batch["prefix"], positions=batch.get("positions"), mask=batch.get("mask"))
+    h = net(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"), mask=batch.get("mask"))
     logp = net.logits(h).detach().double().log_softmax(-1)
     nats = [-float(logp[b, t, batch["tgt"][b, t]]) for b, t in itertools.product(range(8), range(T))
             if batch["tgt"][b, t] != IGNORE_INDEX]
@@ -579,7 +591,8 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     _, batch, hp = make(name)
     objective = OBJECTIVES[name]
     assert objective.name == name
-    assert objective.uses and type(objective.uses[0]) in sample.MODES
+    assert objective.uses or objective.bpb, "nothing can be done with it"
+    assert not objective.uses or type(objective.uses[0]) in sample.MODES
     assert {type(use) for use in objective.uses} <= {*sample.MODES, Draft}
     assert (objective.bpb == "bound") == (objective.nelbo is not None)
     for use in objective.uses:
@@ -598,7 +611,7 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
 
 
 @pytest.mark.parametrize("name, wrong", [
-    ("clm", dict(uses=())), ("clm", dict(uses=(Draft(O.mtp_drafter),))), ("clm", dict(uses=(Repair(),))),
+    ("mlm", dict(uses=())), ("clm", dict(uses=(Draft(O.mtp_drafter),))), ("clm", dict(uses=(Repair(),))),
     ("clm", dict(uses=(Repair(in_place=True),))), ("mlm", dict(uses=(Fill(O.in_place_layout, orders=("right",)),))),
     ("mlm", dict(uses=(Repair(),))), ("mlm", dict(nelbo=O.mdlm_nelbo)), ("mdlm", dict(nelbo=None)),
     ("fim", dict(n_outputs=256, uses=(Infill(O.fim_prompt, O.next_sentinel),))), ("clm", dict(name="another"))])
@@ -644,12 +657,13 @@ def block_diffusion(x, g, hp, own_clean_block=False):  # x (B, L) -> inp, tgt (B
     noisy, tgt = O.mask_bytes(x, O.random_positions(B, L, L // 2, g), g)
     noisy = noisy.where(tgt == IGNORE_INDEX, MASK)
     i = torch.arange(L, device=g.device)
+    copy = torch.arange(2 * L, device=g.device) // L            # convolution and n-grams stay inside a copy
     return dict(inp=torch.cat((noisy, x), dim=1), tgt=F.pad(tgt, (0, L), value=IGNORE_INDEX), prefix=0,
-                positions=torch.cat((i, i)).expand(B, -1),
+                positions=torch.cat((i, i)).expand(B, -1), doc=copy.expand(B, -1),
                 mask=block_diffusion_mask(L, own_clean_block).to(g.device).expand(B, -1, -1))
 
 
-def block_positions(ids, P):
+def block_positions(ids, P, hp):
     L = ids.size(1) // 2
     return torch.arange(L, device=ids.device).repeat(2).expand(len(ids), -1)
 
@@ -888,6 +902,7 @@ def test_positions_are_those_of_sampling(name):
     _, batch, hp = make(name, B=64)
     at_sampling = OBJECTIVES[name].positions(batch["inp"], batch["prefix"], hp)
     if "positions" in batch:
+        assert at_sampling is not None, "a batch with positions needs the Objective's field positions too"
         assert torch.equal(batch["positions"], at_sampling)
     else:
         assert at_sampling is None

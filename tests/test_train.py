@@ -179,7 +179,7 @@ def test_every_parameter_has_one_optimizer_and_hidden_matrices_alone_decay(optim
 
 # ---- equalities
 
-INDEPENDENT = [name for name in OBJECTIVES if name != "contrastive"]                # which compares rows
+INDEPENDENT = [name for name, objective in OBJECTIVES.items() if not objective.compares_rows]
 
 
 @pytest.mark.parametrize("name", ["clm:3,mlm:1", *INDEPENDENT])
@@ -546,8 +546,9 @@ def test_every_objective_learns_in_a_short_run(name, text):
         p = terms["replaced"]
         limits["discriminator"] = entropy(torch.tensor([p, 1 - p]))
         assert terms["auc"] > 0.55
-    for term in set(terms) - {"accuracy", "auc", "replaced", "top1"}:
-        assert terms[term] < limits[term], term
+    for term, (_, coefficient) in get_objective(hp).terms(batches[0], hp).items():
+        if coefficient:                         # of a term that is not known here: less than before training
+            assert terms[term] < limits.get(term, first["terms"][term]), term
     if OBJECTIVES[name].bpb in ("loss", "causal"):
         assert last["bpb"] < unigram / math.log(2) - 0.5
 
@@ -637,7 +638,7 @@ def test_a_step_needs_no_value_on_the_host(name, text, meta):
     for more in [[], ["--doc_mask"]] if can_mask else [[]]:
         s, (batch, loss, norm) = meta(get_config([*flags, *more]))
         assert loss.is_meta and norm.is_meta and loss.dim() == 0
-        assert any(k.endswith("doc") for k in batch) == bool(more)
+        assert not more or any(k.endswith("doc") for k in batch)
 
 
 WAITS = {
