@@ -145,6 +145,8 @@ def parse_with_train_flags(prog, doc, flags, reserved, argv):  # -> the program'
     given, rest = parser.parse_known_args(argv)
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
+        if isinstance(getattr(flag_specs().get(name.removeprefix("no-")), "default", None), bool):
+            name = name.removeprefix("no-")
         if word.startswith("--") and name in reserved:
             fail(f"--{name}: is set by this program itself. Try its own flags, {prog} --help")
         if word.startswith("--") and name not in flag_specs():

@@ -821,7 +821,9 @@ def repair_mode(model, objective, hp, flags, held_out):
 def repair(model, objective, noisy, hp, gens, on_bytes=no_progress, **how):  # ids of any number -> yields bytes
     T = hp.block_size
     n = objective.n_bytes(T, hp)
-    for a in range(0, len(noisy), n):
+    if len(noisy) <= T - 1 - n:                 # a source may be longer than its text, which is n bytes at most
+        n = len(noisy)
+    for a in range(0, len(noisy), max(1, n)):
         piece = noisy[a:a + n]
         if find_use(objective, Repair).in_place:
             x = to_tensor(piece, hp)

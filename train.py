@@ -585,6 +585,8 @@ class Log:
             write_line(self.metrics, {"step": step, **r, "seconds": round(self.seconds, 3)})
             self.bar.write(describe(step, r))
         self.val = sum(r["loss"] * weight for r, (_, weight, *_) in zip(records, validation))
+        if math.isnan(self.val):                # of weights that are finite but far too large
+            self.val = math.inf
         better = self.val < self.best
         if better:
             self.best, self.best_step = self.val, step
@@ -735,7 +737,7 @@ def describe(step, r):  # -> a line for a record of evaluate
     bound = "<= " if OBJECTIVES[r["objective"]].bpb == "bound" else ""
     bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
     terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
-    perplexity = f", perplexity {math.exp(r['terms']['nll']):.2f}" if "nll" in r["terms"] else ""
+    perplexity = f", perplexity {math.exp(min(r['terms']['nll'], 700.0)):.2f}" if "nll" in r["terms"] else ""
     figures = f"loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
     return f"step {step:6d} | validation on {r['data']}: {r['objective']} {figures}"
 

@@ -98,6 +98,8 @@ def plan_cells(flags, rest):  # -> [Cell]
     """Fails on a flag or a setting that train.py would refuse, before anything runs."""
     setting, _, values = flags.sweep.partition("=")
     values = values.split(",") if setting else [""]
+    if setting and any(word.partition("=")[0] in (f"--{setting}", f"--no-{setting}") for word in rest):
+        fail(f"--{setting}: is what --sweep sets. Try without it")
     coders = [name for name, objective in OBJECTIVES.items() if objective.bpb in ("loss", "causal")]
     if setting == "replay":
         owners = coders
@@ -357,8 +359,8 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, the t
     if paired:
         n = min(map(len, paired.values()))
         clear = STUDENT_T_975[min(n, len(STUDENT_T_975) + 1) - 2]
-        parts += [f"Difference from {first}, paired by seed: mean ± standard error over the runs, the held-out text "
-                  f"being the same. With {n} seeds one of {clear} standard errors is clear (95%).\n",
+        parts += [f"Difference from {first}, paired by seed, on the same held-out text: mean ± standard error over the "
+                  f"runs. With {n} seeds a difference of at least {clear} standard errors is significant (95%).\n",
                   metric_table(paired, difference)]
     return "\n".join(part for part in parts if part)
 
@@ -499,8 +501,6 @@ def main(argv=None):  # -> exit code
     argv = sys.argv[1:] if argv is None else argv
     flags, rest = parse_with_train_flags("python -m experiments.compare", __doc__, FLAGS, RESERVED, argv)
     setting = flags.sweep.partition("=")[0]
-    if any(word.partition("=")[0] == f"--{setting}" for word in rest):
-        fail(f"--{setting}: is what --sweep sets. Try without it")
     cells = plan_cells(flags, rest)
     check_folders(flags)
     sources = open_sources(flags, cells)

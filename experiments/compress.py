@@ -15,7 +15,7 @@ import time
 import zlib
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import EOT, Flag, compressor_bits, fail, map_file, to_bytes
+from data import EOT, Flag, compressor_bits, error_reason, fail, map_file, to_bytes
 from model import Cache
 from objectives import N_BYTES, continue_layout, get_objective
 from run import DEVICE_FLAGS, check, load_run, make_parser, newest_run, preserve_torch_state, run_program
@@ -39,16 +39,15 @@ def byte_frequencies(model, S, T):  # a coroutine: is sent the last bytes (S,), 
     """Compression and decompression both run it, one byte of each stream at a time: so both compute the same bits."""
     ids = torch.full((S, 1), EOT, device=model.embed.weight.device)
     cache = Cache(model, S, T)
-    start = 0
     while True:
-        if ids.size(1) - start > T:             # a full block's last half is encoded again
-            start = ids.size(1) - T // 2
+        if ids.size(1) > T:                     # a full block's last half is encoded again
+            ids = ids[:, -(T // 2):]
             cache.rewind(cache.length)
-        h = model(ids[:, start + cache.length:], 0, cache=cache)
-        p = model.logits(h[:, -1])[:, :N_BYTES].double().softmax(-1)
+        h = model(ids[:, cache.length:], 0, cache=cache)
+        p = model.logits(h[:, -1])[:, :N_BYTES].cpu().double().softmax(-1)              # mps has no float64
         freq = (p * (2 ** PRECISION - N_BYTES)).long() + 1      # at least 1: every byte can be coded
         rest = 2 ** PRECISION - freq.sum(1, keepdim=True)
-        byte = yield freq.scatter_add(1, p.argmax(1, keepdim=True), rest).cpu()
+        byte = yield freq.scatter_add(1, p.argmax(1, keepdim=True), rest)
         ids = torch.cat((ids, byte[:, None].to(ids.device)), dim=1)
 
 
@@ -99,6 +98,8 @@ def read_streams(blob):  # -> checksums of text and weights, n, states (S,), wor
     except struct.error:
         raise ValueError("is damaged") from None
     if magic != b"nPTX" or not 0 < S <= STREAMS or max(states) >= 1 << 47:
+        raise ValueError("is damaged")
+    if n > S * (16 * max(lengths) + 47) * 2 ** (PRECISION - 8):                     # a byte costs at least 2^-8 bits
         raise ValueError("is damaged")
     words = torch.zeros(S, max(lengths) + 1, dtype=torch.long)
     for s, some in enumerate(torch.tensor(flat, dtype=torch.long).split(lengths)):
@@ -153,16 +154,19 @@ def main(argv=None):
         fail(f"--out_dir: {hp.objective} gives a text no left-to-right probability. Try a run trained as clm")
     begin = time.perf_counter()
     data = map_file(path, "--file")
-    if unpack:
-        try:
-            result = to_bytes(decompress(model, to_bytes(data), hp.block_size))
-        except ValueError as e:
-            fail(f"--file {path}: {e}. Try the run and the machine that compressed it")
-    else:
-        result = compress(model, data, hp.block_size)
-    with open(out + ".tmp", "wb") as f:
-        f.write(result)
-    os.replace(out + ".tmp", out)
+    try:
+        with open(out + ".tmp", "wb") as f:     # opened first: work that cannot be written is not begun
+            if unpack:
+                result = to_bytes(decompress(model, to_bytes(data), hp.block_size))
+            else:
+                result = compress(model, data, hp.block_size)
+            f.write(result)
+        os.replace(out + ".tmp", out)
+    except ValueError as e:
+        os.remove(out + ".tmp")
+        fail(f"--file {path}: {e}. Try the run and the machine that compressed it")
+    except OSError as e:
+        fail(f"--file {path}: {out} cannot be written ({error_reason(e)}). Try another folder")
     print(f"{path}: {len(data):,} bytes -> {out}: {len(result):,} bytes, {time.perf_counter() - begin:.0f} s")
     if not unpack:
         print(f"{8 * len(result) / len(data):.4f} bits per byte; compressors: {compressor_bits(data)}")

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import time
+import zlib
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -56,10 +57,16 @@ def list_steps(flags):  # -> [Step], the most useful first
         size = SMALL if flags.small else size
         folder = os.path.join(flags.out_dir, "compare")
         return ["-m", "experiments.compare", *size.split(), *device, "--out_dir", folder, *words]
+
+    def sweep(name, values):                    # of a setting, which is then not set by the size
+        words = compare(SIZE_384, "--objectives", "clm", "--budgets", "4" if flags.small else "1000")
+        if f"--{name}" in words:
+            at = words.index(f"--{name}")
+            del words[at:at + 2]
+        return [*words, "--sweep", f"{name}={values}"]
     fast = ["--compile", *cuda]
     steps = [
         Step("attention and steps on the GPU equal plain ones", ["-m", "pytest", "-q", "-rs", "tests/test_gpu.py"]),
-        Step("all tests", ["-m", "pytest", "-q", "-rs", "tests"]),
         Step("training, width 384", bench(SIZE_384, "--parts", "train", "--objectives", "clm", *fast, *peer)),
         Step("training, width 128", bench(SIZE_128, "--parts", "train", "--objectives", "clm", *fast, *peer)),
         Step("training, width 768, every mask", bench(SIZE_768, "--parts", "train", "--objectives", "clm,mlm,prefix",
@@ -71,13 +78,12 @@ def list_steps(flags):  # -> [Step], the most useful first
         iters = "4" if flags.small else "700"
         words = ["--parts", "loss", "--objectives", "clm", "--data", flags.data, "--max_iters", iters]
         steps.append(Step("time to a loss", bench(SIZE_384, *words, *cuda, *peer)))
-    sweep = ["--objectives", "clm", "--budgets", "4" if flags.small else "1000", "--sweep"]
-    batch_sizes = "4,8" if flags.small else "32,64,128"
     block_size = "128" if flags.small else "512"
     steps += [
-        Step("learning rate", compare(SIZE_384, *sweep, "learning_rate=.005,.01,.02")),
-        Step("batch size", compare(SIZE_384, *sweep, f"batch_size={batch_sizes}")),
-        Step("n-gram rows", compare(SIZE_384, *sweep, "ngram_rows=0,65536,262144")),
+        Step("all tests", ["-m", "pytest", "-q", "-rs", "tests"]),
+        Step("learning rate", sweep("learning_rate", ".005,.01,.02")),
+        Step("batch size", sweep("batch_size", "4,8" if flags.small else "32,64,128")),
+        Step("n-gram rows", sweep("ngram_rows", "0,65536,262144")),
         Step("every objective", compare(SIZE_384, "--block_size", block_size,
                                         "--budgets", "4" if flags.small else "20000")),
     ]
@@ -119,15 +125,15 @@ def write_report(path, machine, steps, verdicts, folder):
         for i, step in enumerate(steps):
             f.write(f"\n{i + 1}. {step.name}: {verdicts.get(step.name, 'not run')}")
         for i, step in enumerate(steps):
-            for name in (step_file(folder, i), step_file(folder, i) + ".part"):
+            for name in (step_file(folder, i, step), step_file(folder, i, step) + ".part"):
                 if os.path.exists(name):
                     with open(name, encoding="utf-8", errors="replace") as output:
                         f.write(f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n{output.read()}")
         f.write("\n")
 
 
-def step_file(folder, i):
-    return os.path.join(folder, f"{i + 1:02d}.txt")
+def step_file(folder, i, step):  # another command is another file
+    return os.path.join(folder, f"{i + 1:02d}-{zlib.crc32(' '.join(step.words).encode()):08x}.txt")
 
 
 def main(argv=None):
@@ -147,7 +153,7 @@ def main(argv=None):
     verdicts = {}
     deadline = time.perf_counter() + 60 * flags.minutes
     for i, step in enumerate(steps):
-        path = step_file(flags.out_dir, i)
+        path = step_file(flags.out_dir, i, step)
         left = deadline - time.perf_counter()
         if os.path.exists(path):
             with open(path, encoding="utf-8", errors="replace") as f:

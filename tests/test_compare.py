@@ -10,6 +10,7 @@ from conftest import TINY
 
 from experiments import compare, evaluate
 from objectives import OBJECTIVES
+from run import parse_with_train_flags
 
 
 def run(*words):  # compare on the text of the folder, two steps for every cell
@@ -248,7 +249,7 @@ def test_differences_are_paired_by_seed():
             "b": {1: {"left_to_right": 2.1}, 2: {"left_to_right": 3.3}, 3: {}, 4: {"left_to_right": 0.0}}}
     out = compare.tables(rows | {"five raw bytes": {"-": {"probe": 0.5}}})
     assert "| b | +0.200 ± 0.100 | 1 2 |" in out, ".1 and .3, whose standard deviation is .141"
-    assert "With 2 seeds one of 12.7 standard errors is clear" in out
+    assert "With 2 seeds a difference of at least 12.7 standard errors" in out
     assert "| a | 4.667 ± 3.786 |" in out and "| five raw bytes |  | 0.500 | - |" in out
     assert "paired" not in compare.tables({"a": {1: {"left_to_right": 2.0}}, "b": {1: {"left_to_right": 2.1}}})
 
@@ -328,3 +329,8 @@ def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
                      ("-", [[10, 2.0], [100, 2.0]])]
     assert [text.get_text() for text in names.get_legend().get_texts()] == ["clm", "mlm", "fim"]
     assert "nothing to draw" in compare.draw_picture({10: {"mlm": {1: {}}}}, path)
+
+
+def test_flags_of_train_that_are_switched_off_are_known():
+    flags, rest = parse_with_train_flags("x", "", compare.FLAGS, compare.RESERVED, ["--no-compile"])
+    assert rest == ["--no-compile"]

@@ -48,7 +48,7 @@ def test_the_file_is_as_long_as_the_probabilities_say(model, monkeypatch):
     assert want - 1 < size < want * 1.01 + 50
 
 
-@pytest.mark.parametrize("place", [0, 5, 30, -1])
+@pytest.mark.parametrize("place", [0, 5, 17, 18, 30, -1])
 def test_a_flipped_bit_is_found(model, place):
     blob = bytearray(compress.compress(model, from_bytes(source_code(300)), T))
     blob[place] ^= 4

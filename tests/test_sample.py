@@ -959,7 +959,7 @@ def test_a_fork_that_writes_a_target_is_demonstrated_and_repairs_in_its_own_layo
         every = torch.ones_like(x, dtype=torch.bool)
         return seq2seq(x.flip(1), every, x, every, hp.block_size)
 
-    def positions(ids, P):
+    def positions(ids, P, hp):
         asked.append(int(P))
     run = fork(monkeypatch, "bart", corrupt=corrupt, n_bytes=lambda T, hp: 10, positions=positions, uses=(Repair(),))
     held_out = load_checkpoint("out/bart")["held_out"][:10].tolist()

@@ -1040,3 +1040,16 @@ def test_memory_does_not_grow_with_the_corpus_or_the_steps(text):
         at[name] = [float(x) for x in done.stdout.split("MiB ")[1].split()]
     assert abs(at["large.bin"][1] - at["small.bin"][1]) < 50, at
     assert all(late - early < 20 for early, late in at.values()), at
+
+
+def test_a_validation_loss_that_is_no_number_does_not_make_a_checkpoint_unreadable(text, monkeypatch):
+    """Weights that are finite but far too large: training says --init_from, which must then work."""
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *args: [r | {"loss": math.nan} for r in evaluate(*args)])
+    fit(text, "a", "--max_iters", "2")
+    assert load_checkpoint("a")["val"] == math.inf
+
+
+def test_a_perplexity_too_large_for_a_float_is_printed():
+    record = dict(data="a", objective="clm", loss=2000.0, bpb=None, terms={"nll": 2000.0})
+    assert "perplexity" in train.describe(1, record)
