@@ -575,3 +575,9 @@ def test_bfloat16_activations_stay_near_float32():
     rounded.blocks[0].register_forward_hook(lambda module, args, out: kept.extend((args[0].dtype, out.dtype)))
     rounded(ids())
     assert kept == [torch.bfloat16, torch.bfloat16]
+
+
+def test_the_convolution_starts_with_small_weights_of_the_bytes_before():
+    weight = M.Transformer(M.ModelConfig(1, 2, 512)).conv_weight
+    assert (weight[0] == 1).all()
+    assert abs(float(weight[1:].detach().std()) - 0.3) < 0.03

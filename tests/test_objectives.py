@@ -1242,6 +1242,13 @@ def test_of_barts_rows_some_are_struck_little_some_much(noise, rate, most):
     assert chi2(seen[1:].double(), 3000 / most) < most + 5 * (2 * most) ** 0.5
 
 
+def test_barts_largest_count_is_rounded():
+    hp = settings("bart", T, bart_noise="mask", bart_rate=0.3)
+    k = O.bart_counts(torch.full((3000, 1), 52), hp, make_rng("k"))
+    assert int(k.max()) == 16                   # of 15.6
+
+
+
 def test_bart_noises_follow_in_one_order():
     a, b = (make("bart", bart_noise=noise)[1] for noise in ("permute,infill,delete", "delete,permute,infill"))
     assert same(a, b)
