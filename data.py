@@ -8,6 +8,7 @@ B rows, n raw bytes in a row, N bytes in a split of a source, S sources
 """
 import bz2
 import codecs
+import collections
 import ctypes
 import hashlib
 import lzma
@@ -229,26 +230,24 @@ def read_stdlib():  # -> {path: document}: the source of Python's own standard l
 
 def read_documents(paths):  # -> {path: contents} in sorted order, text only, each once; {why: how many were skipped}
     documents = {}
-    skipped = {}
+    skipped = collections.Counter()
     seen = set()
     for path in sorted(paths, key=lambda p: p.replace(os.sep, "/")):
-        text = b""
-        digest = b""
-        why = "not regular files"               # sockets, pipes, dangling links
-        if os.path.isfile(path):
-            with open(path, "rb") as f:
-                text = f.read()
-            digest = hashlib.blake2b(text).digest()
-            why = "empty"
-        if b"\0" in text:
-            why = "with a NUL byte (binary)"
+        if not os.path.isfile(path):            # sockets, pipes, dangling links
+            skipped["not regular files"] += 1
+            continue
+        with open(path, "rb") as f:
+            text = f.read()
+        digest = hashlib.blake2b(text).digest()
+        if not text:
+            skipped["empty"] += 1
+        elif b"\0" in text:
+            skipped["with a NUL byte (binary)"] += 1
         elif digest in seen:
-            why = "duplicates"
-        elif text:
+            skipped["duplicates"] += 1
+        else:
             seen.add(digest)
             documents[path] = text
-            continue
-        skipped[why] = skipped.get(why, 0) + 1
     return documents, skipped
 
 

@@ -125,7 +125,8 @@ def select_targets(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), ta
     """Keeps only positions with a target, since no other needs logits. On a GPU it keeps all: their number depends on
     the data, and reading it would stall the device. A compiler needs constant shapes and keeps all, too."""
     row = torch.arange(len(tgt), device=tgt.device).repeat_interleave(tgt.size(1))
-    h, tgt = h.flatten(0, 1), tgt.flatten()
+    h = h.flatten(0, 1)
+    tgt = tgt.flatten()
     if h.device.type != "cpu" or torch.compiler.is_compiling():
         return h, tgt, row
     positions = (tgt != IGNORE_INDEX).nonzero()[:, 0]
@@ -534,7 +535,8 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     parts = denoisers(T, hp)
     batches = []
     for (_, mode, n, N, S), rows in zip(parts, apportion([share for share, *_ in parts], x.size(0))):
-        raw, x = x[:rows, :n], x[rows:]         # a row uses its first n bytes
+        raw = x[:rows, :n]                      # a row uses its first n bytes
+        x = x[rows:]
         if mode == MODE_S:
             cut = torch.randint(1, n, (rows, 1), generator=g, device=g.device)
             left = torch.arange(n, device=g.device) < cut                           # (rows, n)
@@ -588,7 +590,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     i = torch.arange(n, device=g.device)
     m = random_lengths(B, 1 if B > 1 else n, n, g)                                  # (B, 1): bytes to rearrange
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (m + 1)).long().sort(dim=1).values
-    a, b = cut[:, :1], cut[:, 1:]               # (B, 1): prefix i < a, middle a <= i < b, suffix b <= i < m
+    a = cut[:, :1]                              # (B, 1): prefix i < a, middle a <= i < b, suffix b <= i < m
+    b = cut[:, 1:]
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
     is_spm = u[:, 0] < hp.fim_spm_rate                                              # (B, 1)
     is_fim = u[:, 1] < hp.fim_rate
@@ -664,7 +667,8 @@ def mtp_module(model, block, h, ids, doc=None, cache=None):  # states (B, T, C),
 
 
 def mtp_heads(config, hp):
-    n, C = hp.mtp_heads, config.n_embd
+    n = hp.mtp_heads
+    C = config.n_embd
     if n == 1:
         return {}
     if hp.mtp_kind == "parallel":
@@ -735,7 +739,9 @@ class SequentialDrafter(ParallelDrafter):
     def draft(self, features, ids, draw):
         self.states[0] = torch.cat((self.states[0], features))  # (n, C); the last of the n + 1 ids has no state yet
         n = len(self.states[0])
-        ids, drafts, q = list(ids), [], []
+        ids = list(ids)
+        drafts = []
+        q = []
         for k, (block, cache) in enumerate(zip(self.model.heads["mtp"]["blocks"], self.caches)):
             a = self.n_verified[k]
             cache.rewind(cache.length - a)
@@ -840,8 +846,10 @@ def electra_loss(model, batch, hp):
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
     """From the sum of the ones' ranks (Mann and Whitney 1947). Ties count half; .5 where a class is missing."""
-    scores, labels = scores.cpu().double(), labels.cpu().double()                   # mps has no float64
-    order, ones = scores.sort().values, labels.sum()
+    scores = scores.cpu().double()              # mps has no float64
+    labels = labels.cpu().double()
+    order = scores.sort().values
+    ones = labels.sum()
     rank = (torch.searchsorted(order, scores) + torch.searchsorted(order, scores, right=True) + 1) / 2
     pairs = ones * (len(labels) - ones)
     return ((rank * labels).sum() - ones * (ones + 1) / 2) / pairs if pairs else torch.tensor(0.5)
@@ -875,7 +883,8 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
     m = random_lengths(B, min(8, L), L, g)                                          # (B, 1) bytes of each row
     present = torch.arange(L, device=x.device) < m
     k = bart_counts(m, hp, g)                                                       # (B, 1)
-    noisy, keep = x, present
+    noisy = x
+    keep = present
     for name, noise in NOISES.items():
         if name in hp.bart_noise.split(","):
             noisy, keep = noise(noisy, keep, k, g, hp)
@@ -936,7 +945,8 @@ def insert_noise(ids, keep, k, g, hp):  # a random byte before each of k bytes
 
 
 def rotate_noise(ids, keep, k, g, hp):  # the text starts at another byte: rotated by 1 .. length - 1 positions
-    W, length = ids.size(1), keep.sum(1, keepdim=True)
+    W = ids.size(1)
+    length = keep.sum(1, keepdim=True)
     shift = 1 + (torch.rand(len(ids), 1, generator=g, device=g.device) * (length - 1)).long()
     i = torch.arange(W, device=g.device)
     rotated = ((i + shift) % length.clamp(min=1)).where(i < length, i)
@@ -979,7 +989,8 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
     # each at a place between the m - M bytes that stay, in the order of the text
     gap = (torch.rand(B, K, generator=g, device=g.device) * (m - M + 1)).long()
     order = torch.where(used, gap, L).sort(dim=1)                                   # unused spans last
-    used, length = used.gather(1, order.indices), length.gather(1, order.indices)
+    used = used.gather(1, order.indices)
+    length = length.gather(1, order.indices)
     start = (order.values + length.cumsum(1) - length).clamp(max=L)                 # bytes before it, in spans too
     edge = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
     edge = edge.scatter_add(1, (start + length).clamp(max=L), -used.long())
@@ -1044,10 +1055,12 @@ def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
     segment embeddings; NSP_GAP; no pooler (BERT's dense layer and tanh) before the scalar head."""
     B, T = x.size(0), hp.block_size
     h = (x.size(1) - NSP_GAP) // 2
-    first, second = x[:, :h], x[:, h + NSP_GAP:]
+    first = x[:, :h]
+    second = x[:, h + NSP_GAP:]
     negative = torch.rand(B, generator=g, device=g.device).argsort() < B // 2       # (B,)
     if hp.nsp_negatives == "swap":
-        first, second = torch.where(negative[:, None], torch.stack((second, first)), torch.stack((first, second)))
+        exchanged = torch.stack((second, first))
+        first, second = torch.where(negative[:, None], exchanged, torch.stack((first, second)))
     else:
         shift = torch.randint(1, max(2, B), (1,), generator=g, device=g.device)
         other = second.index_select(0, (torch.arange(B, device=g.device) + shift) % B)

@@ -234,7 +234,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         saved["init_step"] = config["init_step"] + ckpt["step"]
 
     # defaults of the device and the optimizer, then of the objective, then the checkpoint's settings and the flags
-    device = resolve_device(given.get("device", "auto"))           # of this machine, not of the run
+    device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
     chosen = saved | given
     base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
     name, _, weight = chosen.get("objective", base["objective"]).strip().partition(":")
@@ -242,7 +242,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         own = OBJECTIVES[name].flag_defaults
         base |= own
         if given.get("init_from") and name != config["objective"] and "attn_scale" in own:
-            chosen = saved | {"attn_scale": own["attn_scale"]} | given              # sharper than its parent's
+            chosen = saved | {"attn_scale": own["attn_scale"]} | given          # sharper than its parent's
     if "max_iters" in chosen:
         base["max_passes"] = 0.0
     # init_step: steps that the weights had before this run, of which windows are not read again
@@ -506,7 +506,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         beside = beside if os.path.exists(beside) else "another run"
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try {beside}")
     if version != VERSION:
-        fail(f"{path}: has layout {version}, this program reads {VERSION}. Try the version that wrote it")
+        fail(f"{path}: has layout {version!r}, this program reads {VERSION}. Try the version that wrote it")
     config = defaults() | {"init_step": 0} | ckpt["config"] | {"resume": False}     # a fork may have added flags
     check(config | {"device": "auto"}, flag_specs(), f"{path}: ")
     if config["n_embd"] % (2 * config["n_head"]):

@@ -423,7 +423,7 @@ def infill(model, objective, hp, ids, P, holes, max_new_tokens, gens, **how):  #
         steps = []
         if left > 0:
             positions = functools.partial(objective.positions, hp=hp)
-            steps = generate(model, row, left, hp.block_size, gens, P, end, positions, **how)
+            steps = generate(model, row, left, hp.block_size, gens, P, end, positions, doc_mask=hp.doc_mask, **how)
         for i in steps:
             if int(i) == end:
                 break
@@ -705,8 +705,9 @@ def speculate_mode(model, drafter, hp, flags, prompt):
     stats = []
     n = 0
     for [g] in each_sample(flags):
-        how = sampling_settings(flags) | {"doc_mask": hp.doc_mask}
-        n += len(stream(prompt, speculate(model, drafter, prompt, flags.max_new_tokens, T, g, stats, step, **how)))
+        steps = speculate(model, drafter, prompt, flags.max_new_tokens, T, g, stats, step, hp.doc_mask,
+                          **sampling_settings(flags))
+        n += len(stream(prompt, steps))
     shares = []                                 # of the passes that drafted j bytes: the share that kept the j-th
     for j in range(1, k + 1):
         kept_it = [kept >= j for drafted, kept in stats if drafted >= j]
@@ -781,7 +782,7 @@ def infill_mode(model, objective, hp, flags, held_out):
     ids, P = prompt
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no space in a block of {T}. Try a shorter text")
-    how = greedy_settings(flags) | {"doc_mask": hp.doc_mask}
+    how = greedy_settings(flags)
     for gens in each_sample(flags):
         spans, ended = infill(model, objective, hp, ids, P, holes, flags.max_new_tokens, gens, **how)
         note = "" if ended else "\n--- did not end by itself. Try a larger --max_new_tokens, or a shorter text"
@@ -898,7 +899,8 @@ def embed_texts(model, embed, texts, T):  # list of ids -> (N, C) float32 of len
     def length(block):
         return len(block[1])
     blocks.sort(key=length)                     # blocks of one length can share a batch
-    owners, sums = [], []
+    owners = []
+    sums = []
     for some in batches(blocks, length):
         owner, rows = zip(*some)
         e = embed(model, torch.tensor(rows, device=model.embed.weight.device)).cpu()

@@ -177,15 +177,18 @@ def newton_schulz(x, dtype):  # (N, r, c) -> approximately the nearest matrices 
 
 # ---- what follows from the length of a run
 
-def passes_per_step(corpus, objective, hp):  # -> passes that a step makes over the source that it reads most often
-    rows = hp.batch_size * hp.accum
-    n = objective.n_bytes(hp.block_size, hp)
-    return max(rows * n * source["weight"] / len(source["train"]) for source in corpus)
+def passes_per_step(source, objective, hp):  # -> passes that a step makes over the source
+    rows = hp.batch_size * hp.accum * source["weight"]
+    return rows * objective.n_bytes(hp.block_size, hp) / len(source["train"])
+
+
+def most_passes_per_step(corpus, objective, hp):  # -> of the source that a step reads most often
+    return max(passes_per_step(source, objective, hp) for source in corpus)
 
 
 def plan_steps(corpus, objective, hp):
     """Fewer steps for a small text: repeated too often, it is overfitted (Muennighoff et al. 2023)."""
-    most = max(MIN_ITERS, math.ceil(hp.max_passes / passes_per_step(corpus, objective, hp)))
+    most = max(MIN_ITERS, math.ceil(hp.max_passes / most_passes_per_step(corpus, objective, hp)))
     if most < hp.max_iters:
         hp.max_iters = most
         if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
@@ -199,15 +202,17 @@ def ngram_drop_rate(step, corpus, objective, hp):  # -> share of n-gram lookups 
     that starts from another's weights starts at the full rate."""
     if not hp.ngram_drop:
         return 0.0
-    each = passes_per_step(corpus, objective, hp)
-    shortest = min(len(source["train"]) for source in corpus)
-    memorized = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / shortest)
-    repetitions = max(0.0, hp.max_iters * each - 1) * memorized
+    repetitions = 0.0                           # passes after the first, of the source that is memorized most
+    for source in corpus:
+        repeated = max(0.0, hp.max_iters * passes_per_step(source, objective, hp) - 1)
+        memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / len(source["train"]))
+        repetitions = max(repetitions, repeated * memorizable)
     end = 1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3)
     if hp.init_from:
         return end
+    passes = step * most_passes_per_step(corpus, objective, hp)
     positions = step * hp.batch_size * hp.accum * hp.block_size
-    return end * min(1.0, max(step * each / 2, positions / NGRAM_WARMUP))
+    return end * min(1.0, max(passes / 2, positions / NGRAM_WARMUP))
 
 
 def learning_rate(step, hp):
@@ -233,7 +238,7 @@ class State:
     g: torch.Generator
     step: torch.Tensor
     first_nonfinite_step: torch.Tensor          # the first step whose loss or gradient was not finite, else -1
-    drop: torch.Tensor                          # share of n-gram lookups that the step drops
+    ngram_drop: torch.Tensor                    # share of n-gram lookups that the step drops
     params: list                                # all parameters that take a gradient, so not the n-gram table
 
 
@@ -246,7 +251,7 @@ def prepare(objective, corpus, hp):  # -> State before the first step
         params=[p for p in model.parameters() if p.requires_grad],
         windows=[t.to(corpus[0]["train"].device) for t in windows],
         g=torch.Generator(device), step=torch.zeros((), dtype=torch.long, device=device),
-        drop=torch.zeros((), device=device),
+        ngram_drop=torch.zeros((), device=device),
         first_nonfinite_step=torch.full((), -1, device=device))
 
 
@@ -259,7 +264,7 @@ def load_step_inputs(s, step):
         a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
     reseed(s.g, f"{key},{s.objective.name}")
     s.opt["lr"].fill_(learning_rate(step, hp))
-    s.drop.fill_(ngram_drop_rate(step, s.corpus, s.objective, hp))
+    s.ngram_drop.fill_(ngram_drop_rate(step, s.corpus, s.objective, hp))
     s.step.fill_(step)
 
 
@@ -300,7 +305,7 @@ def training_step(s):  # -> batch, loss (nats: sum over terms of coefficient * s
 
 def training_batch(s):  # -> the batch of the windows, seed and drop rate that the host wrote into s
     batch = make_batch(s.objective, s.corpus, "train", s.windows, s.g, s.hp)
-    return batch if s.model.ngrams is None else batch | ngram_scales(batch, s.drop, s.g)
+    return batch if s.model.ngrams is None else batch | ngram_scales(batch, s.ngram_drop, s.g)
 
 
 def weighted_loss(sums, terms):  # {term: sum}, {term: (count, coefficient)} -> 0-D
@@ -450,7 +455,9 @@ def main(argv=None, with_sample=True):  # -> exit code
         try:
             join_processes(hp)
             code, s = train(hp, stop, stack)
-            return finish(s) if s and with_sample and RANK == 0 else code
+            if s and with_sample and RANK == 0:
+                finish(s)
+            return code
         except RuntimeError as e:               # the CPU's lack of memory has no class of its own
             lacks = "out of memory", "allocate memory", "not enough memory"
             if not isinstance(e, torch.OutOfMemoryError) and not any(words in str(e) for words in lacks):
@@ -486,6 +493,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
     # the model, its optimizer, their state in a checkpoint
     s = prepare(objective, corpus, hp)
     progress = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
+    parent = None                               # the checkpoint of --init_from
     if hp.resume:
         progress = resume(load_checkpoint(hp.resume), s, sources)
     elif hp.init_from:
@@ -496,7 +504,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
         metrics.truncate(min(progress["metrics_bytes"], os.path.getsize(metrics.name)))
     metrics.seek(0, os.SEEK_END)
     announce(s, sources, precision, metrics)
-    if hp.init_from and not hp.resume:
+    if parent:
         announce_parent(parent, hp)
     if hp.resume and progress["step"] == hp.max_iters:
         print(f"{hp.out_dir} is finished, at step {hp.max_iters:,}. A larger --max_iters prolongs it")
@@ -525,7 +533,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
             if int(s.first_nonfinite_step) >= 0:
                 break
             log.pause_clock()
-            if due and log.evaluation(step, evaluate(s.model, validation, hp), validation):
+            if due and log.write_evaluation(step, evaluate(s.model, validation, hp), validation):
                 save(s, log, "best.pt", step, sources)          # first: after a kill in between, it is written again
             save(s, log, "ckpt.pt", step, sources)
             log.resume_clock(step)
@@ -537,7 +545,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
         if step % hp.log_interval == 0:         # only logging waits for the device
             if int(s.first_nonfinite_step) >= 0:
                 break
-            log.step(step, batch, float(loss), float(norm))
+            log.write_step(step, batch, float(loss), float(norm))
 
     # how it ended
     log.bar.close()
@@ -580,7 +588,7 @@ class Log:
         self.clock = time.perf_counter()
         self.clock_step = step
 
-    def evaluation(self, step, records, validation):  # -> is it the best so far?
+    def write_evaluation(self, step, records, validation):  # -> is it the best so far?
         for r in records:
             write_line(self.metrics, {"step": step, **r, "seconds": round(self.seconds, 3)})
             self.bar.write(describe(step, r))
@@ -592,7 +600,7 @@ class Log:
             self.best, self.best_step = self.val, step
         return better
 
-    def step(self, step, batch, loss, norm):
+    def write_step(self, step, batch, loss, norm):
         hp = self.hp
         now = time.perf_counter()
         positions = hp.batch_size * hp.accum * hp.block_size
@@ -694,7 +702,7 @@ def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl
     for source in s.corpus:
         for note in source["notes"]:
             print(f"--data {note}")
-    passes = hp.max_iters * passes_per_step(s.corpus, s.objective, hp)
+    passes = hp.max_iters * most_passes_per_step(s.corpus, s.objective, hp)
     print(f"{hp.max_iters:,} steps, which read the text {passes:.2g} times")
     if hp.warmup_iters > hp.max_iters > 0:
         print(f"--warmup_iters {hp.warmup_iters}: longer than the run, whose rate never reaches its peak")
@@ -742,7 +750,7 @@ def describe(step, r):  # -> a line for a record of evaluate
     return f"step {step:6d} | validation on {r['data']}: {r['objective']} {figures}"
 
 
-def finish(s):  # -> exit code; compressors, the picture, a sample
+def finish(s):  # compressors, the picture, a sample
     """Errors here do not harm the run, which is saved."""
     hp = s.hp
     if any(m.bpb for _, m in members_of(s.objective)):
@@ -758,7 +766,6 @@ def finish(s):  # -> exit code; compressors, the picture, a sample
     except Exception as e:
         print(f"no sample: {type(e).__name__}: {e}")
     print(f"\nmore samples: python sample.py --out_dir {hp.out_dir}")
-    return 0
 
 
 def draw_losses(hp):  # into loss.png; errors here do not harm the run, which is saved

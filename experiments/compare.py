@@ -154,8 +154,8 @@ def replay_share(value):
 # ---- a cell: train, measure
 
 @dataclass
-class Shared:
-    """What all cells are measured on."""
+class EvalData:
+    """What all cells are evaluated on."""
     sources: list                               # the corpora
     text: torch.Tensor                          # (M,) held-out bytes of the first one
     probe: evaluate.ProbeData | None
@@ -191,8 +191,8 @@ def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run
     return f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}"
 
 
-def run_cell(cell, out_dir, shared):  # -> {metric: number}, {} where the run diverged
-    crcs = [source["crc"] for source in shared.sources]
+def run_cell(cell, out_dir, data):  # -> {metric: number}, {} where the run diverged
+    crcs = [source["crc"] for source in data.sources]
     argv = cell.argv
     first = None
     if cell.first_argv:
@@ -208,24 +208,24 @@ def run_cell(cell, out_dir, shared):  # -> {metric: number}, {} where the run di
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             saved = json.load(f)
-    if saved.get("yardsticks") == EVAL_VERSION:
+    if saved.get("eval_version") == EVAL_VERSION:
         return saved["metrics"]
-    metrics = logged_metrics(folder) | measure(folder, shared)
+    metrics = logged_metrics(folder) | measure(folder, data)
     if first:                                   # all three in the same windows
-        old, new = validation_bits(folder, shared.sources)
+        old, new = validation_bits(folder, data.sources)
         metrics |= {"left_to_right": None, "old": old, "new": new}
-        metrics["old_before"] = validation_bits(first, shared.sources)[0]
+        metrics["old_before"] = validation_bits(first, data.sources)[0]
     with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump({"yardsticks": EVAL_VERSION, "metrics": metrics}, f)
+        json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
     os.replace(path + ".tmp", path)
     return metrics
 
 
 @torch.no_grad()
-def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the run was trained
+def measure(folder, data):  # -> {metric: number}; on the CPU, wherever the run was trained
     """A bar on a terminal, elsewhere a line for each evaluation: together they take minutes."""
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
-    bar = tqdm(yardsticks(hp, shared), disable=None, leave=False, unit="evaluation", dynamic_ncols=True)
+    bar = tqdm(list_evaluations(hp, data), disable=None, leave=False, unit="evaluation", dynamic_ncols=True)
     metrics = {}
     for name, evaluate_one in bar:
         bar.set_description(f"measuring {name}")
@@ -236,10 +236,10 @@ def measure(folder, shared):  # -> {metric: number}; on the CPU, wherever the ru
     return metrics
 
 
-def yardsticks(hp, shared):  # -> [(name, function: model -> {metric: number})] of a run
+def list_evaluations(hp, data):  # -> [(name, function: model -> {metric: number})] of a run
     """A function returns nothing for what an objective does not define."""
     objective = get_objective(hp)
-    text = shared.text
+    text = data.text
     out = []
     if hp.block_size >= evaluate.MIN_BLOCK:
         out.append(("infilling", lambda model: evaluate.eval_infilling(model, objective, hp, text)))
@@ -248,9 +248,9 @@ def yardsticks(hp, shared):  # -> [(name, function: model -> {metric: number})] 
     if objective.uses:
         task = evaluate.TASKS[type(objective.uses[0])]
         out.append(("task", lambda model: measure_task(task, model, objective, hp, text)))
-    if shared.probe and 256 % min(hp.block_size, 256) == 0:
+    if data.probe and 256 % min(hp.block_size, 256) == 0:
         def probe(model):
-            return evaluate.eval_probe(lambda x: evaluate.layer_states(model, objective, hp, x), shared.probe)
+            return evaluate.eval_probe(lambda x: evaluate.layer_states(model, objective, hp, x), data.probe)
         out.append(("probe", probe))
     return out
 
@@ -505,12 +505,12 @@ def main(argv=None):  # -> exit code
     check_folders(flags)
     sources = open_sources(flags, cells)
     probe = evaluate.probe_data(256) if flags.data == "stdlib" else None
-    shared = Shared(sources, sources[0]["val"], probe)
+    data = EvalData(sources, sources[0]["val"], probe)
     found = {}                                  # {table: {budget: {row: {seed: metrics}}}}
     finished = 0
     for i, cell in enumerate(cells):
         hp = cell.hp
-        metrics = run_cell(cell, flags.out_dir, shared)
+        metrics = run_cell(cell, flags.out_dir, data)
         rows = found.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
         rows.setdefault(cell.row, {})[hp.seed] = metrics
         finished += bool(metrics)

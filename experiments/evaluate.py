@@ -224,8 +224,7 @@ def eval_infill_exact_match(model, objective, hp, text):
     def write(left, right, m):  # -> bytes written, did the hole end by itself?
         ids, P = use.prompt([left, right], m, hp)
         gens = sample.sample_generators(1, 1)
-        [written], ended = sample.infill(model, objective, hp, ids, P, 1, 5 * m, gens, temperature=0,
-                                         doc_mask=hp.doc_mask)
+        [written], ended = sample.infill(model, objective, hp, ids, P, 1, 5 * m, gens, temperature=0)
         return written, ended
     half = min(80, hp.block_size // 2 - 48)
     x = windows(text, 2 * half, 2 * ROWS, "holes")

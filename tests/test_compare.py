@@ -63,7 +63,7 @@ def test_cells_are_trained_once_and_reported(text, capsys, monkeypatch):
     assert first == capsys.readouterr().out, "what is finished is neither trained nor measured again"
 
 
-def test_a_run_measured_by_other_yardsticks_is_measured_again(text):
+def test_a_run_measured_by_other_evaluations_is_measured_again(text):
     run("--objectives", "clm")
     [folder] = all_runs()
     before = load_metrics(folder)
@@ -98,7 +98,7 @@ def test_a_cell_that_was_trained_further_by_hand_is_named(text, capsys):
     assert "--max_iters" not in err, "which compare does not have"
 
 
-def test_measuring_prints_a_line_for_each_yardstick_where_there_is_no_terminal(text, capsys, monkeypatch):
+def test_measuring_prints_a_line_for_each_evaluation_where_there_is_no_terminal(text, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "ROWS", 2)
     run("--objectives", "clm", "--block_size", "128")
     said = capsys.readouterr()

@@ -253,19 +253,19 @@ def test_the_infilled_bytes_are_in_the_middle_of_the_window(monkeypatch):
 
 # ---- document masks
 
-def test_yardsticks_attend_within_a_document_where_training_did():
+def test_evaluations_attend_within_a_document_where_training_did():
     text = from_bytes(b"a\0b\0" * 2000)         # every window holds ends of documents
-    for name, yardstick in (("clm", evaluate.eval_infilling), ("prefix", evaluate.eval_infilling),
+    for name, evaluation in (("clm", evaluate.eval_infilling), ("prefix", evaluate.eval_infilling),
                             ("mlm", evaluate.eval_infilling), ("hybrid", evaluate.eval_infilling),
                             ("clm", evaluate.eval_corruption), ("mlm", evaluate.eval_corruption),
                             ("clm", evaluate.eval_second_half)):
         for doc_mask in (True, False):
             net = Recorder()
-            yardstick(net, OBJECTIVES[name], settings(name, 64, doc_mask=doc_mask), text)
+            evaluation(net, OBJECTIVES[name], settings(name, 64, doc_mask=doc_mask), text)
             assert net.calls
             for row, _, doc in net.calls:
                 want = document_ids(torch.tensor([row]))[0].tolist() if doc_mask else None
-                assert doc == want, (name, yardstick)
+                assert doc == want, (name, evaluation)
 
 
 @pytest.mark.parametrize("doc_mask", [True, False])
@@ -284,18 +284,19 @@ def test_lines_are_written_within_a_document_where_training_did_so(doc_mask, mon
 def test_holes_and_drafts_are_written_within_a_document_where_training_did_so(doc_mask, monkeypatch):
     seen = []
 
-    def infill(*args, doc_mask=False, **how):
+    def generate(*args, doc_mask=False, **how):
         seen.append(doc_mask)
-        return [[97] * 4], True
+        return iter([97])
 
     def speculate(*args, doc_mask=False, **how):
         seen.append(doc_mask)
         args[6].append((0, 0))
         return [97]
-    monkeypatch.setattr(evaluate.sample, "infill", infill)
+    monkeypatch.setattr(evaluate.sample, "generate", generate)
     monkeypatch.setattr(evaluate.sample, "speculate", speculate)
     monkeypatch.setattr(evaluate.sample, "trim_to_suffix", lambda m, o, hp, left, middle, right: middle)
-    evaluate.eval_infill_exact_match(None, OBJECTIVES["span"], settings("span", 256, doc_mask=doc_mask), sentences())
+    hp = settings("span", 256, doc_mask=doc_mask)
+    evaluate.eval_infill_exact_match(randomized(), OBJECTIVES["span"], hp, sentences())
     assert set(seen) == {doc_mask}
     seen.clear()
     evaluate.eval_drafts(None, OBJECTIVES["mtp"], settings("mtp", 256, doc_mask=doc_mask), sentences())

@@ -1,4 +1,5 @@
 """Training: what equals what, what a run says and leaves behind, what a step may do, what stops a run."""
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -112,6 +113,16 @@ class Killed(BaseException):
 
 def die(*args):
     raise Killed
+
+
+@contextlib.contextmanager
+def sigterm_at(step, monkeypatch):  # is sent during that step; a run that does not catch it dies
+    on_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch)
+    before = signal.signal(signal.SIGTERM, die)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---- the optimizer
@@ -264,12 +275,8 @@ def test_a_run_killed_during_a_save_resumes_bit_for_bit(n_save, text, monkeypatc
 
 @on_posix
 def test_a_signal_in_the_last_step_does_not_stop_a_run_that_is_done(text, monkeypatch, capsys):
-    on_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch)
-    before = signal.signal(signal.SIGTERM, die)
-    try:
+    with sigterm_at(4, monkeypatch):
         fit(text, "a", "--max_iters", "4", code=0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     assert "stopped" not in capsys.readouterr().out and load_checkpoint("a")["step"] == 4
 
 
@@ -421,12 +428,8 @@ def test_a_finished_run_says_so_when_it_is_resumed(text, capsys):
 def test_diverged_and_stopped_runs_draw_their_losses_too(text, monkeypatch):
     drawn = []
     monkeypatch.setattr(train, "plot", drawn.append)
-    on_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch)
-    before = signal.signal(signal.SIGTERM, die)
-    try:
+    with sigterm_at(2, monkeypatch):
         fit(text, "stopped", "--max_iters", "4", code=143)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     clm = OBJECTIVES["clm"]
 
     def poisoned(model, batch, hp):
@@ -578,13 +581,13 @@ def test_a_step_reads_nothing_but_its_tensors(text):
     """What a graph would replay: other windows, seeds, rate and number give what a fresh batch gives."""
     s = start("--data", text, "--objective", "ul2", "--max_iters", "9", "--seed", "2")
     def places():
-        return [t.data_ptr() for t in (s.step, s.first_nonfinite_step, s.opt["lr"], s.drop, *s.windows)]
+        return [t.data_ptr() for t in (s.step, s.first_nonfinite_step, s.opt["lr"], s.ngram_drop, *s.windows)]
     before = places()
     for step in range(4):
         batch, *_ = take(s, step)
         want = train.draw_batch(s.objective, s.corpus, "train", 4, f"2,{step}", s.hp)
         assert batch.keys() - want.keys() == {"ngram_scale"} and equal({k: batch[k] for k in want}, want)
-        assert float(s.drop) == pytest.approx(train.ngram_drop_rate(step, s.corpus, s.objective, s.hp))
+        assert float(s.ngram_drop) == pytest.approx(train.ngram_drop_rate(step, s.corpus, s.objective, s.hp))
         rate = s.opt["adamw"].param_groups[0]["lr"]
         assert float(rate) == pytest.approx(train.learning_rate(step, s.hp))
     assert places() == before
@@ -756,6 +759,10 @@ def test_the_ngram_drop_rate_grows_with_passes():
     assert rate(30_000, 1 << 30, 30_000) == 0.5
     assert rate(0, 13_200, 100, init_from="a") == 0.5
     assert rate(100, 13_200, 400, ngram_drop=0.0) == 0
+    mostly_long = [dict(weight=0.9999, train=range(100 * 4 * 4 * 65536)), dict(weight=0.0001, train=range(200_000))]
+    steps = 3 * len(mostly_long[0]["train"]) // 132                 # 3 passes over the long text, .6 over the short
+    hp = settings("clm", 32, max_iters=steps, ngram_rows=65536)
+    assert 0.5 < train.ngram_drop_rate(steps, mostly_long, OBJECTIVES["clm"], hp) < 0.52
     long = 4 * 4 * 65536 * 10                   # ten times the text that the table can memorize, read three times
     assert rate(3 * long // 132, long, 3 * long // 132) == pytest.approx(1 - 0.5 / 1.2 ** (2 / 3), abs=1e-4)
 
