@@ -5,8 +5,10 @@
     python -m experiments.compare --budgets 500,1000,2000,4000,8000 --objectives clm,mlm --seeds 1,2,3
     python -m experiments.compare --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3
     python -m experiments.compare --sweep bart_noise=mask,infill+permute    a + inside a value stands for a comma
-    python -m experiments.compare --sweep replay=0,.05,.25      continual pre-training on C++ headers, Python as the old
-                                                                corpus
+    python -m experiments.compare --sweep replay=scratch,0,.05      continual pre-training on C++ headers after Python;
+                                                                    scratch: on C++ headers alone
+    python -m experiments.compare --sweep start=none,clm,mlm --first_steps 8000     what another objective's weights are
+                                                                                    worth as a start
 
 Each cell of a table is a run of train.py, in a folder named after its settings and its text: a finished run is not
 trained again, an interrupted one is resumed, other settings make another run. Its metrics are kept in its folder, in
@@ -16,6 +18,7 @@ not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib
 import csv
+import functools
 import itertools
 import json
 import os
@@ -43,10 +46,11 @@ FLAGS = {
     "data": Flag("stdlib", "corpus; the probe runs on stdlib only, since its labels come from Python source"),
     "new_data": Flag("", "second corpus, for --sweep replay; without it the C++ headers that come with torch"),
     "sweep": Flag("", "a setting and its values, as in mask_rate=.1,.15,.3"),
+    "first_steps": Flag(0, "for --sweep start: steps of the runs to start from; 0: as many again", 0, 1 << 40),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # set here
-EVAL_VERSION = 2                                # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 3                                # raise it when an evaluation changes: finished runs are measured again
 CPP_HEADERS = os.path.join(torch.__path__[0], "include")
 MIN_HELD_OUT = 4096                                 # held-out bytes that the evaluations need
 
@@ -67,7 +71,9 @@ METRICS = {                                     # columns of the first table, in
     "new": Metric("new corpus", 3, False),
     **{f"left_{m}": Metric(f"left {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
     **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
+    **{f"infill_{m}_as_{n}": Metric(f"infill {m}, asked as {n}", 2, False) for m, n in evaluate.OTHER_MODE.items()},
     "probe": Metric("probe of byte classes", 3, True),
+    "passages": Metric("probe of packages", 3, True),
     "replaced_auc": Metric("replaced bytes, AUC", 3, True),
     "bytes_per_pass": Metric("bytes per pass", 2),
     "targets_per_row": Metric("targets per row", 1),
@@ -105,9 +111,14 @@ def plan_cells(flags, rest):  # -> [Cell]
         owners = coders
     else:
         owners = [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
-    if flags.sweep and (not all(values) or not owners and setting not in set(flag_specs()) - RESERVED):
-        fail(f"--sweep {flags.sweep}: wants a setting of train.py's, or replay, and values, as in mask_rate=.1,.15,.3")
+    known = owners or setting == "start" or setting in set(flag_specs()) - RESERVED
+    if flags.sweep and not (all(values) and known):
+        fail(f"--sweep {flags.sweep}: wants a setting of train.py's, replay or start, and values, as in "
+             "mask_rate=.1,.15,.3")
     names = flags.objectives.split(",") if flags.objectives else (owners[:1] or list(OBJECTIVES))
+    for name in values if setting == "start" else []:
+        if name != "none" and name not in OBJECTIVES:
+            fail(f"--sweep start={name}: unknown. Try none, or some of {','.join(OBJECTIVES)}")
     for name in names:
         if name not in OBJECTIVES:
             fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
@@ -122,11 +133,18 @@ def plan_cells(flags, rest):  # -> [Cell]
         argv = [*plain, "--data", flags.data]
         first_argv = None
         if setting == "replay":                 # the same steps again, on the new corpus
-            first_argv = argv
-            share = replay_share(value)
+            share = 0.0
+            if value != "scratch":
+                first_argv = argv
+                share = replay_share(value)
             argv = [*plain, "--data", f"{flags.new_data or CPP_HEADERS}:{1 - share:g}"]
             if share:
                 argv.append(f"{flags.data}:{share:g}")
+        elif setting == "start":
+            if value != "none":
+                first_steps = str(flags.first_steps or steps)
+                first_argv = ["--objective", value, "--seed", seed, "--max_iters", first_steps, "--eval_interval",
+                              first_steps, *rest, "--data", flags.data]
         elif setting:
             is_text = isinstance(flag_specs()[setting].default, str)                # 1e+1 is a number
             argv += [f"--{setting}", value.replace("+", ",") if is_text else value]
@@ -148,7 +166,7 @@ def replay_share(value):
     with contextlib.suppress(ValueError):
         if 0 <= float(value) < 1:
             return float(value)
-    fail(f"--sweep replay={value}: wants shares from 0 to below 1. Try replay=0,.05,.25")
+    fail(f"--sweep replay={value}: wants shares from 0 to below 1, or scratch. Try replay=scratch,0,.05,.25")
 
 
 # ---- a cell: train, measure
@@ -158,7 +176,8 @@ class EvalData:
     """What all cells are evaluated on."""
     sources: list                               # the corpora
     text: torch.Tensor                          # (M,) held-out bytes of the first one
-    probe: evaluate.ProbeData | None
+    probe: evaluate.ProbeData | None            # of Python's standard library alone, as the next
+    passages: evaluate.PassageData | None
 
 
 def train_cell(argv, crcs, out_dir):  # -> folder of the finished run of these flags, None where it diverged
@@ -211,10 +230,11 @@ def run_cell(cell, out_dir, data):  # -> {metric: number}, {} where the run dive
     if saved.get("eval_version") == EVAL_VERSION:
         return saved["metrics"]
     metrics = logged_metrics(folder) | measure(folder, data)
-    if first:                                   # all three in the same windows
+    if len(data.sources) == 2:                  # continual pre-training: all in the same windows
         old, new = validation_bits(folder, data.sources)
         metrics |= {"left_to_right": None, "old": old, "new": new}
-        metrics["old_before"] = validation_bits(first, data.sources)[0]
+        if first:
+            metrics["old_before"] = validation_bits(first, data.sources)[0]
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
     os.replace(path + ".tmp", path)
@@ -250,7 +270,8 @@ def list_evaluations(hp, data):  # -> [(name, function: model -> {metric: number
         out.append(("task", lambda model: measure_task(task, model, objective, hp, text)))
     if data.probe and 256 % min(hp.block_size, 256) == 0:
         def probe(model):
-            return evaluate.eval_probe(lambda x: evaluate.layer_states(model, objective, hp, x), data.probe)
+            features = functools.partial(evaluate.layer_states, model, objective, hp)
+            return evaluate.eval_probe(features, data.probe) | evaluate.eval_passages(features, data.passages)
         out.append(("probe", probe))
     return out
 
@@ -483,7 +504,7 @@ def check_folders(flags):
 
 def open_sources(flags, cells):  # -> the corpora; fails where they are too short for a cell or an evaluation
     names = [flags.data]
-    if any(cell.first_argv for cell in cells):
+    if flags.sweep.startswith("replay="):
         names.append(flags.new_data or CPP_HEADERS)
     sources = open_corpus(names)
     n = len(sources[0]["val"])
@@ -504,8 +525,11 @@ def main(argv=None):  # -> exit code
     cells = plan_cells(flags, rest)
     check_folders(flags)
     sources = open_sources(flags, cells)
-    probe = evaluate.probe_data(256) if flags.data == "stdlib" else None
-    data = EvalData(sources, sources[0]["val"], probe)
+    probe = passages = None
+    if flags.data == "stdlib":
+        probe = evaluate.probe_data(256)
+        passages = evaluate.passage_data(256)
+    data = EvalData(sources, sources[0]["val"], probe, passages)
     found = {}                                  # {table: {budget: {row: {seed: metrics}}}}
     finished = 0
     for i, cell in enumerate(cells):
@@ -517,14 +541,22 @@ def main(argv=None):  # -> exit code
         outcome = f"loss {metrics['loss']:.4f}" if metrics else "diverged"
         print(f"[{i + 1}/{len(cells)}] {cell.row}, {hp.max_iters} steps, seed {hp.seed}: {outcome}", flush=True)
     for table, budgets in found.items():
-        write_report(os.path.join(flags.out_dir, table), budgets, setting, probe)
+        references = {} if setting or not data.probe else probe_references(cells[0].hp, data)
+        write_report(os.path.join(flags.out_dir, table), budgets, setting, references)
     return 0 if finished else 1
 
 
-def write_report(path, budgets, setting, probe):  # path without its ending
-    rows = budgets[max(budgets)]
-    if probe and not setting:
-        rows = rows | {"five raw bytes": {"-": evaluate.eval_probe(evaluate.byte_features, probe)}}
+def probe_references(hp, data):  # -> {row: {"-": metrics}}: both probes without training
+    untrained = build(hp)
+    features = functools.partial(evaluate.layer_states, untrained, get_objective(hp), hp)
+    both = evaluate.eval_probe(features, data.probe) | evaluate.eval_passages(features, data.passages)
+    return {"untrained model": {"-": both},
+            "five raw bytes": {"-": evaluate.eval_probe(evaluate.byte_features, data.probe)},
+            "histogram of bytes": {"-": evaluate.eval_passages(evaluate.histogram_features, data.passages)}}
+
+
+def write_report(path, budgets, setting, references):  # path without its ending
+    rows = budgets[max(budgets)] | references
     text = "\n".join(part for part in (tables(rows), budget_table(budgets)) if part)
     with open(path + ".md", "w", encoding="utf-8") as f:
         f.write(text)

@@ -11,7 +11,9 @@ import itertools
 import keyword
 import lzma
 import math
+import os
 import statistics
+import sysconfig
 import token as token_kinds
 import tokenize
 from collections.abc import Callable
@@ -28,7 +30,8 @@ from objectives import Search, auc, continue_layout, fill_layout, find_use
 import torch
 import torch.nn.functional as F
 
-HOLE_LENGTHS = 4, 16, 64                             # bytes to infill
+HOLE_LENGTHS = 4, 16, 64                        # bytes to infill
+OTHER_MODE = {4: 64, 64: 4}                     # a length, and one for which ul2 has another mode
 ROWS = 64                                       # windows of an evaluation
 REPLACED = 0.1                                  # share of bytes that are replaced
 PROMPT = 32                                     # bytes of a prompt
@@ -48,9 +51,10 @@ def doc_ids(row, hp):  # (N, T) -> (N, T), or None where the model was trained w
 
 # ---- bits per byte of a middle
 
-def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1, or None
+def infill_logits(model, objective, hp, x, a, m, expected=None):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1
     """In the objective's own format, each byte given both sides and the middle's bytes before it. By the chain rule
-    their nats add up to a code length. None where the objective cannot fill a hole."""
+    their nats add up to a code length. None where the objective cannot fill a hole. expected: the length that the
+    prompt is written for, m without it."""
     left = x[:, :a]
     middle = x[:, a:a + m]
     right = x[:, a + m:]
@@ -65,7 +69,7 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
     infill = find_use(objective, Infill)
     prompts = []
     for pieces in zip(left.tolist(), right.tolist()):
-        prompt = infill.prompt(pieces, m, hp) if infill else None
+        prompt = infill.prompt(pieces, expected or m, hp) if infill else None
         if not prompt:
             return None
         prompts.append(prompt)
@@ -102,8 +106,9 @@ def bits_per_byte(logits, ids):  # (N, m, V), (N, m) -> float
     return float(nats) / math.log(2)
 
 
-def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits per byte}
-    """The middle of a held-out window, with as many bytes left as right of it."""
+def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, infill_m_as_n: bits per byte}
+    """The middle of a held-out window, with as many bytes left as right of it. infill_m_as_n: a hole of m bytes whose
+    prompt asks for a hole of n bytes, where the objective has a mode for each (ul2)."""
     n = (hp.block_size - 16) // 2               # a row may hold the text twice
     out = {}
     for m in HOLE_LENGTHS:
@@ -115,7 +120,18 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits pe
             logits = predict(model, objective, hp, x, a, m)
             if logits is not None:
                 out[f"{name}_{m}"] = bits_per_byte(logits, x[:, a:a + m])
+        other = OTHER_MODE.get(m)
+        if other and reads_mode(objective, hp):
+            logits = infill_logits(model, objective, hp, x, a, m, other)
+            out[f"infill_{m}_as_{other}"] = bits_per_byte(logits, x[:, a:a + m])
     return out
+
+
+def reads_mode(objective, hp):  # -> does a prompt name the length of its hole (ul2)?
+    infill = find_use(objective, Infill)
+    prompts = [infill.prompt([[1], [1]], m, hp) for m in OTHER_MODE] if infill else [None, None]
+    short, long = prompts
+    return short != long and len(short[0]) == len(long[0])
 
 
 # ---- replaced bytes, drafts
@@ -463,6 +479,50 @@ def eval_probe(features, data):  # features: x (N, n) -> (L, N, n, C) -> {probe:
         layers.append(features(data.x[a:a + ROWS])[:, data.chosen[a:a + ROWS]])
     part = data.part[:, None].expand_as(data.chosen)[data.chosen]
     return {"probe": probe_accuracy(torch.cat(layers, dim=1), data.classes[data.chosen], part, len(CLASSES))}
+
+
+# ---- the same for a whole passage: which package is it from?
+
+N_PACKAGES = 10                                 # those with the most files
+
+
+@dataclass
+class PassageData:
+    x: torch.Tensor                             # (N, n) bytes
+    package: torch.Tensor                       # (N,) index of its package
+    part: torch.Tensor                          # (N,) FITTED, CHOOSING or SCORED
+
+
+def passage_data(n):  # -> PassageData of windows of n bytes
+    """Of the standard library's packages: up to 6 evenly spaced windows of each file. Every third file of a package is
+    SCORED. The models were trained on nine tenths of the files, but never saw a package's name beside them."""
+    top = sysconfig.get_paths()["stdlib"]
+    files = {}                                  # {package: [text]}
+    for path, text in read_stdlib().items():
+        package, _, rest = os.path.relpath(path, top).partition(os.sep)
+        if rest and len(text) >= n:
+            files.setdefault(package, []).append(text)
+    largest = sorted(files.values(), key=len, reverse=True)[:N_PACKAGES]
+    x, packages, parts = [], [], []
+    for package, texts in enumerate(largest):
+        for i, text in enumerate(texts):
+            count = min(6, len(text) // n)
+            for k in range(count):
+                a = (len(text) - n) * k // max(1, count - 1)
+                x.append(from_bytes(text[a:a + n]).long())
+                packages.append(package)
+                parts.append(i % 3)
+    return PassageData(torch.stack(x), torch.tensor(packages), torch.tensor(parts))
+
+
+def eval_passages(features, data):  # features: x (N, n) -> (L, N, n, C) -> {passages: balanced accuracy}
+    """From the mean over a passage's positions."""
+    layers = [features(data.x[a:a + ROWS]).mean(2) for a in range(0, len(data.x), ROWS)]            # (L, ROWS, C)
+    return {"passages": probe_accuracy(torch.cat(layers, dim=1), data.package, data.part, N_PACKAGES)}
+
+
+def histogram_features(x):  # (N, n) -> (1, N, n, 256): not states; their mean is the histogram of the bytes
+    return F.one_hot(x, N_BYTES).float()[None]
 
 
 def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): not states, but the bytes from two before to two after

@@ -182,6 +182,21 @@ def test_replay_is_measured_on_both_corpora(text, capsys):
     mix = load_metrics(mix)
     assert new["old_before"] == mix["old_before"] != new["old"]
     assert new["new"] < new["old_before"], "two steps more, on a text of one line"
+    run("--new_data", "new.txt", "--sweep", "replay=scratch")
+    scratch, config = list(all_runs().items())[-1]
+    assert config["data"] == ["new.txt:1"] and config["init_from"] == ""
+    scratch = load_metrics(scratch)
+    assert "old_before" not in scratch and scratch["new"] > new["new"], "half as many steps"
+
+
+def test_runs_start_from_another_objectives_weights(text, capsys):
+    run("--objectives", "mlm", "--sweep", "start=none,clm", "--first_steps", "3")
+    out = capsys.readouterr().out
+    assert "| none |" in out and "| clm |" in out and os.path.exists("out/sweep-start-mlm.md")
+    (_, none), (donor, first), (_, second) = all_runs().items()
+    assert (first["objective"], first["max_iters"]) == ("clm", 3)
+    assert [none["objective"], second["objective"]] == ["mlm", "mlm"]
+    assert [none["init_from"], second["init_from"]] == ["", donor] and second["max_iters"] == 2
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(text, capsys, monkeypatch):
@@ -217,6 +232,7 @@ def test_a_killed_run_is_resumed_or_begins_again_if_it_had_no_checkpoint(saved, 
 @pytest.mark.parametrize("flags, hint", [
     (["--sweep", "seed=1,2"], "wants a setting"), (["--sweep", "mask_rate"], "as in mask_rate"),
     (["--sweep", "mask_rate=2"], "--mask_rate"), (["--sweep", "replay=x"], "shares"),
+    (["--sweep", "start=none,clam"], "start=clam"),
     (["--objectives", "mlm", "--sweep", "replay=0"], "clm"), (["--objectives", "mml"], "clm,"),
     (["--seeds", "one"], "--seeds one"), (["--seeds", "1,-2"], "--seeds 1,-2"), (["--seed", "7"], "itself"),
     (["--budgets", "1e3"], "--budgets 1e3"), (["--budgets", "a"], "--budgets a"),
@@ -270,7 +286,7 @@ CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "m
 
 def test_the_tables_are_of_the_largest_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "draw_picture", lambda budgets, path: path)
-    compare.write_report(str(tmp_path / "compare"), CURVES, "", None)
+    compare.write_report(str(tmp_path / "compare"), CURVES, "", {})
     text = (tmp_path / "compare.md").read_text()
     assert "| clm | 1.010 |" in text.partition("After")[0] and "1.100" not in text.partition("After")[0]
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from conftest import randomized, settings
 
 import run
-from data import CLS, EOT, MASK, MODE_R, MODE_S, SENTINEL, SEP, document_ids, from_bytes, make_rng, read_documents
-from data import split_documents, to_bytes
+from data import CLS, EOT, MASK, MODE_R, MODE_S, MODE_X, SENTINEL, SEP, document_ids, from_bytes, make_rng
+from data import read_documents, split_documents, to_bytes
 from experiments import evaluate
 from objectives import OBJECTIVES, Fill, Infill, Mark, Repair, Search, continue_layout, fill_layout, find_use
 
@@ -398,6 +398,47 @@ def test_a_probe_finds_what_is_there_and_no_more():
     assert found > 0.85, "the layer is chosen in which it shows"
     assert evaluate.probe_accuracy(noise[None], y, part, 3) < 0.45
     assert evaluate.balanced_accuracy(torch.tensor([0, 0, 0, 0]), torch.tensor([0, 0, 0, 1])) == 0.5
+
+
+def test_a_hole_is_also_asked_for_in_the_wrong_mode(monkeypatch):
+    ul2 = OBJECTIVES["ul2"]
+    hp = settings("ul2", 256)
+    assert evaluate.reads_mode(ul2, hp)
+    for name, more in (("span", {}), ("clm", {}), ("fim", {}), ("bart", {}), ("bart", dict(bart_noise="mask"))):
+        assert not evaluate.reads_mode(OBJECTIVES[name], settings(name, 256, **more)), name
+    modes = []
+
+    def record(model, objective, hp, prompts, P, middle):
+        modes.append((middle.size(1), prompts[0][0]))
+        return torch.zeros(*middle.shape, 256)
+    monkeypatch.setattr(evaluate, "target_logits", record)
+    found = evaluate.eval_infilling(None, ul2, hp, sentences())
+    short, long = MODE_R, MODE_X
+    assert [mode for m, mode in modes if m == 4] == [MODE_S, short, long]
+    assert [mode for m, mode in modes if m == 64] == [MODE_S, long, short]
+    assert {"infill_4_as_64", "infill_64_as_4"} <= set(found) and "infill_16_as_4" not in found
+
+
+# ---- the probe of packages
+
+def test_passages_are_evenly_spaced_windows_of_the_packages_with_the_most_files(monkeypatch):
+    top = evaluate.sysconfig.get_paths()["stdlib"]
+    documents = {}
+    for package, n_files in (("small", 1), ("large", 7), ("medium", 4)):
+        for i in range(n_files):
+            documents[os.path.join(top, package, f"{i}.py")] = b"%c%d" % (package[0].encode(), i) * 20     # 40 bytes
+    documents[os.path.join(top, "large", "short.py")] = b"short"
+    documents[os.path.join(top, "module.py")] = b"in no package" * 9
+    monkeypatch.setattr(evaluate, "read_stdlib", lambda: documents)
+    monkeypatch.setattr(evaluate, "N_PACKAGES", 2)
+    data = evaluate.passage_data(8)
+    assert len(data.x) == 11 * 5                # 40 // 8 windows of each file
+    first = [bytes(x.tolist())[:2] for x in data.x[::5]]
+    assert first == [b"l%d" % i for i in range(7)] + [b"m%d" % i for i in range(4)]
+    assert data.package[::5].tolist() == [0] * 7 + [1] * 4
+    assert data.part[::5].tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1, 2, 0]
+    found = evaluate.eval_passages(evaluate.histogram_features, data)
+    assert found == {"passages": 1.0}, "the first letter tells"
 
 
 def test_every_use_with_a_mode_has_a_task():
