@@ -107,11 +107,13 @@ def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W
     return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
 
 
-def mask_bytes(x, positions, g):  # x (B, T), positions (B, k) -> noisy (B, T), targets (B, T) with IGNORE_INDEX
-    """Of the bytes at these positions 80% become MASK, 10% a random byte, 10% stay; all are targets."""
+def mask_bytes(x, positions, g, masked=0.8, random=0.1):
+    """x (B, T), positions (B, k) -> noisy (B, T), targets (B, T) with IGNORE_INDEX. Of the bytes at these positions a
+    share becomes MASK, another a random byte, the rest stays; all are targets."""
     clean = x.gather(1, positions)                                                  # (B, k)
     u = torch.rand(positions.shape, generator=g, device=g.device)
-    noise = torch.where(u < 0.8, MASK, torch.where(u < 0.9, random_bytes(positions.shape, g), clean))
+    noise = random_bytes(positions.shape, g).where(u < masked + random, clean)
+    noise = noise.masked_fill(u < masked, MASK)
     return x.scatter(1, positions, noise), torch.full_like(x, IGNORE_INDEX).scatter(1, positions, clean)
 
 
@@ -341,13 +343,14 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
 
         inp   t [M] e   c a q    attention: bidirectional
         tgt   .  h  . . .  . t   loss at the chosen positions: 80% MASK, 10% a random byte, 10% left as they are
+                                 (mask_token, mask_random, the rest)
 
     Exactly round(mask_rate * T) positions of each row, as in BERT's own code, drawn anew for every batch, as
     in RoBERTa (Liu et al. 2019). Departures: bytes in place of word pieces; 30% of them, since BERT's 15% teach less
     per row (Wettig et al. 2023); a random byte is never a special id."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
-    inp, tgt = mask_bytes(x, random_positions(B, T, k, g), g)
+    inp, tgt = mask_bytes(x, random_positions(B, T, k, g), g, hp.mask_token, hp.mask_random)
     return dict(inp=inp, tgt=tgt, prefix=T)
 
 
@@ -355,8 +358,10 @@ MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)
 MORE_PASSES = {"max_passes": 16.0}              # where each pass corrupts the text anew, overfitting comes later
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from all the others", use="fill [MASK]", attention="bidirectional",
-    n_bytes=aligned_window, flags=MASK_RATE, flag_defaults=MORE_PASSES, supports_doc_mask=True,
-    uses=(Fill(in_place_layout),))
+    n_bytes=aligned_window,
+    flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
+                       "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0)},
+    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(in_place_layout),))
 
 
 # ---- prefix: prefix language modeling
