@@ -1363,14 +1363,15 @@ OBJECTIVES["hybrid"] = Objective(
 
 # ---- --objective: one of these, or a mixture of them, which is an objective too
 
-def get_objective(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> Objective
-    """Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible."""
+def get_objective(hp, where=""):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> Objective
+    """Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible. where:
+    the file whose settings they are."""
     parts = [part.strip().partition(":") for part in hp.objective.split(",")]
     names = [name for name, _, _ in parts]
     for name in names:
         if name not in OBJECTIVES:
             near = difflib.get_close_matches(name, OBJECTIVES, 1)
-            fail(f"--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
+            fail(f"{where}--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
     try:
         weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
     except ValueError:

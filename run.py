@@ -511,6 +511,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     check(config | {"device": "auto"}, flag_specs(), f"{path}: ")
     if config["n_embd"] % (2 * config["n_head"]):
         fail(f"{path}: --n_embd {config['n_embd']}: must be a multiple of 2 * n_head. Try another run")
+    get_objective(argparse.Namespace(**config), f"{path}: ")    # fails on that of a fork
     check_shapes(ckpt["model"], argparse.Namespace(**config), path)
     return ckpt | {"config": config}
 

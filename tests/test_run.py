@@ -317,6 +317,12 @@ def test_a_crafted_checkpoint_is_refused(key, value, crafted):
         assert any(words in line for words in (f"--{key}", "do not fit", "is at step", "not a checkpoint"))
 
 
+def test_a_checkpoint_of_an_unknown_objective_is_named(crafted):
+    def change(ckpt):
+        ckpt["config"]["objective"] = "clam"    # of a fork
+    assert all("crafted/ckpt.pt: --objective clam: unknown. Try clm" in line for line in crafted(change))
+
+
 @pytest.mark.parametrize("part, value", [("embed.weight", math.nan), ("ngrams.table", math.inf),
                                          ("heads.replaced.bias", math.nan)])
 def test_weights_that_are_not_finite_are_refused(part, value, crafted):
