@@ -354,14 +354,25 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
     return dict(inp=inp, tgt=tgt, prefix=T)
 
 
+def mlm_bytes(T, hp):
+    if hp.mask_token + hp.mask_random > 1 + 1e-9:
+        fail(f"--mask_token {hp.mask_token:g} --mask_random {hp.mask_random:g}: add up to more than 1. "
+             f"Try --mask_random {1 - hp.mask_token:g}")
+    return T
+
+
+def mlm_layout(hp):
+    return in_place_layout(hp) if hp.mask_token else None
+
+
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
 MORE_PASSES = {"max_passes": 16.0}              # where each pass corrupts the text anew, overfitting comes later
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from all the others", use="fill [MASK]", attention="bidirectional",
-    n_bytes=aligned_window,
+    n_bytes=mlm_bytes,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0)},
-    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(in_place_layout),))
+    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(mlm_layout),))
 
 
 # ---- prefix: prefix language modeling
@@ -1365,7 +1376,7 @@ OBJECTIVES["hybrid"] = Objective(
 
 def get_objective(hp, where=""):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> Objective
     """Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible. where:
-    the file whose settings they are."""
+    of an unknown name, the file whose settings they are."""
     parts = [part.strip().partition(":") for part in hp.objective.split(",")]
     names = [name for name, _, _ in parts]
     for name in names:

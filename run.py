@@ -108,7 +108,7 @@ def first_default(flag):  # -> its default, or the first of those that depend on
 
 def help_text(flag):  # -> its help, with the default in brackets
     default = flag.default
-    if default == "" or isinstance(default, bool):
+    if default in ("", []) or isinstance(default, bool):
         return flag.help
     if isinstance(default, dict):
         words = [f"{k} {v}" for k, v in default.items()]

@@ -112,6 +112,8 @@ def plan_cells(flags, rest):  # -> [Cell]
     else:
         owners = [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
     known = owners or setting == "start" or setting in set(flag_specs()) - RESERVED
+    if flags.first_steps and setting != "start":
+        fail("--first_steps: is for --sweep start. Try without it")
     if flags.sweep and not (all(values) and known):
         fail(f"--sweep {flags.sweep}: wants a setting of train.py's, replay or start, and values, as in "
              "mask_rate=.1,.15,.3")
@@ -145,6 +147,7 @@ def plan_cells(flags, rest):  # -> [Cell]
                 first_steps = str(flags.first_steps or steps)
                 first_argv = ["--objective", value, "--seed", seed, "--max_iters", first_steps, "--eval_interval",
                               first_steps, *rest, "--data", flags.data]
+                get_config(first_argv)          # fails now on flags that this objective does not have
         elif setting:
             is_text = isinstance(flag_specs()[setting].default, str)                # 1e+1 is a number
             argv += [f"--{setting}", value.replace("+", ",") if is_text else value]
@@ -218,7 +221,9 @@ def run_cell(cell, out_dir, data):  # -> {metric: number}, {} where the run dive
         first = train_cell(cell.first_argv, crcs[:1], out_dir)
         if not first:
             return {}
-        argv = [*argv, "--init_from", first]
+        # its own, which --init_from would take from the first run
+        argv = [*argv, "--init_from", first, "--block_size", str(cell.hp.block_size), "--attn_scale",
+                str(cell.hp.attn_scale)]
     folder = train_cell(argv, crcs, out_dir)
     if not folder:
         return {}
@@ -546,11 +551,12 @@ def main(argv=None):  # -> exit code
     return 0 if finished else 1
 
 
+@torch.no_grad()
 def probe_references(hp, data):  # -> {row: {"-": metrics}}: both probes without training
-    untrained = build(hp)
-    features = functools.partial(evaluate.layer_states, untrained, get_objective(hp), hp)
-    both = evaluate.eval_probe(features, data.probe) | evaluate.eval_passages(features, data.passages)
-    return {"untrained model": {"-": both},
+    hp = Namespace(**vars(hp) | {"device": "cpu", "dtype": "float32", "block_size": 256})
+    features = functools.partial(evaluate.layer_states, build(hp), get_objective(hp), hp)
+    untrained = evaluate.eval_probe(features, data.probe) | evaluate.eval_passages(features, data.passages)
+    return {"untrained model": {"-": untrained},
             "five raw bytes": {"-": evaluate.eval_probe(evaluate.byte_features, data.probe)},
             "histogram of bytes": {"-": evaluate.eval_passages(evaluate.histogram_features, data.passages)}}
 

@@ -1,11 +1,12 @@
-"""Does the loss fall predictably with compute? A power law, fitted to the smaller runs, predicts the largest.
+"""Does the loss fall predictably with size? A power law, fitted to the smaller models, predicts the largest.
 
     python -m experiments.compare --objectives clm --sweep n_embd=32,48,64,96,128
     python -m experiments.scaling --curves out/compare/sweep-n_embd-clm.csv
 
-Reads what compare wrote: bits per byte (left to right) and training FLOPs of each run, means over seeds. Two laws are
-fitted to all runs but the largest: bits = a FLOPs^-b (Kaplan et al. 2020), and bits = floor + a FLOPs^-b with a floor
-that no compute gets below (Hoffmann et al. 2022). It prints how far each was off for the largest.
+Reads a table of compare's with one row for each size: bits per byte (left to right) and training FLOPs, means over
+seeds, of the runs of --steps. It fits bits = a FLOPs^-b to all sizes but the largest (the form of Kaplan et al. 2020),
+from five sizes on also bits = floor + a FLOPs^-b (the form of Hoffmann et al. 2022), and prints how far each is off for
+the largest. All sizes take equally many steps, so the exponent and the floor hold for that number of steps alone.
 """
 import argparse
 import csv
@@ -18,28 +19,34 @@ from experiments.compare import markdown
 from run import check, make_parser, run_program
 
 FLAGS = {
-    "curves": Flag([], "tables of compare's, .csv"),
-    "steps": Flag(0, "runs of so many steps alone; 0: all", 0, 1 << 40),
+    "curves": Flag("", "table of compare's, .csv, from --sweep n_embd or n_layer"),
+    "steps": Flag(1000, "of the runs", 1, 1 << 40),
 }
 FLOORS = [i / 1000 for i in range(8000)]        # candidates, in bits per byte
-MIN_RUNS = 4                                    # three to fit, one to predict
+MIN_SIZES = 4                                   # three to fit, one to predict
+MIN_SIZES_FLOOR = 5                             # a third parameter needs a fourth point
 
 
-def read_runs(path, steps):  # -> [(TFLOPs, bits per byte, name)] of one table
-    values = {}                                 # {(row, steps): {metric: [value of each seed]}}
+def read_sizes(path, steps):  # -> [(TFLOPs, bits per byte, size)], sorted
+    values = {}                                 # {size: {metric: [value of each seed]}}
     try:
         with open(path, encoding="utf-8", newline="") as f:
-            for row, n, _, metric, value in list(csv.reader(f))[1:]:
-                if not steps or int(n) == steps:
-                    values.setdefault((row, n), {}).setdefault(metric, []).append(float(value))
-    except (OSError, ValueError) as e:
-        fail(f"--curves {path}: cannot be read ({e}). Try a .csv that compare wrote")
-    runs = []
-    for (row, n), metrics in values.items():
-        if "left_to_right" in metrics:
-            bits = statistics.fmean(metrics["left_to_right"])
-            runs.append((statistics.fmean(metrics["tflop"]), bits, f"{row}, {n} steps"))
-    return runs
+            head, *lines = csv.reader(f)
+        for size, n, _, metric, value in lines:
+            if int(n) == steps:
+                values.setdefault(size, {}).setdefault(metric, []).append(float(value))
+        sizes = [(statistics.fmean(metrics["tflop"]), statistics.fmean(metrics["left_to_right"]), size)
+                 for size, metrics in values.items()]
+    except (OSError, ValueError, KeyError, csv.Error) as e:
+        fail(f"--curves {path}: cannot be read ({e!r}). Try a .csv that compare wrote")
+    if head[0] not in ("n_embd", "n_layer"):
+        fail(f"--curves {path}: compares {head[0]}, not sizes. Try a table of --sweep n_embd=32,48,64,96,128")
+    if len(sizes) < MIN_SIZES:
+        fail(f"--curves {path}: holds {len(sizes)} sizes of {steps} steps, {MIN_SIZES} are needed. Try more sizes, "
+             "or --steps")
+    if not all(0 < x < math.inf and 0 < bits < math.inf for x, bits, _ in sizes):
+        fail(f"--curves {path}: holds FLOPs or bits that are not positive numbers. Try without these sizes")
+    return sorted(sizes)
 
 
 def fit(points, floors):  # [(x, y)] -> floor, a, b of y = floor + a x^-b, least squares in log(y - floor)
@@ -71,20 +78,19 @@ def main(argv=None):  # -> exit code
     if not flags.curves:
         fail("--curves: is missing. Try --curves out/compare/sweep-n_embd-clm.csv")
     check(values, FLAGS)
-    runs = sorted({run for path in flags.curves for run in read_runs(path, flags.steps)})
-    if len({x for x, _, _ in runs}) < MIN_RUNS:
-        fail(f"--curves: holds {len(runs)} runs with bits per byte from left to right, {MIN_RUNS} are needed")
-    points = [(x, bits) for x, bits, _ in runs]
-    power = fit(points[:-1], [0.0])
-    floored = fit(points[:-1], FLOORS)
-    rows = [["", "TFLOP", "bits per byte", "power law", "with a floor"]]
-    for x, bits, name in runs:
-        rows.append([name, f"{x:.3g}", f"{bits:.3f}", f"{predict(power, x):.3f}", f"{predict(floored, x):.3f}"])
+    sizes = read_sizes(flags.curves, flags.steps)
+    points = [(x, bits) for x, bits, _ in sizes]
+    laws = {"power law": fit(points[:-1], [0.0])}
+    if len(points) >= MIN_SIZES_FLOOR:
+        laws["with a floor"] = fit(points[:-1], FLOORS)
+    rows = [["size", "TFLOP", "bits per byte", *laws]]
+    for x, bits, size in sizes:
+        rows.append([size, f"{x:.3g}", f"{bits:.3f}", *(f"{predict(law, x):.3f}" for law in laws.values())])
     print(markdown(rows))
-    for name, law in (("power law", power), ("with a floor", floored)):
+    x, bits = points[-1]
+    for name, law in laws.items():
         floor, a, b = law
-        x, bits = points[-1]
-        print(f"{name}: {floor:.3f} + {a:.3f} TFLOP^-{b:.3f}; the largest run, which it was not fitted to, is "
+        print(f"{name}: {floor:.3f} + {a:.3f} TFLOP^{-b:.3f}; the largest size, which it was not fitted to, is "
               f"{bits - predict(law, x):+.3f} bits per byte off")
     return 0
 

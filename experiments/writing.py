@@ -1,19 +1,20 @@
-"""How good is the text that trained models write? The same four numbers for all objectives that write.
+"""How good is the text that trained models write? The same numbers for all objectives that write.
 
-    python -m experiments.writing --runs out/clm out/hybrid out/mdlm --judge out/clm-8000
-    python -m experiments.writing --runs out/mdlm --temperature 0.8 --steps 32
+    python -m experiments.writing --judge out/clm-8000 --runs out/clm out/hybrid out/mdlm
 
 Each run continues the first 32 bytes of the same held-out windows: an objective that continues texts from left to
-right, one that fills [MASK] in each of its orders. One that is not trained on rows of MASKs alone (mlm, hybrid, nsp)
-fills 16 MASKs at a time. The table shows for each, and for the held-out text itself:
+right, one that fills [MASK] in each of its orders. mdlm and sedd fill the rest of a window in --steps passes; who is
+not trained on rows of MASKs alone (mlm, hybrid, nsp) fills 16 MASKs at a time, a byte a pass. The table shows for each,
+and for the held-out text itself:
 
   tokenizes   share of the bytes that stand in whole lines which are tokens of Python, however wrong the program
   distinct    share of the lines that differ from all others before them
+  lines       number of whole lines
   copied      share of the pieces of 48 bytes that occur in the training text
-  judge       bits per byte that a model which continues texts needs for what was written
+  judge       bits per byte that another model needs for what was written
 
-A text that repeats itself tokenizes and is cheap to a judge: no number means much without the others. All is computed
-on the CPU, in float32.
+A text that repeats itself tokenizes and is cheap to a judge: no number means much without the others. The judge
+favors texts that it would write itself. All is computed on the CPU, in float32.
 
 N windows, n bytes of a window
 """
@@ -21,23 +22,23 @@ import argparse
 import sys
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import MASK, Flag, fail, open_corpus, to_bytes
+from data import EOT, MASK, Flag, fail, open_corpus, to_bytes
 from experiments import evaluate
 import sample
 from experiments.compare import markdown
 from experiments.evaluate import PROMPT
-from objectives import Fill, continue_layout, fill_layout, find_use, get_objective
+from objectives import Fill, continue_layout, fill_layout, find_use, get_objective, members_of
 from run import check, load_run, make_parser, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 FLAGS = {
-    "runs": Flag([], "folders of trained runs, all of the same text"),
-    "judge": Flag("", "run that judges; without it the first of the runs that continues texts"),
+    "judge": Flag("", "run that judges; it must continue texts, best a clm of many steps"),
+    "runs": Flag([], "folders of trained runs, of the judge's text"),
     "windows": Flag(64, "held-out windows to continue", 2, 1 << 20),
-    "temperature": Flag(-1.0, "of all runs; without it 0.8, and 0.65 for mdlm and sedd, as in sample.py", -1.0, 1e6),
-    "steps": Flag(64, "passes in which mdlm and sedd fill a row", 1, 1 << 20),
+    "temperature": Flag(0.8, "of all runs", 0.0, 1e6),
+    "steps": Flag(64, "passes in which mdlm and sedd fill a row, in every order", 1, 1 << 20),
     "seed": Flag(1, "of the samples", 0, 2 ** 31),
 }
 LEFT_TO_RIGHT = "left to right"
@@ -56,21 +57,17 @@ def list_ways(objective, hp):  # -> [LEFT_TO_RIGHT and orders of sample.unmask]
 def write(model, objective, hp, way, x, flags):  # windows (N, n) -> (N, n): the same prompts, continued
     n_new = x.size(1) - PROMPT
     ids = x[:, :PROMPT]
-    fill = find_use(objective, Fill)
-    at_any_rate = fill is not None and fill.trained_at_any_rate
-    temperature = flags.temperature
-    if temperature < 0:
-        temperature = sample.DIFFUSION_TEMPERATURE if at_any_rate else sample.FLAGS["how"]["temperature"].default
     gens = sample.sample_generators(flags.seed, len(x))
-    how = dict(gens=gens, doc_mask=hp.doc_mask, temperature=temperature)
+    how = dict(gens=gens, doc_mask=hp.doc_mask, temperature=flags.temperature)
     if way == LEFT_TO_RIGHT:
         both_ways, before, after = continue_layout(objective, hp)
         row = torch.tensor([before + prompt + after for prompt in ids.tolist()])
         prefix = row.size(1) if both_ways else 0
         written = list(sample.generate(model, row, n_new, hp.block_size, prefix=prefix, **how))
         written = torch.stack(written, dim=1)
-        return torch.cat((ids, F.pad(written, (0, n_new - written.size(1)))), dim=1)            # EOT where all ended
-    if at_any_rate:
+        return torch.cat((ids, F.pad(written, (0, n_new - written.size(1)), value=EOT)), dim=1)             # all ended
+    fill = find_use(objective, Fill)
+    if fill.trained_at_any_rate:
         row = F.pad(ids, (0, n_new), value=MASK)
         return sample.fill(model, row, layout=fill.layout(hp), order=way, steps=flags.steps, **how)
     while ids.size(1) < x.size(1):
@@ -81,58 +78,70 @@ def write(model, objective, hp, way, x, flags):  # windows (N, n) -> (N, n): the
 
 def copied_share(written, train_text):  # (N, n), bytes -> share of the pieces that occur in the text
     pieces = [bytes(piece.tolist()) for row in written for piece in row.split(COPIED_LENGTH)]
-    pieces = [piece for piece in pieces if len(piece) == COPIED_LENGTH and 0 not in piece]
+    pieces = [piece for piece in pieces if len(piece) == COPIED_LENGTH and EOT not in piece]
     return sum(piece in train_text for piece in pieces) / max(1, len(pieces))
 
 
 @torch.no_grad()
-def measure(x, judge, train_text):  # prompts and their continuations (N, n) -> [number of each column]
+def measure(x, judge, train_text):  # prompts and their continuations (N, n) -> the cells of a row of the table
     model, objective, hp = judge
     written = x[:, PROMPT:]
-    tokenizes, distinct = evaluate.line_figures(written)
+    tokenizes, distinct, n_lines = evaluate.line_figures(written)
+    copied = copied_share(written, train_text)
     logits = evaluate.left_logits(model, objective, hp, x, PROMPT, written.size(1))
-    return [tokenizes, distinct, copied_share(written, train_text), evaluate.bits_per_byte(logits, written)]
+    bits = evaluate.bits_per_byte(logits, written)
+    return [f"{tokenizes:.2f}", f"{distinct:.2f}", f"{n_lines}", f"{copied:.2f}", f"{bits:.2f}"]
+
+
+def load(path):  # -> [(model, objective, settings)] of each member of the run's objective, its sources
+    model, hp, ckpt = load_run(path, "cpu", "float32")
+    sources = [(name, size, crc, hp.train_bytes) for name, size, crc, _ in ckpt["sources"]]
+    return [(model, objective, hp) for _, objective in members_of(get_objective(hp))], sources
 
 
 def parse(argv):  # -> Namespace
     given = make_parser("python -m experiments.writing", __doc__, {"flags": FLAGS}).parse_args(argv)
     values = {name: flag.default for name, flag in FLAGS.items()} | vars(given)
-    if not values["runs"]:
-        fail("--runs: is missing. Try --runs out/clm")
+    for name in ("judge", "runs"):
+        if not values[name]:
+            fail(f"--{name}: is missing. Try --{name} out/clm")
     check(values, FLAGS)
     return argparse.Namespace(**values)
-
-
-def load(path):  # -> model, objective, settings
-    model, hp, _ = load_run(path, "cpu", "float32")
-    return model, get_objective(hp), hp
 
 
 @preserve_torch_state()
 def main(argv=None):  # -> exit code
     flags = parse(sys.argv[1:] if argv is None else argv)
-    runs = {path: load(path) for path in flags.runs}
-    judge = load(flags.judge) if flags.judge else None
-    for model, objective, hp in runs.values():
-        if judge is None and continue_layout(objective, hp):
-            judge = model, objective, hp
-    if judge is None or not continue_layout(*judge[1:]):
-        fail(f"--judge {flags.judge or '(none)'}: must be a run that continues texts. Try one of clm")
-    n = min(hp.block_size for _, _, hp in [judge, *runs.values()]) - RESERVED_IDS
+    members, sources = load(flags.judge)
+    judge = next((member for member in members if continue_layout(*member[1:])), None)
+    if not judge or "-" in judge[2].data:
+        fail(f"--judge {flags.judge}: must be a run that continues texts, of text in a file. Try a run of clm")
+    n = judge[2].block_size
+    writers = []
+    for path in flags.runs:
+        members, other_sources = load(path)
+        if other_sources != sources:
+            fail(f"--runs {path}: was trained on other text than the judge. Try runs of the same text")
+        writers += [(path, *member) for member in members]
+        n = min(n, members[0][2].block_size)
+    n -= RESERVED_IDS
     if n < 2 * PROMPT:
-        fail(f"--runs: rows of {n + RESERVED_IDS} positions are too short. Try runs with --block_size 128")
+        fail(f"rows of {n + RESERVED_IDS} positions are too short. Try runs and a judge with --block_size 128")
     [source, *_] = open_corpus(judge[2].data)
-    train_text = to_bytes(source["train"])
+    train_text = to_bytes(source["train"][:judge[2].train_bytes or None])
     x = evaluate.windows(source["val"], n, flags.windows, "writing")
-    rows = [["", "in order", "tokenizes", "distinct", "copied", "judge"]]
-    rows.append(["held-out text", ""] + [f"{v:.2f}" for v in measure(x, judge, train_text)])
-    for path, (model, objective, hp) in runs.items():
+    x = x[(x[:, :PROMPT] != EOT).all(1)]        # sample.generate wants documents to end at the same place in all rows
+    if not len(x):
+        fail("every window of the held-out text has the end of a document in its first bytes. Try other text")
+    rows = [["", "order", "tokenizes", "distinct", "lines", "copied", "judge"]]
+    rows.append(["held-out text", "", *measure(x, judge, train_text)])
+    for path, model, objective, hp in writers:
         ways = list_ways(objective, hp)
         if not ways:
             print(f"{path}: {objective.name} writes no text from a prompt", file=sys.stderr)
         for way in tqdm(ways, desc=path, disable=None, leave=False, dynamic_ncols=True):
             written = write(model, objective, hp, way, x, flags)
-            rows.append([path, way] + [f"{v:.2f}" for v in measure(written, judge, train_text)])
+            rows.append([f"{objective.name} ({path})", way, *measure(written, judge, train_text)])
     print(markdown(rows))
     return 0
 

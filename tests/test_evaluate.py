@@ -12,7 +12,7 @@ from conftest import randomized, settings
 import run
 from data import CLS, EOT, MASK, MODE_R, MODE_S, MODE_X, SENTINEL, SEP, document_ids, from_bytes, make_rng
 from data import read_documents, split_documents, to_bytes
-from experiments import evaluate
+from experiments import compare, evaluate
 from objectives import OBJECTIVES, Fill, Infill, Mark, Repair, Search, continue_layout, fill_layout, find_use
 
 
@@ -121,10 +121,10 @@ def test_the_second_half_is_predicted_from_the_first(monkeypatch):
 
 def test_lines_are_weighed_by_their_bytes_and_repeats_are_not_distinct():
     rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\nit's\nx = 1\ncut"]])
-    share, distinct = evaluate.line_figures(rows)
+    share, distinct, n_lines = evaluate.line_figures(rows)
     assert share == 15 / 25, "x = 1, z = 3, x = 1 tokenize; y = (2 and it's do not"
     assert distinct == 4 / 5
-    assert evaluate.line_figures(torch.tensor([[*b"no whole line"]])) == (0, 0)
+    assert evaluate.line_figures(torch.tensor([[*b"no whole line"]])) == (0, 0, 0)
     long_good_line = torch.tensor([[*b"\nfirst = second + third\nit's\n"]])
     assert evaluate.line_figures(long_good_line)[0] > 0.8, "by lines it would be half"
 
@@ -281,24 +281,14 @@ def test_lines_are_written_within_a_document_where_training_did_so(doc_mask, mon
 
 
 @pytest.mark.parametrize("doc_mask", [True, False])
-def test_holes_and_drafts_are_written_within_a_document_where_training_did_so(doc_mask, monkeypatch):
+def test_drafts_are_written_within_a_document_where_training_did_so(doc_mask, monkeypatch):
     seen = []
-
-    def generate(*args, doc_mask=False, **how):
-        seen.append(doc_mask)
-        return iter([97])
 
     def speculate(*args, doc_mask=False, **how):
         seen.append(doc_mask)
         args[6].append((0, 0))
         return [97]
-    monkeypatch.setattr(evaluate.sample, "generate", generate)
     monkeypatch.setattr(evaluate.sample, "speculate", speculate)
-    monkeypatch.setattr(evaluate.sample, "trim_to_suffix", lambda m, o, hp, left, middle, right: middle)
-    hp = settings("span", 256, doc_mask=doc_mask)
-    evaluate.eval_infill_exact_match(randomized(), OBJECTIVES["span"], hp, sentences())
-    assert set(seen) == {doc_mask}
-    seen.clear()
     evaluate.eval_drafts(None, OBJECTIVES["mtp"], settings("mtp", 256, doc_mask=doc_mask), sentences())
     assert set(seen) == {doc_mask}
 
@@ -428,6 +418,8 @@ def test_passages_are_evenly_spaced_windows_of_the_packages_with_the_most_files(
         for i in range(n_files):
             documents[os.path.join(top, package, f"{i}.py")] = b"%c%d" % (package[0].encode(), i) * 20     # 40 bytes
     documents[os.path.join(top, "large", "short.py")] = b"short"
+    for i in range(9):
+        documents[os.path.join(top, "encodings", f"{i}.py")] = b"a table, left out" * 3
     documents[os.path.join(top, "module.py")] = b"in no package" * 9
     monkeypatch.setattr(evaluate, "read_stdlib", lambda: documents)
     monkeypatch.setattr(evaluate, "N_PACKAGES", 2)
@@ -439,6 +431,18 @@ def test_passages_are_evenly_spaced_windows_of_the_packages_with_the_most_files(
     assert data.part[::5].tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1, 2, 0]
     found = evaluate.eval_passages(evaluate.histogram_features, data)
     assert found == {"passages": 1.0}, "the first letter tells"
+
+
+def test_the_rows_of_the_probes_without_training(monkeypatch):
+    some = {os.path.join(evaluate.sysconfig.get_paths()["stdlib"], path): text for path, text in
+            ((f"{package}/{i}.py", b"%c%d = 1\n" % (package[0].encode(), i) * 60)
+             for package in ("large", "medium") for i in range(10))}
+    monkeypatch.setattr(evaluate, "read_stdlib", lambda: some)
+    monkeypatch.setattr(evaluate, "N_PACKAGES", 2)
+    data = compare.EvalData([], None, evaluate.probe_data(256), evaluate.passage_data(256))
+    rows = compare.probe_references(settings("span", 96, dtype="bfloat16"), data)
+    assert [set(row["-"]) for row in rows.values()] == [{"probe", "passages"}, {"probe"}, {"passages"}]
+    assert rows["histogram of bytes"]["-"]["passages"] == 1 and rows["five raw bytes"]["-"]["probe"] > 0.9
 
 
 def test_every_use_with_a_mode_has_a_task():

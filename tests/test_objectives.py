@@ -834,11 +834,11 @@ def test_mlm_masks_exact_counts_80_10_10(rate, k):
     check_mlm(x, batch, k)
 
 
-@pytest.mark.parametrize("masked, random", [(1.0, 0.1), (0.0, 1.0), (0.5, 0.25), (0.0, 0.0)])
+@pytest.mark.parametrize("masked, random", [(1.0, 0.0), (0.0, 1.0), (0.5, 0.25), (0.0, 0.0)])
 def test_mlm_may_mask_replace_and_leave_other_shares(masked, random):
-    x, batch, _ = make("mlm", B=2000, mask_token=masked, mask_random=random)
-    replaced = min(random, 1 - masked)
-    check_mlm(x, batch, round(0.3 * T), mask=masked, left=1 - masked - replaced + replaced / 255)
+    x, batch, hp = make("mlm", B=2000, mask_token=masked, mask_random=random)
+    check_mlm(x, batch, round(0.3 * T), mask=masked, left=1 - masked - random + random / 255)
+    assert bool(fill_layout(OBJECTIVES["mlm"], hp)) == (masked > 0), "MASK was never an input"
 
 
 # ---- prefix

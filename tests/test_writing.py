@@ -4,9 +4,9 @@ import torch
 from conftest import TINY, randomized, settings
 
 import train
-from data import EOT, MASK, make_rng
+from data import EOT, MASK, from_bytes, make_rng
 from experiments import evaluate, writing
-from objectives import OBJECTIVES
+from objectives import OBJECTIVES, Fill, find_use
 
 SHORT = ["--block_size", "80", "--max_iters", "1", "--eval_interval", "1"]
 
@@ -16,7 +16,7 @@ def windows(N=3, n=76):
 
 
 def write(name, way, model, x, **changes):
-    flags = writing.parse(["--runs", "a", "--steps", "3"])
+    flags = writing.parse(["--judge", "a", "--runs", "a", "--steps", "3"])
     return writing.write(model, OBJECTIVES[name], settings(name, 80, **changes), way, x, flags)
 
 
@@ -38,7 +38,7 @@ def test_prompts_stay_and_everything_else_is_written(name, way):
     x = windows()
     written = write(name, way, randomized(), x)
     assert written.shape == x.shape and (written[:, :32] == x[:, :32]).all()
-    assert (written < 256).all() and MASK not in written
+    assert (written < 256).all()
     assert (written[:, 32:] != x[:, 32:]).float().mean() > 0.9
     other = x.clone()
     other[:, 32:] = 7
@@ -71,29 +71,34 @@ def test_copied_pieces_are_counted():
 
 
 def test_held_out_text_and_runs_have_a_row_each(text, capsys, monkeypatch):
-    for name in ("clm", "mlm", "span"):
-        train.main(["--objective", name, "--data", text, "--out_dir", name, *TINY, *SHORT], with_sample=False)
+    for name, objective in (("clm", "clm"), ("mlm", "mlm"), ("span", "span"), ("both", "clm,mdlm")):
+        train.main(["--objective", objective, "--data", text, "--out_dir", name, *TINY, *SHORT], with_sample=False)
     capsys.readouterr()
-    words = ["--windows", "4"]
-    assert writing.main(["--runs", "span", "mlm", "clm", *words]) == 0
+    assert writing.main(["--judge", "clm", "--runs", "span", "mlm", "clm", "both", "--windows", "4"]) == 0
     out = capsys.readouterr()
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in out.out.splitlines() if line.startswith("| ")]
-    assert rows[1:] == [["held-out text", ""], ["mlm", "confident"], ["mlm", "left"], ["mlm", "revise"],
-                        ["clm", "left to right"]]
+    assert rows[1:] == [["held-out text", ""], ["mlm (mlm)", "confident"], ["mlm (mlm)", "left"],
+                        ["mlm (mlm)", "revise"], ["clm (clm)", "left to right"], ["clm (both)", "left to right"],
+                        *(["mdlm (both)", order] for order in find_use(OBJECTIVES["mdlm"], Fill).orders)]
     assert "span writes no text" in out.err
-    judge = writing.load("clm")
-    x = evaluate.windows(torch.tensor(list(b"import os\n" * 500), dtype=torch.uint8), 76, 4, "any")
+    [judge], _ = writing.load("clm")
+    x = evaluate.windows(from_bytes(b"import os\n" * 500), 76, 4, "any")
     monkeypatch.setattr(writing, "COPIED_LENGTH", 16)
-    numbers = writing.measure(x, judge, b"import os\n" * 20)
-    assert numbers[0] == 1 and numbers[1] < 0.1 and numbers[2] == 1 and 7 < numbers[3] < 9
+    tokenizes, distinct, lines, copied, bits = map(float, writing.measure(x, judge, b"import os\n" * 20))
+    assert tokenizes == 1 and 0 < distinct < 0.1 and 12 <= lines <= 16 and copied == 1 and 7 < bits < 9
 
 
-@pytest.mark.parametrize("flags, hint", [([], "--runs out/clm"), (["--runs", "mlm"], "clm"),
-                                         (["--runs", "mlm", "--judge", "mlm"], "--judge mlm"),
-                                         (["--runs", "nowhere"], "nowhere"), (["--runs", "small"], "--block_size")])
+@pytest.mark.parametrize("flags, hint", [
+    (["--judge", "clm"], "--runs"), (["--runs", "clm"], "--judge"),
+    (["--judge", "mlm", "--runs", "clm"], "--judge mlm"),
+    (["--judge", "clm", "--runs", "nowhere"], "nowhere"), (["--judge", "clm", "--runs", "small"], "--block_size"),
+    (["--judge", "clm", "--runs", "other"], "other text")])
 def test_bad_flags_are_one_line(flags, hint, text, capsys):
-    for name, out_dir, size in (("mlm", "mlm", "80"), ("clm", "small", "32")):
-        train.main(["--objective", name, "--data", text, "--out_dir", out_dir, *TINY, *SHORT, "--block_size", size],
+    with open("other.txt", "wb") as f:
+        f.write(b"other text\n" * 900)
+    for name, out_dir, size, data in (("clm", "clm", "80", text), ("mlm", "mlm", "80", text),
+                                      ("clm", "small", "32", text), ("clm", "other", "80", "other.txt")):
+        train.main(["--objective", name, "--data", data, "--out_dir", out_dir, *TINY, *SHORT, "--block_size", size],
                    with_sample=False)
     capsys.readouterr()
     with pytest.raises(SystemExit) as e:
