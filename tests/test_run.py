@@ -436,6 +436,7 @@ BAD = {  # name: flags, what the line says
     "rate too high": ("--objective mlm --mask_rate 1.5", "between 0.001 and 1.0. Try 0.015"),
     "rate in percent": ("--objective mlm --mask_rate 15", "Try 0.15"),
     "rate in permille": ("--objective mlm --mask_rate 150", "Try the default"),
+    "shares of more than 1": ("--objective mlm --mask_token 1", "Try --mask_random 0"),
     "spans longer than a row": ("--objective span --span_mean 500", "--span_mean 500"),
     "no prefix": ("--objective prefix --prefix_max 0", "--prefix_max 0"),
     "setting of another objective": ("--mask_rate .2", "--objective mlm"),
