@@ -1043,13 +1043,15 @@ def bart_prompt(pieces, m, hp):
     return source + left, len(source)
 
 
+# n-grams lower bart's loss, but a model that writes a whole text by its last bytes loses its place in the source sooner
+NO_NGRAMS = {"ngram_rows": 0}
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
-    flag_defaults=SHARP_ATTENTION | MORE_PASSES, single_document=True, positions=bart_positions,
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES | NO_NGRAMS, single_document=True, positions=bart_positions,
     target_hidden=False, uses=(Repair(), Infill(bart_prompt, stop_at_eot)))
 
 

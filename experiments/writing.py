@@ -133,16 +133,17 @@ def main(argv=None):  # -> exit code
     x = x[(x[:, :PROMPT] != EOT).all(1)]        # sample.generate wants documents to end at the same place in all rows
     if not len(x):
         fail("every window of the held-out text has the end of a document in its first bytes. Try other text")
-    rows = [["", "order", "tokenizes", "distinct", "lines", "copied", "judge"]]
-    rows.append(["held-out text", "", *measure(x, judge, train_text)])
+    head = ["", "order", "tokenizes", "distinct", "lines", "copied", "judge"]
+    print(markdown([head, ["held-out text", "", *measure(x, judge, train_text)]]), end="", flush=True)
     for path, model, objective, hp in writers:
         ways = list_ways(objective, hp)
         if not ways:
             print(f"{path}: {objective.name} writes no text from a prompt", file=sys.stderr)
         for way in tqdm(ways, desc=path, disable=None, leave=False, dynamic_ncols=True):
             written = write(model, objective, hp, way, x, flags)
-            rows.append([f"{objective.name} ({path})", way, *measure(written, judge, train_text)])
-    print(markdown(rows))
+            cells = [f"{objective.name} ({path})", way, *measure(written, judge, train_text)]
+            tqdm.write(f"| {' | '.join(cells)} |")              # at once: a run takes minutes
+            sys.stdout.flush()
     return 0
 
 
