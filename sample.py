@@ -423,7 +423,7 @@ def infill(model, objective, hp, ids, P, holes, max_new_tokens, gens, **how):  #
         steps = []
         if left > 0:
             positions = functools.partial(objective.positions, hp=hp)
-            steps = generate(model, row, left, hp.block_size, gens, P, end, positions, **how)
+            steps = generate(model, row, left, hp.block_size, gens, P, end, positions, doc_mask=hp.doc_mask, **how)
         for i in steps:
             if int(i) == end:
                 break
@@ -447,7 +447,8 @@ def trim_to_suffix(model, objective, hp, left, middle, right):  # ids each -> th
     nats = []
     for k in range(len(middle) + 1):
         x = to_tensor(([EOT] + left + middle[:k])[n - hp.block_size:] + right, hp)
-        logits = model.logits(model(x[:, :-1], 0)[0, -n:])                          # (n, V)
+        doc = document_ids(x[:, :-1]) if hp.doc_mask else None
+        logits = model.logits(model(x[:, :-1], 0, doc)[0, -n:])                     # (n, V)
         nats.append(float(F.cross_entropy(logits, x[0, -n:], reduction="sum")))
     best = min(nats)
     first = next(k for k, each in enumerate(nats) if each < best + math.log(10))
