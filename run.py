@@ -138,6 +138,13 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
     return parser
 
 
+def parse_own_flags(prog, doc, flags, argv):  # -> Namespace of every flag of a program of experiments/
+    values = {name: flag.default for name, flag in flags.items()}
+    values |= vars(make_parser(prog, doc, {"flags": flags}).parse_args(argv))
+    check(values, flags)
+    return argparse.Namespace(**values)
+
+
 def parse_with_train_flags(prog, doc, flags, reserved, argv):  # -> the program's flags, as a Namespace; other words
     """For programs that train: flags are their own; the other words are flags of train.py, but for the reserved ones,
     which the program sets itself. Fails on a flag that neither has."""

@@ -131,7 +131,7 @@ def plan_cells(flags, rest):  # -> [Cell]
     grid = dict.fromkeys(itertools.product(budgets, seeds, names, values))          # each once
     cells = []
     for steps, seed, name, value in grid:
-        plain = ["--objective", name, "--seed", seed, "--max_iters", steps, "--eval_interval", steps, *rest]
+        plain = ["--seed", seed, *rest, *cell_flags(name, steps)]
         argv = [*plain, "--data", flags.data]
         first_argv = None
         if setting == "replay":                 # the same steps again, on the new corpus
@@ -144,9 +144,8 @@ def plan_cells(flags, rest):  # -> [Cell]
                 argv.append(f"{flags.data}:{share:g}")
         elif setting == "start":
             if value != "none":
-                first_steps = str(flags.first_steps or steps)
-                first_argv = ["--objective", value, "--seed", seed, "--max_iters", first_steps, "--eval_interval",
-                              first_steps, *rest, "--data", flags.data]
+                first_argv = ["--seed", seed, *rest, *cell_flags(value, str(flags.first_steps or steps)), "--data",
+                              flags.data]
                 get_config(first_argv)          # fails now on flags that this objective does not have
         elif setting:
             is_text = isinstance(flag_specs()[setting].default, str)                # 1e+1 is a number
@@ -154,6 +153,10 @@ def plan_cells(flags, rest):  # -> [Cell]
         table = f"sweep-{setting}-{name}" if setting else "compare"
         cells.append(Cell(table, value or name, get_config(argv), argv, first_argv))
     return cells
+
+
+def cell_flags(objective, steps):
+    return ["--objective", objective, "--max_iters", steps, "--eval_interval", steps]
 
 
 def parse_ints(flag, text, low, high, example):  # "1,2" -> ["1", "2"]

@@ -10,7 +10,6 @@ S streams, parts of the text that are coded at the same time; T = block_size pos
 """
 import os
 import struct
-import sys
 import time
 import zlib
 
@@ -18,7 +17,7 @@ import zlib
 from data import EOT, Flag, compressor_bits, error_reason, fail, map_file, to_bytes
 from model import Cache
 from objectives import N_BYTES, continue_layout, get_objective
-from run import DEVICE_FLAGS, check, load_run, make_parser, newest_run, preserve_torch_state, run_program
+from run import DEVICE_FLAGS, load_run, newest_run, parse_own_flags, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 
@@ -137,18 +136,15 @@ def decompress(model, blob, T):  # bytes -> (n,) uint8
 
 @preserve_torch_state()
 def main(argv=None):
-    parser = make_parser("python -m experiments.compress", __doc__, {"flags": FLAGS})
-    values = {name: flag.default for name, flag in FLAGS.items()}
-    values |= vars(parser.parse_args(sys.argv[1:] if argv is None else argv))
-    check(values, FLAGS)
-    path = values["file"]
+    flags = parse_own_flags("python -m experiments.compress", __doc__, FLAGS, argv)
+    path = flags.file
     unpack = path.endswith(SUFFIX)
     out = path.removesuffix(SUFFIX) if unpack else path + SUFFIX
     if not path:
         fail("--file: is missing. Try --file book.txt")
     if os.path.exists(out):
         fail(f"--file {path}: would write {out}, which exists. Try to move it away")
-    model, hp, _ = load_run(values["out_dir"] or newest_run(), values["device"], "float32")
+    model, hp, _ = load_run(flags.out_dir or newest_run(), flags.device, "float32")
     objective = get_objective(hp)
     if objective.bpb not in ("loss", "causal") or not continue_layout(objective, hp):
         fail(f"--out_dir: {hp.objective} gives a text no left-to-right probability. Try a run trained as clm")

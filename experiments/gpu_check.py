@@ -14,12 +14,11 @@ import subprocess
 import sys
 import time
 import zlib
-from argparse import Namespace
 from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, fail
-from run import check, make_parser, run_program
+from run import parse_own_flags, run_program
 import torch
 
 FLAGS = {
@@ -137,11 +136,7 @@ def step_file(folder, i, step):  # another command is another file
 
 
 def main(argv=None):
-    given = vars(make_parser("python -m experiments.gpu_check", __doc__, {"flags": FLAGS}).parse_args(
-        sys.argv[1:] if argv is None else argv))
-    values = {name: flag.default for name, flag in FLAGS.items()} | given
-    check(values, FLAGS)
-    flags = Namespace(**values)
+    flags = parse_own_flags("python -m experiments.gpu_check", __doc__, FLAGS, argv)
     device = torch.device(flags.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         fail("--device cuda: this torch sees no NVIDIA GPU. Try --device cpu --small, which tries this program")

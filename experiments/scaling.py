@@ -8,7 +8,6 @@ seeds, of the runs of --steps. It fits bits = a FLOPs^-b to all sizes but the la
 from five sizes on also bits = floor + a FLOPs^-b (the form of Hoffmann et al. 2022), and prints how far each is off for
 the largest. All sizes take equally many steps, so the exponent and the floor hold for that number of steps alone.
 """
-import argparse
 import csv
 import math
 import statistics
@@ -16,7 +15,7 @@ import statistics
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, fail
 from experiments.compare import markdown
-from run import check, make_parser, run_program
+from run import parse_own_flags, run_program
 
 FLAGS = {
     "curves": Flag("", "table of compare's, .csv, from --sweep n_embd or n_layer"),
@@ -72,12 +71,9 @@ def predict(law, x):
 
 
 def main(argv=None):  # -> exit code
-    given = make_parser("python -m experiments.scaling", __doc__, {"flags": FLAGS}).parse_args(argv)
-    values = {name: flag.default for name, flag in FLAGS.items()} | vars(given)
-    flags = argparse.Namespace(**values)
+    flags = parse_own_flags("python -m experiments.scaling", __doc__, FLAGS, argv)
     if not flags.curves:
         fail("--curves: is missing. Try --curves out/compare/sweep-n_embd-clm.csv")
-    check(values, FLAGS)
     sizes = read_sizes(flags.curves, flags.steps)
     points = [(x, bits) for x, bits, _ in sizes]
     laws = {"power law": fit(points[:-1], [0.0])}

@@ -18,7 +18,6 @@ favors texts that it would write itself. All is computed on the CPU, in float32.
 
 N windows, n bytes of a window
 """
-import argparse
 import sys
 
 # isort: off  data silences a warning of torch's, and so comes before it
@@ -28,7 +27,7 @@ import sample
 from experiments.compare import markdown
 from experiments.evaluate import PROMPT
 from objectives import Fill, continue_layout, fill_layout, find_use, get_objective, members_of
-from run import check, load_run, make_parser, preserve_torch_state, run_program
+from run import load_run, parse_own_flags, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -100,13 +99,11 @@ def load(path):  # -> [(model, objective, settings)] of each member of the run's
 
 
 def parse(argv):  # -> Namespace
-    given = make_parser("python -m experiments.writing", __doc__, {"flags": FLAGS}).parse_args(argv)
-    values = {name: flag.default for name, flag in FLAGS.items()} | vars(given)
+    flags = parse_own_flags("python -m experiments.writing", __doc__, FLAGS, argv)
     for name in ("judge", "runs"):
-        if not values[name]:
+        if not getattr(flags, name):
             fail(f"--{name}: is missing. Try --{name} out/clm")
-    check(values, FLAGS)
-    return argparse.Namespace(**values)
+    return flags
 
 
 @preserve_torch_state()
