@@ -47,16 +47,18 @@ def test_prompts_stay_and_everything_else_is_written(name, way):
 
 def test_who_was_not_trained_on_rows_of_masks_fills_16_at_a_time(monkeypatch):
     seen = []
+    orders = set()
 
     def fill(model, ids, **how):
         seen.append((int((ids == MASK).sum(1).max()), ids.size(1)))
+        orders.add(how["order"])
         return ids.where(ids != MASK, 65)
     monkeypatch.setattr(writing.sample, "fill", fill)
-    write("mlm", "left", None, windows(n=70))
+    write("mlm", "revise", None, windows(n=70))
     assert seen == [(16, 48), (16, 64), (6, 70)]
     seen.clear()
     write("mdlm", "ancestral", None, windows(n=70))
-    assert seen == [(38, 70)]
+    assert seen == [(38, 70)] and orders == {"revise", "ancestral"}
 
 
 def test_rows_that_ended_are_filled_with_eot(monkeypatch):
