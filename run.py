@@ -168,6 +168,8 @@ def check(values, flags, where=""):  # values {name: value}, flags {name: Flag}
     """Fails where a value is not of its default's type, out of its range or not among its choices."""
     for name, flag in flags.items():
         value = values[name]
+        if value is flag.default:
+            continue
         first = first_default(flag)
         kind = (int, float) if isinstance(first, float) else type(first)
         is_words = not isinstance(value, list) or (value and all(isinstance(word, str) for word in value))

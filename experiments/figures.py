@@ -1,20 +1,19 @@
-"""Draw a row of every objective, as the functions that make the batches lay it out, into assets/rows.png:
+"""Draw a row of every objective, as the functions that make the batches lay it out:
 
     pip install matplotlib && python -m experiments.figures
 
 B rows, T positions
 """
-import os
 from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import EOT, ID_NAMES, MASK, PAD, SENTINEL, fail, from_bytes, make_rng
+from data import EOT, ID_NAMES, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES, get_objective
-from run import get_config, run_program
+from run import get_config, parse_own_flags, run_program
 import torch
 
-ASSETS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "assets")
+FLAGS = {"out": Flag("assets/rows.png", "file to draw into")}
 T = 32
 B = 8
 TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"
@@ -199,10 +198,10 @@ def draw(rows, path):
     pyplot.close(figure)
 
 
-def main():
-    path = os.path.join(ASSETS, "rows.png")
-    draw([row for name in OBJECTIVES for row in rows_of(name)], path)
-    print(path)
+def main(argv=None):
+    flags = parse_own_flags("python -m experiments.figures", __doc__, FLAGS, argv)
+    draw([row for name in OBJECTIVES for row in rows_of(name)], flags.out)
+    print(flags.out)
     return 0
 
 

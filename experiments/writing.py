@@ -3,9 +3,9 @@
     python -m experiments.writing --judge out/clm-8000 --runs out/clm out/hybrid out/mdlm
 
 Each run continues the first 32 bytes of the same held-out windows: an objective that continues texts from left to
-right, one that fills [MASK] in each of its orders. mdlm and sedd fill the rest of a window in --steps passes; who is
-not trained on rows of MASKs alone (mlm, hybrid, nsp) fills 16 MASKs at a time, a byte a pass. The table shows for each,
-and for the held-out text itself:
+right, one that fills [MASK] in each of its orders. mdlm and sedd fill the rest of a window in --steps passes;
+objectives that are not trained on fully masked rows (mlm, hybrid, nsp) fill 16 MASKs at a time, a byte a pass. The
+table shows for each, and for the held-out text itself:
 
   tokenizes   share of the bytes that stand in whole lines which are tokens of Python, however wrong the program
   distinct    share of the lines that differ from all others before them
@@ -41,7 +41,7 @@ FLAGS = {
     "seed": Flag(1, "of the samples", 0, 2 ** 31),
 }
 LEFT_TO_RIGHT = "left to right"
-PIECE = 16                                      # MASKs filled at a time by who was not trained on rows of MASKs
+PIECE = 16                                      # MASKs filled at a time, where fully masked rows were not trained
 COPIED_LENGTH = 48                              # bytes of a piece that is looked up in the training text
 RESERVED_IDS = 4                                # positions of a row that are left to what stands around a text
 
