@@ -107,10 +107,10 @@ def test_the_leak_test_rejects_ignored_documents(monkeypatch):
 def test_the_readme_shows_the_rule():
     with open(os.path.join(os.path.dirname(M.__file__), "README.md"), encoding="utf-8") as f:
         readme = f.read()
-    masks = M.dense_mask(torch.tensor([0, 3, T]), torch.arange(T), T)[:, 0].tolist()
+    masks = M.dense_mask(torch.tensor([0, 3, 5]), torch.arange(5), 5)[:, 0].tolist()
     grids = [[" ".join("■" if allowed else "·" for allowed in row) for row in mask] for mask in masks]
     for rows in zip(*grids):
-        assert (" " * 8).join(rows) in readme
+        assert (" " * 14).join(rows) in readme
 
 
 # ---- the ways to give a mask and an input
