@@ -62,6 +62,11 @@ def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, n
     return torch.randint(1, N_BYTES, shape, generator=g, device=g.device)
 
 
+def inverse_cdf(p, u):  # p (..., M) of any positive sum, u (...) in [0, 1) -> index (...), sampled from p
+    cdf = p.cumsum(-1)
+    return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
+
+
 def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row are smaller
     return key.argsort(dim=1).argsort(dim=1)    # the second argsort inverts the first
 
@@ -90,18 +95,16 @@ def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W
     """One prefix row in place of an encoder and a decoder: [mode] source SEP target EOT PAD.
 
     Source and SEP attend both ways; each position from SEP on predicts the next id, up to EOT."""
-    one = constant_column(source, SEP)
-    always = torch.ones_like(one, dtype=torch.bool)
-    ids = [source, one, target, constant_column(source, EOT)]
-    keeps = [keep, always, keep_target, always]
-    P = keep.sum(1) + 1                                                             # positions up to SEP
+    sep = constant_column(source, SEP)
+    eot = constant_column(source, EOT)
+    always = torch.ones_like(sep, dtype=torch.bool)
     if mode is not None:
-        ids = [constant_column(source, mode), *ids]
-        keeps = [always, *keeps]
-        P = P + 1
-    keep = torch.cat(keeps, dim=1)
-    z = pack_left(torch.cat(ids, dim=1), keep, T + 1)
-    end = keep.sum(1) - 1                                                           # the position of EOT
+        source = torch.cat((constant_column(source, mode), source), dim=1)
+        keep = torch.cat((always, keep), dim=1)
+    P = keep.sum(1) + 1                                                             # positions up to SEP
+    end = P + keep_target.sum(1)                                                    # the position of EOT
+    ids = torch.cat((source, sep, target, eot), dim=1)
+    z = pack_left(ids, torch.cat((keep, always, keep_target, always), dim=1), T + 1)
     i = torch.arange(T, device=z.device)
     has_loss = (i >= P[:, None] - 1) & (i < end[:, None])
     return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
@@ -720,7 +723,7 @@ def mtp_loss(model, batch, hp):
 
 
 class ParallelDrafter:
-    """Drafts k bytes a pass for sample.speculate. draft_features: what a pass keeps of the model's states (m, C),
+    """Drafts k bytes per pass for sample.speculate. draft_features: what a pass keeps of the model's states (m, C),
     compiled with the model's step. draft: drafts from the features of the verified positions; ids are the block's so
     far, draw(logits (j, V)) returns j bytes and the distributions that they were drawn from (j, 256)."""
 
@@ -831,10 +834,9 @@ def sample_replacements(generator, batch):  # -> generator's logits (B, k, V), c
     positions = batch["masked_positions"]
     h = generator(batch["inp"], batch["prefix"])
     logits = generator.logits(h.gather(1, positions[..., None].expand(-1, -1, h.size(-1))))
-    with torch.no_grad():                       # through the inverse CDF, at the batch's uniforms
-        cdf = logits[..., :N_BYTES].softmax(-1).cumsum(-1)                          # (B, k, 256)
-        fake = torch.searchsorted(cdf, (batch["uniforms"] * cdf[..., -1])[..., None], right=True)[..., 0]
-    return logits, batch["tgt"].gather(1, positions), fake.clamp(max=N_BYTES - 1)
+    with torch.no_grad():
+        fake = inverse_cdf(logits[..., :N_BYTES].softmax(-1), batch["uniforms"])
+    return logits, batch["tgt"].gather(1, positions), fake
 
 
 def predict_replaced(model, x, lookups=None):  # x (B, T) -> (B, T): log-odds that each byte was replaced
@@ -1113,10 +1115,10 @@ def nsp_loss(model, batch, hp):
 
 
 def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
-    """As in training, pieces have at most h bytes, and a long second text loses its first NSP_GAP bytes."""
+    """As in training, pieces have at most h bytes; a second text of more bytes loses its first NSP_GAP."""
     h = (hp.block_size - 3) // 2
-    second = second[NSP_GAP:NSP_GAP + h] if len(second) > 2 * NSP_GAP else second[:h]
-    row = torch.tensor([[CLS, *first[-h:], SEP, *second, SEP]], device=model.embed.weight.device)
+    second = second[NSP_GAP:] if len(second) > h else second
+    row = torch.tensor([[CLS, *first[-h:], SEP, *second[:h], SEP]], device=model.embed.weight.device)
     return model.heads["nsp"](model(row, row.size(1))[:, 0].float())[0, 0]
 
 

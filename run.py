@@ -138,32 +138,6 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
     return parser
 
 
-def parse_own_flags(prog, doc, flags, argv):  # -> Namespace of every flag of a program of experiments/
-    values = {name: flag.default for name, flag in flags.items()}
-    values |= vars(make_parser(prog, doc, {"flags": flags}).parse_args(argv))
-    check(values, flags)
-    return argparse.Namespace(**values)
-
-
-def parse_with_train_flags(prog, doc, flags, reserved, argv):  # -> the program's flags, as a Namespace; other words
-    """For programs that train: flags are their own; the other words are flags of train.py, but for the reserved ones,
-    which the program sets itself. Fails on a flag that neither has."""
-    parser = make_parser(prog, doc, {"flags, in addition to train.py's": flags})
-    given, rest = parser.parse_known_args(argv)
-    for word in rest:
-        name = word.removeprefix("--").partition("=")[0]
-        if isinstance(getattr(flag_specs().get(name.removeprefix("no-")), "default", None), bool):
-            name = name.removeprefix("no-")
-        if word.startswith("--") and name in reserved:
-            fail(f"--{name}: is set by this program itself. Try its own flags, {prog} --help")
-        if word.startswith("--") and name not in flag_specs():
-            near = difflib.get_close_matches(name, {*flags, *flag_specs()} - reserved, 1)
-            fail(f"unknown argument --{name}. Try {f'--{near[0]}' if near else f'{prog} --help'}")
-    values = {name: flag.default for name, flag in flags.items()} | vars(given)
-    check(values, flags)
-    return argparse.Namespace(**values), rest
-
-
 def check(values, flags, where=""):  # values {name: value}, flags {name: Flag}
     """Fails where a value is not of its default's type, out of its range or not among its choices."""
     for name, flag in flags.items():

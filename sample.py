@@ -29,7 +29,8 @@ Add --out_dir out/NAME to use another run than the latest. A text may also be FI
 Only these are special in a prompt: [MASK], a hole of one byte; [MASK:4], a hole of 4 bytes; <extra_id_0>, a hole of
 any length. For bart [MASK], too, is a hole of any length.
 """
-# N samples, n ids, T = block_size positions of the model, V outputs of the byte head
+# N samples, n ids, T = block_size positions of the model, V outputs of the byte head, P ids of a prefix
+# gens: a generator for each row; how: temperature, top_k and top_p, as distribution takes them
 import codecs
 import contextlib
 import functools
@@ -45,7 +46,8 @@ from data import EOT, MASK, SEP, Flag, compressor_bits, decode, document_ids, en
 from data import map_file
 from model import Cache, StaticCache
 from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Continue, Draft, Fill, Follow, Infill, Mark, Repair, Seam
-from objectives import Search, continue_layout, fill_layout, find_use, get_objective, members_of, random_bytes
+from objectives import Search, continue_layout, fill_layout, find_use, get_objective, inverse_cdf, members_of
+from objectives import random_bytes
 from run import DEVICE_FLAGS, SETTINGS, GraphedStep, check, defaults, load_run, make_parser, newest_run
 from run import preserve_torch_state, run_program
 import torch
@@ -56,6 +58,7 @@ SCORE_ROWS = 64                                 # windows scored at once
 BOUND_SAMPLES = 16                                # corruptions of a window for a bound
 DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
+HOLE_BYTES = 4                                  # expected in a hole of unknown length
 REPORT_SECONDS = 10                             # between progress lines
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
 REPORTED_STEPS = 8000                           # the figures in assets/RESULTS.md are of models after so many steps
@@ -116,12 +119,6 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (.
     return p / p.sum(-1, keepdim=True)
 
 
-def inverse_cdf(p, u):  # p (..., M), u (...) in [0, 1) -> index (...)
-    # rounding may leave the last sum below 1; u is scaled to it, so that no index is out of range
-    cdf = p.cumsum(-1)
-    return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
-
-
 def uniforms(shape, gens):  # -> (N, *shape) float64: row i from generator i
     return torch.stack([torch.rand(shape, generator=g, dtype=torch.double) for g in gens])
 
@@ -131,12 +128,12 @@ def sample_bytes(logits, gens, **how):  # (N, ..., V) -> bytes (N, ...)
     return inverse_cdf(p, uniforms(logits.shape[1:-1], gens).to(p.device)).to(logits.device)
 
 
-def sample_byte_or_stop(logits, gens, end, **how):  # (N, V) -> ids (N,): a byte of a hole, or the id that ends it
-    """The hole ends as soon as its end and EOT together have a probability of END_THRESHOLD; neither is sampled."""
-    ends = logits.softmax(-1)[:, list({end, EOT})].sum(1) >= END_THRESHOLD
+def sample_byte_or_stop(logits, gens, stop_id, **how):  # (N, V) -> ids (N,): a byte of a hole, or the id that ends it
+    """The hole ends as soon as stop_id and EOT together have a probability of END_THRESHOLD; neither is sampled."""
+    stops = logits.softmax(-1)[:, list({stop_id, EOT})].sum(1) >= END_THRESHOLD
     logits = logits.clone()
     logits[:, EOT] = -torch.inf
-    return sample_bytes(logits, gens, **how).masked_fill(ends, end)
+    return sample_bytes(logits, gens, **how).masked_fill(stops, stop_id)
 
 
 def sample_generators(seed, n):
@@ -152,58 +149,61 @@ def last_document(ids):  # list of n ids -> where its last document begins; EOT 
     return start
 
 
+def block_start(start, n, T, document):  # -> where in n ids the block begins that the next pass reads
+    """start: of the last pass's block, None before the first; the same again: the pass continues it. document: where a
+    document begins, or None."""
+    if start is None:
+        return max(0, n - T)
+    if n - 1 == document:                       # its first byte: nothing before it is read
+        return document
+    return n - T // 2 if n - start > T else start               # full: the next T / 2 bytes are cheap again
+
+
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positions=None, step=None, doc_mask=False,
-             **how):
+def generate(model, prompt, max_new_tokens, T, gens, prefix=0, stop_id=None, positions=None, compiled=None,
+             doc_mask=False, **how):
     """prompt (N, n) -> yields (N,): continues each row, one id a row at a time; a row that wrote EOT continues with
-    EOT. end: of a hole, for sample_byte_or_stop. positions: the objective's, of prefix rows. step: a fast_step, which
-    takes the steps after the prompt.
+    EOT. stop_id: what ends a hole, for sample_byte_or_stop. positions: the objective's, of prefix rows. compiled: a
+    step of compile_step, which takes over after the prompt.
 
     prefix 0: causal; when the block is full, its last half is encoded again. prefix P: the first P positions
     of the prompt are read both ways; it ends with the block, so the prompt must leave space in it.
 
     doc_mask: as in training. Each position then sees its own document alone, so nothing before the prompt's last
     document is read: RoPE depends on distances only, so positions may count from its start. All rows must end their
-    documents at the same positions, and have none of the objective's position numbers."""
+    documents at the same positions, and positions must be None."""
     if doc_mask:
         first = last_document(prompt[0].tolist())
         prompt = prompt[:, first:]
         prefix = max(0, prefix - first)
-    new_document = doc_mask and int(prompt[0, -1]) == EOT       # begins after the prompt
     N, n = prompt.shape
+    document = n if doc_mask and int(prompt[0, -1]) == EOT else None                # begins after the prompt
     device = prompt.device
     assert n > 0 and (n <= T or not prefix), (n, T)
     ids = prompt
     ended = torch.zeros(N, dtype=torch.bool, device=device)
-    cache = Cache(model, N, T) if step is None else step.cache
-    byte = None
-    start = max(0, n - T)                       # of the block in ids
-    n_cached = 0                                # ids of the block that the cache holds
+    cache = Cache(model, N, T) if compiled is None else compiled.cache
+    start, byte = None, None
     for _ in range(max_new_tokens):
-        if new_document and ids.size(1) == n + 1:
-            start = n
-            n_cached = 0
-            prefix = 0
-        if ids.size(1) - start > T:             # the next T / 2 bytes are cheap again
-            if prefix:
+        last, start = start, block_start(start, ids.size(1), T, document)
+        new = ids[:, -1:]
+        if start != last:
+            if start and prefix and start != document:          # a prefix ends with its block
                 return
-            start = ids.size(1) - T // 2
-            n_cached = 0
-        if not n_cached:
+            prefix = 0 if start else prefix
             cache.rewind(cache.length)          # emptied, not replaced: a compiled step holds its address
-        new = ids[:, start + n_cached:]
-        if step is not None and n_cached:
-            logits = step.run(byte[:, None])    # not a view of ids, whose strides grow
+            new = ids[:, start:]
+        if compiled is not None and start == last:
+            logits = compiled.run(byte[:, None])    # not a view of ids, whose strides grow
         else:
             at = positions(ids, torch.full((N,), prefix, device=device)) if positions else None
-            at = None if at is None else at[:, n_cached:]
-            h = model(new, 0 if n_cached else prefix, cache=cache, positions=at)
+            at = None if at is None else at[:, -new.size(1):]
+            h = model(new, 0 if start == last else prefix, cache=cache, positions=at)
             logits = model.logits(h[:, -1])
-        n_cached += new.size(1)
-        if end is None:
+        if stop_id is None:
             byte = sample_bytes(logits, gens, **how)
         else:
-            byte = sample_byte_or_stop(logits, gens, end, **how)
+            byte = sample_byte_or_stop(logits, gens, stop_id, **how)
         byte = byte.masked_fill(ended, EOT)
         ended |= byte == EOT
         ids = torch.cat((ids, byte[:, None]), dim=1)
@@ -213,7 +213,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, end=None, positio
 
 
 @torch.inference_mode()
-def fast_step(model, N, T, draft_features=None, n=1):  # -> Namespace(cache, n, run), None where torch.compile fails
+def compile_step(model, N, T, draft_features=None, n=1):  # -> Namespace(cache, n, run), None where torch.compile fails
     """One decoding step over a static cache for a block of T, compiled; on CUDA also captured in a graph.
 
     run: ids (N, n) -> logits (N, V) of the next id; with a drafter's draft_features, for speculate, ids (1, n) ->
@@ -249,11 +249,11 @@ def fast_step(model, N, T, draft_features=None, n=1):  # -> Namespace(cache, n, 
 
 
 @torch.inference_mode()
-def speculate(model, drafter, prompt, max_new_tokens, T, g, stats=None, step=None, doc_mask=False, **how):
+def speculate(model, drafter, prompt, max_new_tokens, T, g, stats=None, compiled=None, doc_mask=False, **how):
     """ids -> yields ids. Self-speculative decoding: a drafter made of the model's heads drafts, the model verifies the
     draft in one pass (Stern et al. 2018). At temperature 0 the text equals that of generate, at others its
-    distribution does. stats: a list that receives (drafted, kept) of each pass. step: a fast_step with the drafter's
-    draft_features. doc_mask: as for generate."""
+    distribution does. stats: a list that receives (drafted, kept) of each pass. compiled: a step of compile_step
+    with the drafter's draft_features. doc_mask: as for generate."""
     def draw(logits):  # (j, V) -> j ids, the distributions they were drawn from (j, 256)
         q = distribution(logits, **how)
         u = torch.rand(len(q), generator=g, dtype=torch.double).to(q.device)
@@ -262,29 +262,24 @@ def speculate(model, drafter, prompt, max_new_tokens, T, g, stats=None, step=Non
     ids = list(prompt)
     if doc_mask:
         ids = ids[last_document(ids):]
-    n = len(ids)
-    new_document = doc_mask and ids[-1] == EOT  # begins after the prompt
+    document = len(ids) if doc_mask and ids[-1] == EOT else None                    # begins after the prompt
     drafts, q = [], None                        # of what follows ids[-1]
-    cache = Cache(model, 1, T) if step is None else step.cache
-    start = max(0, len(ids) - T)
-    n_cached = 0
-    end = n + max_new_tokens
+    cache = Cache(model, 1, T) if compiled is None else compiled.cache
+    start = None
+    end = len(ids) + max_new_tokens
     while len(ids) < end:
-        # 1. a full block's last half is encoded again; draft no further than the block and max_new_tokens
-        if new_document and len(ids) == n + 1:
-            start = n
-            n_cached = 0
-        if len(ids) - start > T:
-            start = len(ids) - T // 2
-            n_cached = 0
-        if not n_cached:
+        # 1. the block; draft no further than it and max_new_tokens
+        last, start = start, block_start(start, len(ids), T, document)
+        new = ids[-1:]
+        if start != last:
             cache.rewind(cache.length)
             drafter.restart()
+            new = ids[start:]
         drafts = drafts[:min(T - (len(ids) - start), end - len(ids) - 1)]
         # 2. one pass over the draft: the distributions after ids[-1] and after each draft
-        new = torch.tensor([ids[start + n_cached:] + drafts], device=model.embed.weight.device)
-        if step is not None and n_cached and new.size(1) == step.n:
-            logits, features = step.run(new)
+        new = torch.tensor([new + drafts], device=model.embed.weight.device)
+        if compiled is not None and start == last and new.size(1) == compiled.n:
+            logits, features = compiled.run(new)
         else:
             h = model(new, 0, cache=cache)[0]
             logits = model.logits(h[-len(drafts) - 1:])
@@ -293,7 +288,6 @@ def speculate(model, drafter, prompt, max_new_tokens, T, g, stats=None, step=Non
         out = verify(distribution(logits, **how), None if q is None else q[:len(drafts)], drafts, g)
         rejected = len(drafts) + 1 - len(out)
         cache.rewind(rejected)
-        n_cached += new.size(1) - rejected
         if stats is not None:
             stats.append((len(drafts), len(out) - 1))
         for i in out:
@@ -333,6 +327,11 @@ def fill_logits(model, ids, layout, doc_mask=False):  # (N, n) with MASKs -> (N,
     return model.logits(h[:, first:first + ids.size(1)])
 
 
+def text_space(layout, T):  # -> bytes of a text in a row of T positions
+    before, after, _ = layout
+    return T - len(before) - len(after)
+
+
 @torch.inference_mode()
 def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False, **how):
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
@@ -348,17 +347,17 @@ def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False,
     if order == "revise":
         yield from unmask_and_revise(model, ids, gens, layout, steps, doc_mask, **how)
         return
-    for i in range(steps):
+    for passes_left in range(steps, 0, -1):
         is_mask = ids == MASK
         if not is_mask.any():
             return
         logits = fill_logits(model, ids, layout, doc_mask)      # (N, n, V)
         new = sample_bytes(logits, gens, **how)
-        if at_random:                           # t = 1 - i / steps, s = t - 1 / steps: (t - s) / t = 1 / (steps - i)
+        if at_random:                           # (t - s) / t = 1 / passes_left
             ratio_sum = torch.ones((), device=ids.device)
-            if order == "analytic" and i < steps - 1:
+            if order == "analytic" and passes_left > 1:
                 ratio_sum = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)       # near 1
-            chosen = uniforms(ids.shape[1:], gens).float().to(ids.device) * (steps - i) < ratio_sum
+            chosen = uniforms(ids.shape[1:], gens).float().to(ids.device) * passes_left <= ratio_sum
         else:
             if order == "confident":
                 priority = logits[..., :N_BYTES].float().softmax(-1).amax(-1)                       # (N, n)
@@ -366,7 +365,6 @@ def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False,
                 priority = -torch.arange(ids.size(1), device=ids.device).float().expand(ids.shape)
             priority = priority.masked_fill(~is_mask, -torch.inf)
             rank = priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-            passes_left = steps - i
             chosen = rank < (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left         # an equal share
         ids = torch.where(is_mask & chosen, new, ids)
         yield ids
@@ -397,8 +395,7 @@ def fill(model, ids, *args, **kwargs):  # -> the last state of unmask
 def fill_long(model, ids, T, gens, layout, on_pass=None, **how):  # (1, n) of any length, window by window -> (1, n)
     """Each window starts a quarter of its length before its first MASK. on_pass: is called with every state."""
     ids = ids.clone()
-    before, after, _ = layout
-    n = T - len(before) - len(after)
+    n = text_space(layout, T)
     while (ids == MASK).any():
         first = int((ids[0] == MASK).byte().argmax())
         a = max(0, min(first - n // 4, ids.size(1) - n))
@@ -464,7 +461,7 @@ def no_progress(n):
 @torch.inference_mode()
 def score(model, data, T, stride, doc_mask=False, on_bytes=no_progress):  # data (n,) uint8 -> bits, left to right
     """Window i scores bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
-    windows are disjoint, and each starts without context. The first byte of all counts 8 bits. doc_mask: as in
+    windows are disjoint, and each starts with one byte of context. The first byte of all counts 8 bits. doc_mask: as in
     training. on_bytes: is called with each number of bytes that have been scored."""
     n = len(data)
     bits = 8.0
@@ -514,8 +511,7 @@ def score_pseudo(model, data, T, layout, doc_mask=False, on_bytes=no_progress): 
     """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is predicted from all the others
     of its window."""
     bits = 0.0
-    before, after, _ = layout
-    for x in data.split(T - len(before) - len(after)):
+    for x in data.split(text_space(layout, T)):
         x = x.long().to(model.embed.weight.device)
         for masked in torch.arange(len(x), device=x.device).split(SCORE_ROWS):
             rows = x.repeat(len(masked), 1).scatter(1, masked[:, None], MASK)
@@ -585,9 +581,17 @@ def highlight(parts, plain=("", "")):  # [(ids, is new)] -> str, on a terminal w
     return "".join(tint[0] + to_text(ids) + tint[1] if new and ids else to_text(ids) for ids, new in parts)
 
 
-def split_by(ids, flags):  # n ids, n bools -> [(ids, flag)]: runs of one flag, so that a character stays in one piece
-    groups = itertools.groupby(zip(ids, flags), lambda pair: pair[1])
-    return [([i for i, _ in group], flag) for flag, group in groups]
+def split_by(ids, flags):  # n ids, n bools -> [(ids, flag)]: runs of characters with one flag
+    """A character of several bytes (UTF-8) is flagged if one of them is."""
+    starts = [k for k, i in enumerate(ids) if not 0x80 <= i < 0xc0] or [0]
+    starts[0] = 0                               # a text may begin inside a character
+    runs = []
+    for a, b in zip(starts, [*starts[1:], len(ids)]):
+        flag = any(flags[a:b])
+        if not runs or runs[-1][1] != flag:
+            runs.append(([], flag))
+        runs[-1][0].extend(ids[a:b])
+    return runs
 
 
 def stream(prompt, steps):  # ids, what yields more -> the ids that it yielded
@@ -598,6 +602,10 @@ def stream(prompt, steps):  # ids, what yields more -> the ids that it yielded
         print(escape_control(decoder.decode(bytes([i] if i != EOT else []))), end="", flush=True)
     print(decoder.decode(b"", final=True), flush=True)
     return ids[len(prompt):]
+
+
+def note(text):  # what is not the answer goes to standard error
+    print(f"--- {text}", file=sys.stderr, flush=True)
 
 
 def show_pass(ids):
@@ -629,7 +637,7 @@ def progress(total, prints=False):  # -> f(n), to be called whenever n more of t
             return
         last_line = now
         left = (now - start) / done * (total - done)
-        print(f"--- {done:,} of {total:,} bytes, about {left:.0f} s left", file=sys.stderr, flush=True)
+        note(f"{done:,} of {total:,} bytes, about {left:.0f} s left")
     yield update
 
 
@@ -652,7 +660,8 @@ def sampling_settings(flags, temperature=None):
 
 
 def greedy_settings(flags):  # the same for holes and repairs, which take the most likely byte by default
-    if flags.given & SAMPLING_FLAGS:            # at temperature 0 samples would be alike, and top_k have no effect
+    # at temperature 0 several samples would be alike, and top_k and top_p have no effect
+    if flags.num_samples > 1 or flags.given & {"temperature", "top_k", "top_p"}:
         return sampling_settings(flags)
     return sampling_settings(flags, temperature=0.0)
 
@@ -662,10 +671,7 @@ def greedy_settings(flags):  # the same for holes and repairs, which take the mo
 
 def continue_mode(model, objective, hp, flags, held_out):
     """Continues a prompt in the layout of Continue.layout."""
-    layout = continue_layout(objective, hp)
-    if not layout:
-        fail(f"--out_dir: this {objective.name} model was not trained to continue a prompt. Try another run")
-    both_ways, before, after = layout
+    both_ways, before, after = continue_layout(objective, hp)
     T = hp.block_size
     prompt = flags.prompt
     if prompt is None:
@@ -676,7 +682,7 @@ def continue_mode(model, objective, hp, flags, held_out):
     if both_ways:                               # one block holds the prompt and what is written, half of it at most
         space = max(1, T - len(before) - len(after) - min(flags.max_new_tokens, T // 2))
         if len(prompt) > space:
-            print(f"--- the last {space} of {len(prompt)} bytes of the prompt, which leave space in the block")
+            note(f"reads the last {space} of {len(prompt)} bytes of the prompt, which leave space in the block")
         prompt = prompt[-space:]
     draft = find_use(objective, Draft)
     drafter = draft.make_drafter(model, hp) if draft and flags.speculate else None
@@ -684,35 +690,35 @@ def continue_mode(model, objective, hp, flags, held_out):
         return speculate_mode(model, drafter, hp, flags, prompt)
     ids = to_tensor(before + prompt + after, hp).expand(flags.num_samples, -1)
     prefix = ids.size(1) if both_ways else 0
-    step = fast_step(model, flags.num_samples, T) if flags.compile else None
+    compiled = compile_step(model, flags.num_samples, T) if flags.compile else None
     gens = sample_generators(flags.seed, flags.num_samples)
-    how = sampling_settings(flags)
-    steps = generate(model, ids, flags.max_new_tokens, T, gens, prefix, step=step, doc_mask=hp.doc_mask, **how)
+    written = generate(model, ids, flags.max_new_tokens, T, gens, prefix, compiled=compiled, doc_mask=hp.doc_mask,
+                       **sampling_settings(flags))
     if flags.num_samples > 1:
-        rows = [byte.tolist() for byte in steps]
+        columns = [bytes_of_rows.tolist() for bytes_of_rows in written]
         for i, _ in enumerate(each_sample(flags)):
-            print(to_text(prompt + [row[i] for row in rows]))
+            print(to_text(prompt + [column[i] for column in columns]))
         return
-    written = stream(prompt, steps)
+    written = stream(prompt, written)
     if prefix and len(written) < flags.max_new_tokens and written[-1] != EOT:
-        print(f"--- the block of {T} is full", file=sys.stderr)
+        note(f"the block of {T} is full")
 
 
 def speculate_mode(model, drafter, hp, flags, prompt):
     """Writes, then prints on standard error how many drafts were kept."""
     T, k = hp.block_size, drafter.k
-    step = fast_step(model, 1, T, drafter.draft_features, k + 1) if flags.compile else None
+    compiled = compile_step(model, 1, T, drafter.draft_features, k + 1) if flags.compile else None
     stats = []
     n = 0
     for [g] in each_sample(flags):
-        steps = speculate(model, drafter, prompt, flags.max_new_tokens, T, g, stats, step, hp.doc_mask,
-                          **sampling_settings(flags))
-        n += len(stream(prompt, steps))
+        written = speculate(model, drafter, prompt, flags.max_new_tokens, T, g, stats, compiled, hp.doc_mask,
+                            **sampling_settings(flags))
+        n += len(stream(prompt, written))
     shares = []                                 # of the passes that drafted j bytes: the share that kept the j-th
     for j in range(1, k + 1):
         kept_it = [kept >= j for drafted, kept in stats if drafted >= j]
         shares.append(f"{sum(kept_it) / max(1, len(kept_it)):.0%}")
-    print(f"--- {n / max(1, len(stats)):.2f} bytes a pass; drafts kept: {' '.join(shares)}", file=sys.stderr)
+    note(f"{n / max(1, len(stats)):.2f} bytes per forward pass; drafts kept: {' '.join(shares)}")
 
 
 def fill_mode(model, objective, hp, flags, held_out):
@@ -724,8 +730,7 @@ def fill_mode(model, objective, hp, flags, held_out):
     if order not in use.orders:
         fail(f"--order {order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     if flags.prompt is None:
-        before, after, _ = layout
-        clean = held_out[:T - len(before) - len(after)].long()
+        clean = held_out[:text_space(layout, T)].long()
         is_masked = torch.rand(len(clean), generator=make_rng("demonstration")) < 0.15
         is_masked[-1] |= ~is_masked.any()       # at least one
         ids = clean.masked_fill(is_masked, MASK).tolist()
@@ -738,9 +743,11 @@ def fill_mode(model, objective, hp, flags, held_out):
         if not use.trained_at_any_rate:
             fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
         if len(ids) > T // 2:
-            print(f"--- the last {T // 2} of {len(ids)} bytes of the prompt, which leave space in the block")
+            note(f"reads the last {T // 2} of {len(ids)} bytes of the prompt, which leave space in the block")
         ids = ids[-(T // 2):]
-        ids += [MASK] * max(0, min(flags.max_new_tokens, T - len(ids)))
+        if T - len(ids) < flags.max_new_tokens and "max_new_tokens" in flags.given:
+            note(f"writes {T - len(ids)} bytes, which fill the block of {T}")
+        ids += [MASK] * min(flags.max_new_tokens, T - len(ids))
         how = sampling_settings(flags, DIFFUSION_TEMPERATURE)
     on_pass = show_pass if flags.show else None
     for gens in each_sample(flags):
@@ -776,25 +783,30 @@ def infill_mode(model, objective, hp, flags, held_out):
         space = max(2, T - 8 - min(flags.max_new_tokens, T // 3))
         keep = max(space // 2, space - len(pieces[1]))
         near = [pieces[0][-keep:], pieces[1][:space - min(len(pieces[0]), keep)]]
-    prompt = use.prompt(near, 4, hp)
-    if not prompt:
-        fail(f"--out_dir: this {objective.name} model was not trained to fill holes. Try another run")
-    ids, P = prompt
+    if near != pieces:
+        note(f"reads the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it")
+    m = flags.max_new_tokens // holes if "max_new_tokens" in flags.given else HOLE_BYTES
+    ids, P = use.prompt(near, m, hp)
     if len(ids) + holes > T:
         fail(f"--prompt: {len(ids)} positions with its holes leave no space in a block of {T}. Try a shorter text")
     how = greedy_settings(flags)
     for gens in each_sample(flags):
         spans, ended = infill(model, objective, hp, ids, P, holes, flags.max_new_tokens, gens, **how)
-        note = "" if ended else "\n--- did not end by itself. Try a larger --max_new_tokens, or a shorter text"
+        is_trimmed = False
         if holes == 1:
             trimmed = trim_to_suffix(model, objective, hp, near[0], spans[0], near[1])
-            if len(trimmed) < len(spans[0]):
-                note = "\n--- trimmed where the suffix fits best"
+            is_trimmed = len(trimmed) < len(spans[0])
             spans = [trimmed]
-        parts = [(pieces[0], False)]
+        text = list(pieces[0])
+        is_new = [False] * len(text)
         for span, piece in zip(spans, pieces[1:]):
-            parts += [(span, True), (piece, False)]
-        print(highlight(parts) + note)
+            text += span + piece
+            is_new += [True] * len(span) + [False] * len(piece)
+        print(highlight(split_by(text, is_new)), flush=True)
+        if is_trimmed:
+            note("trimmed where the suffix fits best")
+        elif not ended:
+            note("did not end by itself. Try a larger --max_new_tokens, or a shorter text")
 
 
 def repair_mode(model, objective, hp, flags, held_out):
@@ -815,28 +827,27 @@ def repair_mode(model, objective, hp, flags, held_out):
         with progress(len(noisy), prints=True) as on_bytes:
             written = stream([], itertools.islice(repair(model, objective, noisy, hp, gens, on_bytes, **how), limit))
         if len(written) == limit:
-            print(f"--- stopped after {limit} bytes")
+            note(f"stopped after {limit} bytes")
 
 
 @torch.inference_mode()
 def repair(model, objective, noisy, hp, gens, on_bytes=no_progress, **how):  # ids of any number -> yields bytes
     T = hp.block_size
     n = objective.n_bytes(T, hp)
-    if len(noisy) <= T - 1 - n:                 # a source may be longer than its text, which is n bytes at most
+    if n < len(noisy) <= T - 1 - n:             # a source may be longer than its text, which is n bytes at most
         n = len(noisy)
-    for a in range(0, len(noisy), max(1, n)):
+    for a in range(0, len(noisy), n):
         piece = noisy[a:a + n]
         if find_use(objective, Repair).in_place:
             x = to_tensor(piece, hp)
             h = model(x, x.size(1), document_ids(x) if hp.doc_mask else None)
             yield from sample_bytes(model.logits(h), gens, **how)[0].tolist()
         else:
-            ids = to_tensor(piece + [SEP], hp)
+            ids = to_tensor([i for i in piece if i != EOT] + [SEP], hp)             # a copied EOT would end the row
             P = ids.size(1)
             positions = functools.partial(objective.positions, hp=hp)
-            for byte in generate(model, ids, T + 1 - P, T, gens, P, positions=positions, **how):
-                if int(byte) != EOT:
-                    yield int(byte)
+            written = map(int, generate(model, ids, T + 1 - P, T, gens, P, positions=positions, **how))
+            yield from (i for i in written if i != EOT)
         on_bytes(len(piece))
 
 
@@ -884,7 +895,7 @@ def follow_mode(model, objective, hp, flags, held_out):
         second = require(flags.suffix, "suffix")
         print(f"the second text follows the first {follows(first, second)}")
         return
-    n = min(len(held_out) // 2, hp.block_size // 2)
+    n = min(len(held_out) // 4, hp.block_size // 2)
     first = held_out[:n].tolist()
     pairs = {"its continuation": held_out[n:2 * n].tolist(), "a later passage": held_out[-n:].tolist()}
     print(f"first text:\n{to_text(first)}")
@@ -914,7 +925,7 @@ def embed_texts(model, embed, texts, T):  # list of ids -> (N, C) float32 of len
 def search_mode(model, objective, hp, flags, held_out):
     """Prints the three lines of --corpus nearest to --query; without a query the lines' embeddings."""
     embed = find_use(objective, Search).embed
-    T = hp.block_size
+    T = min(hp.block_size, len(held_out))
     if flags.corpus is None:
         texts = {f"passage {i}": p.tolist() for i, p in enumerate(held_out.split(T // 2), 1)}
     else:
@@ -943,7 +954,7 @@ def seam_mode(model, objective, hp, flags, held_out):
     shift = T // 3
     ids = held_out[:T].roll(shift).tolist() if flags.prompt is None else require(flags.prompt, "prompt")
     if len(ids) > T:
-        print(f"--- the first {T} of {len(ids)} bytes, which fill the block")
+        note(f"reads the first {T} of {len(ids)} bytes, which fill the block")
         ids = ids[:T]
     p = find_use(objective, Seam).predict(model, to_tensor(ids, hp))[0].softmax(0)
     seam = int(p.argmax())
@@ -964,14 +975,14 @@ def score_mode(model, objective, hp, flags, held_out):
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
     exact = objective.bpb in ("loss", "causal") and continue_layout(objective, hp) is not None
+    if not exact and not objective.nelbo and not layout:
+        those = " ".join(n for n, o in OBJECTIVES.items() if n != name and (o.bpb or fill_layout(o, hp)))
+        fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
     stride = flags.stride or max(1, T // 2)
     if flags.stride and not exact:
         fail(f"--stride: {name} scores windows of the block as a whole. Try without it")
     if stride > T:
         fail(f"--stride {stride}: is more than the block of {T}. Try --stride {T}")
-    if not exact and not objective.nelbo and not layout:
-        those = " ".join(n for n, o in OBJECTIVES.items() if n != name and (o.bpb or fill_layout(o, hp)))
-        fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
     if not len(data):
         fail(f"--score {flags.score}: is empty. Try some text")
 
@@ -991,8 +1002,7 @@ def score_mode(model, objective, hp, flags, held_out):
     elif layout:
         with progress(len(data)) as on_bytes:
             bits = score_pseudo(model, data, T, layout, hp.doc_mask, on_bytes)
-        before, after, _ = layout
-        print_bits(bits, f"pseudo: every byte given all others of its window of {T - len(before) - len(after)}")
+        print_bits(bits, f"pseudo: every byte given all others of its window of {text_space(layout, T)}")
     print(f"compressors: {compressor_bits(data)}")
 
 
@@ -1020,9 +1030,12 @@ def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
     use = objective.uses[0]
     kind = type(use)
     has_hole = flags.prompt is not None and re.search(MASKS if kind is Fill else HOLES, bytes(flags.prompt))
-    if kind in (Fill, Infill) and continue_layout(objective, hp):
-        trained = use.layout(hp) if kind is Fill else use.prompt([[1], [1]], 4, hp)
-        if not trained or flags.prompt is not None and not has_hole:
+    if kind in (Fill, Infill):
+        trained = use.layout(hp) if kind is Fill else use.prompt([[1], [1]], HOLE_BYTES, hp)
+        continues = continue_layout(objective, hp)
+        if not trained and not continues:
+            fail(f"--out_dir: this {objective.name} model was not trained to fill holes. Try another run")
+        if continues and (not trained or flags.prompt is not None and not has_hole):
             kind = Continue
     mode, read = MODES[kind]
     if kind is Continue and find_use(objective, Draft):
@@ -1044,8 +1057,7 @@ def report_unread_markers(mode, name, members, hp, flags):
             for other, objective in members.items():
                 if flag == "prompt" and other != name and reads.get(choose_mode(objective, hp, flags)[0]) == marker:
                     hint = f"Try --objective {other}"
-            print(f"--- --{flag}: {found[0].decode()} is read as text, {name} does not fill it here. {hint}",
-                  file=sys.stderr)
+            note(f"--{flag}: {found[0].decode()} is read as text, {name} does not fill it here. {hint}")
 
 
 def parse(argv):  # -> Namespace of every flag; texts as ids, None where they were not given
@@ -1063,8 +1075,8 @@ def print_training_hint(objective, hp, step, path):  # on standard error, for a 
     settings -= {"max_iters", "max_passes"}
     is_default = hp.objective == objective.name and all(getattr(hp, name) == base[name] for name in settings)
     if is_default and step < REPORTED_STEPS:
-        print(f"--- this model had {step:,} steps; figures in assets/RESULTS.md are after {REPORTED_STEPS:,}. To train "
-              f"it further: python train.py --resume --out_dir {path} --max_iters {REPORTED_STEPS}", file=sys.stderr)
+        note(f"this model had {step:,} steps; figures in assets/RESULTS.md are after {REPORTED_STEPS:,}. To train it "
+             f"further: python train.py --resume --out_dir {path} --max_iters {REPORTED_STEPS}")
 
 
 @preserve_torch_state()

@@ -27,12 +27,12 @@ from argparse import Namespace
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import VOCAB_SIZE, Flag, fail, make_rng, open_corpus
+from experiments.flags import parse_with_train_flags
 import sample
 import train
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Draft, find_use, get_objective
-from run import GraphedStep, build, for_inference, get_config, load_run, parse_with_train_flags, preserve_torch_state
-from run import run_program, use_device
+from run import GraphedStep, build, for_inference, get_config, load_run, preserve_torch_state, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -290,22 +290,23 @@ def bench_decode(flags, hp, names):
     numbers = itertools.count()
     stats = []
 
-    def decode(step=None, seed=None, temperature=0.8):
+    def decode(compiled=None, seed=None, temperature=0.8):
         gens = [make_rng(seed or f"decode,{next(numbers)}")]
-        return [int(b) for b in sample.generate(model, x, flags.new, T, gens, step=step, temperature=temperature)]
+        written = sample.generate(model, x, flags.new, T, gens, compiled=compiled, temperature=temperature)
+        return [int(b) for b in written]
 
-    def speculate(step=None, seed=None, temperature=0.8, stats=stats):
+    def speculate(compiled=None, seed=None, temperature=0.8, stats=stats):
         g = make_rng(seed or f"decode,{next(numbers)}")
-        return list(sample.speculate(model, drafter, prompt, flags.new, T, g, stats, step, temperature=temperature))
+        return [*sample.speculate(model, drafter, prompt, flags.new, T, g, stats, compiled, temperature=temperature)]
     sides = {"plain": lambda: len(decode())}
-    compiled = sample.fast_step(model, 1, T) if flags.compile else None
+    compiled = sample.compile_step(model, 1, T) if flags.compile else None
     if compiled:                                # what does not compile has no side
         sides["compiled"] = lambda: len(decode(compiled))
     if drafter:
         sides["speculated"] = lambda: len(speculate())
     both = None
     if drafter and flags.compile:
-        both = sample.fast_step(model, 1, T, drafter.draft_features, drafter.k + 1)
+        both = sample.compile_step(model, 1, T, drafter.draft_features, drafter.k + 1)
     if both:
         sides["both"] = lambda: len(speculate(both))
     if flags.nanogpt:
@@ -328,7 +329,7 @@ def bench_decode(flags, hp, names):
         plain = decode(seed="greedy", temperature=0)
         drafted = speculate(seed="greedy", temperature=0, stats=None)
         differ = sum(a != b for a, b in zip(plain, drafted)) + abs(len(plain) - len(drafted))
-        print(f"speculation: {sum(kept + 1 for _, kept in stats) / len(stats):.2f} bytes a pass; at temperature 0 "
+        print(f"speculation: {sum(kept + 1 for _, kept in stats) / len(stats):.2f} bytes per pass; at temperature 0 "
               f"{differ} of {len(plain)} bytes differ from plain decoding")
 
 

@@ -32,9 +32,10 @@ from dataclasses import dataclass
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, check_sizes, fail, open_corpus
 from experiments import bench, evaluate
+from experiments.flags import parse_with_train_flags
 import train
 from objectives import OBJECTIVES, get_objective
-from run import SETTINGS, VERSION, build, flag_specs, get_config, load_checkpoint, load_run, parse_with_train_flags
+from run import SETTINGS, VERSION, build, flag_specs, get_config, load_checkpoint, load_run
 from run import preserve_torch_state, run_program
 import torch
 from tqdm import tqdm

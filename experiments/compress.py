@@ -15,9 +15,10 @@ import zlib
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import EOT, Flag, compressor_bits, error_reason, fail, map_file, to_bytes
+from experiments.flags import parse_own_flags
 from model import Cache
 from objectives import N_BYTES, continue_layout, get_objective
-from run import DEVICE_FLAGS, load_run, newest_run, parse_own_flags, preserve_torch_state, run_program
+from run import DEVICE_FLAGS, load_run, newest_run, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 

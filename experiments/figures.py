@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import EOT, ID_NAMES, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
+from experiments.flags import parse_own_flags
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES, get_objective
-from run import get_config, parse_own_flags, run_program
+from run import get_config, run_program
 import torch
 
 FLAGS = {"out": Flag("assets/rows.png", "file to draw into")}

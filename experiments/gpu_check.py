@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, fail
-from run import parse_own_flags, run_program
+from experiments.flags import parse_own_flags
+from run import run_program
 import torch
 
 FLAGS = {

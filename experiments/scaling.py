@@ -15,7 +15,8 @@ import statistics
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, fail
 from experiments.compare import markdown
-from run import parse_own_flags, run_program
+from experiments.flags import parse_own_flags
+from run import run_program
 
 FLAGS = {
     "curves": Flag("", "table of compare's, .csv, from --sweep n_embd or n_layer"),

@@ -26,8 +26,9 @@ from experiments import evaluate
 import sample
 from experiments.compare import markdown
 from experiments.evaluate import PROMPT
+from experiments.flags import parse_own_flags
 from objectives import Fill, continue_layout, fill_layout, find_use, get_objective, members_of
-from run import load_run, parse_own_flags, preserve_torch_state, run_program
+from run import load_run, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm

@@ -9,8 +9,8 @@ import torch
 from conftest import TINY
 
 from experiments import compare, evaluate
+from experiments.flags import parse_with_train_flags
 from objectives import OBJECTIVES
-from run import parse_with_train_flags
 
 
 def run(*words):  # compare on the text of the folder, two steps for every cell

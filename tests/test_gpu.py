@@ -5,9 +5,9 @@ import pytest
 import torch
 from conftest import randomized
 
-import run
 from data import make_rng
 from experiments import bench, compare, gpu_check
+from experiments.flags import parse_with_train_flags
 from model import ModelConfig, can_attend, choose_attention
 from run import get_config
 
@@ -98,9 +98,9 @@ def test_every_step_of_the_gpu_check_has_flags_that_its_program_knows(monkeypatc
     flags = argparse.Namespace(out_dir="out", device="cpu", small=True, nanogpt="", data=text)
     for step in gpu_check.list_steps(flags):
         if step.words[1] == "experiments.bench":
-            bench_flags, rest = run.parse_with_train_flags("bench", "", bench.FLAGS, bench.RESERVED, step.words[2:])
+            bench_flags, rest = parse_with_train_flags("bench", "", bench.FLAGS, bench.RESERVED, step.words[2:])
             get_config(["--objective", bench_flags.objectives.split(",")[0], *rest])
         elif step.words[1] == "experiments.compare":
-            compare_flags, rest = run.parse_with_train_flags("compare", "", compare.FLAGS, compare.RESERVED,
-                                                             step.words[2:])
+            compare_flags, rest = parse_with_train_flags("compare", "", compare.FLAGS, compare.RESERVED,
+                                                         step.words[2:])
             assert compare.plan_cells(compare_flags, rest)

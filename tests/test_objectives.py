@@ -1363,6 +1363,18 @@ def test_nsp_reads_its_answer_at_cls():
     torch.testing.assert_close(objective.loss(net, batch, hp)["nsp"], want)
 
 
+def test_nsp_reads_short_texts_whole_and_leaves_the_gap_before_long_ones():
+    objective, net, _, hp = case("nsp")
+    h = (T - 3) // 2
+    rows = []
+    net.register_forward_pre_hook(lambda model, args: rows.append(args[0][0].tolist()))
+    text = [*range(1, 2 * h)]
+    for n in (1, h, h + 1, 2 * h - 1):
+        objective.uses[0].predict(net, text, text[:n], hp)
+    expected = [text[:1], text[:h], text[O.NSP_GAP:h + 1], text[O.NSP_GAP:O.NSP_GAP + h]]
+    assert rows == [[CLS, *text[-h:], SEP, *second, SEP] for second in expected]
+
+
 @pytest.mark.parametrize("name, head", [("nsp", "nsp"), ("rotation", "seam")])
 @pytest.mark.parametrize("right", [True, False])
 def test_accuracy_counts_what_is_right(name, head, right):

@@ -16,11 +16,11 @@ from conftest import TINY, randomize, randomized, settings
 
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_S, PRE, SENTINEL, SEP, SUF, Flag, document_ids, make_rng
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, document_ids, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Continue, Fill, Follow, Infill, Mark, Objective, ParallelDrafter, Repair, Seam
 from objectives import embed, find_use, get_objective, mtp_drafter, seq2seq
-from run import build, load_checkpoint
+from run import build, load_checkpoint, load_run
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -159,8 +159,8 @@ def test_a_continuation_attends_to_its_own_document_alone(prefix, ends, monkeypa
         out = generated(net, x, T - 7, T, gens(2), prefix, doc_mask=True)
         expected = without_cache(net, x, T - 7, prefix, doc_mask=True)
         assert torch.equal(out, expected)
-        step = sample.fast_step(net, 2, T)
-        assert torch.equal(generated(net, x, T - 7, T, gens(2), prefix, doc_mask=True, step=step), expected)
+        step = sample.compile_step(net, 2, T)
+        assert torch.equal(generated(net, x, T - 7, T, gens(2), prefix, doc_mask=True, compiled=step), expected)
         differs |= not torch.equal(out, without_cache(net, x, T - 7, prefix))
     assert differs == bool(ends)
 
@@ -301,22 +301,23 @@ def test_speculation_keeps_a_perfect_draft_and_stops_at_the_end_of_the_document(
     assert len(stats) == 11
 
 
-def check_fast_steps(n, temperature=0.0, device="cpu", kind="parallel"):
+def check_compiled_steps(n, temperature=0.0, device="cpu", kind="parallel"):
     """The same texts with a step and without one, past the block's end, for prompts of several lengths."""
     net, drafter = model_and_drafter(n, device=device, kind=kind)
-    one_byte = sample.fast_step(net, 2, T)
-    several = sample.fast_step(net, 1, T, drafter.draft_features, n)
+    one_byte = sample.compile_step(net, 2, T)
+    several = sample.compile_step(net, 1, T, drafter.draft_features, n)
     assert one_byte is not None
     assert (several is None) == (n > T)
     for seed in range(3):
         x = ids(1 + 7 * seed, seed=seed).to(device)
         rows = x.expand(2, -1)
-        assert torch.equal(generated(net, rows, 30, T, gens(2)), generated(net, rows, 30, T, gens(2), step=one_byte))
+        plain = generated(net, rows, 30, T, gens(2))
+        assert torch.equal(plain, generated(net, rows, 30, T, gens(2), compiled=one_byte))
         texts = []
         for step in (None, several):
             g = make_rng(f"{seed}")
             prompt = x[0].tolist()
-            texts.append([*sample.speculate(net, drafter, prompt, 40, T, g, step=step, temperature=temperature)])
+            texts.append([*sample.speculate(net, drafter, prompt, 40, T, g, compiled=step, temperature=temperature)])
         assert texts[0] == texts[1]
         assert len(texts[0]) == 40 or texts[0][-1] == EOT
 
@@ -336,20 +337,20 @@ def compile_nothing(f, **options):  # stands for torch.compile: other shapes or 
 def test_a_step_over_a_static_cache_changes_nothing(kind, n, temperature, monkeypatch, capsys):
     """The step that --compile compiles, uncompiled; with more heads than two passes, or one, have space for."""
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    check_fast_steps(n, temperature, kind=kind)
+    check_compiled_steps(n, temperature, kind=kind)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
 def test_a_compiled_step_changes_nothing():
-    check_fast_steps(4)
+    check_compiled_steps(4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("n", [4, 7])
 def test_a_step_in_a_cuda_graph_changes_nothing(n):
-    check_fast_steps(n, device="cuda")
+    check_compiled_steps(n, device="cuda")
 
 
 # ---- filling masked bytes
@@ -752,14 +753,14 @@ INPUTS = {
 def test_every_mode_takes_any_input(name, flags, runs, capsys):
     """And prints all of it, unless it says that a prompt is longer than its block."""
     flags = flags if flags[0].startswith("--") else ["--prompt", *flags]
-    out = stdout(capsys, name, *flags)
+    out, err = output(capsys, name, *flags)
     assert not re.search(r"<MASK>(?!<)|\[MASK|<PRE>|<SEP>", out)
     text = dict(zip(flags[::2], flags[1::2]))
     text = text.get("--prompt", text.get("--prefix", "") + "<extra_id_0>" + text.get("--suffix", ""))
     pieces = re.split(r"\[MASK.*?\]|<extra_id_.>|\0", os.fsencode(text).decode(errors="replace"))
     if isinstance(OBJECTIVES[name].uses[0], (Continue, Fill, Infill)):
         complete = re.search(".*".join(map(re.escape, pieces)), out, re.DOTALL)
-        assert complete or "bytes of the prompt" in out
+        assert complete or "bytes of the prompt" in err
 
 
 @pytest.mark.parametrize("name, flags, others", [
@@ -775,8 +776,8 @@ def test_other_ways_to_the_same_text_print_the_same_text(name, flags, others, ru
     two = capsys.readouterr()
     assert two.out.count(one.out.strip()) == 1, "the second of two samples equals the first, or the first differs"
     assert ("--- sample 2" in two.out) == ("--num_samples" in others)
-    assert ("bytes a pass" in one.err) == (name == "mtp")
-    assert ("bytes a pass" in two.err) == (name == "mtp" and "--no-speculate" not in others)
+    assert ("bytes per forward pass" in one.err) == (name == "mtp")
+    assert ("bytes per forward pass" in two.err) == (name == "mtp" and "--no-speculate" not in others)
 
 
 def test_each_objective_has_its_own_default_order_and_shift(runs, capsys, monkeypatch):
@@ -824,8 +825,9 @@ def test_a_run_shorter_than_the_reported_ones_is_told_how_to_train_on(reported, 
 def test_a_middle_is_printed_up_to_where_the_suffix_fits(ended, runs, capsys, monkeypatch):
     monkeypatch.setattr(sample, "infill", lambda *args, **how: ([[*b"defghi"]], ended))
     monkeypatch.setattr(sample, "trim_to_suffix", lambda model, objective, hp, left, middle, right: middle[:3])
-    out = stdout(capsys, "fim", "--prefix", "abc", "--suffix", "ghi")
-    assert out == "abcdefghi\n--- trimmed where the suffix fits best\n"
+    out, err = output(capsys, "fim", "--prefix", "abc", "--suffix", "ghi")
+    assert out == "abcdefghi\n"
+    assert err == "--- trimmed where the suffix fits best\n"
 
 
 @pytest.mark.parametrize("flags", [["--prompt", HOLE], ["--prompt", HOLE + "<extra_id_1>"]])
@@ -833,8 +835,8 @@ def test_a_hole_that_does_not_end_by_itself_comes_with_advice(flags, runs, capsy
     def never_ends(model, objective, ids, P, holes, *args, **how):
         return [[65]] * holes, False
     monkeypatch.setattr(sample, "infill", never_ends)
-    out = stdout(capsys, "span", *flags)
-    assert out.endswith("\n--- did not end by itself. Try a larger --max_new_tokens, or a shorter text\n")
+    err = output(capsys, "span", *flags).err
+    assert err == "--- did not end by itself. Try a larger --max_new_tokens, or a shorter text\n"
 
 
 @pytest.mark.parametrize("name, setting", [("hybrid", "hybrid_ratio"), ("fim", "fim_rate")])
@@ -842,6 +844,19 @@ def test_a_model_trained_without_holes_continues_any_prompt(name, setting, runs,
     run = changed_run(name, f"plain {name}", {setting: 0.0})
     assert "the model's continuation" in stdout(capsys, run)
     assert stdout(capsys, run, "--prompt", "a[MASK]b").startswith("a[MASK]b")
+
+
+def test_a_model_that_never_saw_mask_fills_nothing(runs, capsys):
+    run = changed_run("mlm", "no masks", dict(mask_token=0.0))
+    for flags in ([], ["--prompt", "a[MASK]b"], ["--prompt", "a"]):
+        assert "was not trained to fill holes" in refusal(capsys, run, *flags)
+
+
+@pytest.mark.parametrize("flags, mode", [
+    ([], MODE_R), (["--max_new_tokens", "4"], MODE_R), (["--max_new_tokens", "17"], MODE_X)])
+def test_the_bytes_that_a_hole_may_take_choose_the_mode_of_ul2(flags, mode, given, capsys):
+    stdout(capsys, "ul2", "--prompt", "a<extra_id_0>b", *flags)
+    assert given[0][0][0][0] == mode
 
 
 def test_a_mixture_does_what_its_members_do(runs, capsys):
@@ -862,7 +877,7 @@ def test_a_mixture_does_what_its_members_do(runs, capsys):
 def test_a_marker_that_the_model_cannot_fill_is_reported_in_one_line(run, flags, expected, runs, capsys):
     err = output(capsys, run, *flags).err
     assert expected in err
-    assert err.count("\n") == bool(expected)
+    assert err.count("read as text") == bool(expected)
 
 
 # ---- what the model is given
@@ -972,6 +987,15 @@ def test_a_fork_that_writes_a_target_is_demonstrated_and_repairs_in_its_own_layo
     assert set(asked) == {11, 5}, "the objective's positions were not asked for"
 
 
+def test_a_source_with_a_nul_is_repaired_behind_it(runs, monkeypatch):
+    def copy(model, ids, *args, **how):
+        yield from ids[0, :-1]                  # all but SEP
+        yield torch.tensor(EOT)
+    monkeypatch.setattr(sample, "generate", copy)
+    _, hp, _ = load_run("out/bart", "cpu", "float32")
+    assert bytes(sample.repair(None, OBJECTIVES["bart"], [*b"ab\0cd"], hp, None)) == b"abcd"
+
+
 def test_a_fork_that_repairs_in_place_keeps_documents_apart_where_training_did(given, capsys, monkeypatch):
     run = fork(monkeypatch, "mlm", corrupt=OBJECTIVES["mlm"].corrupt, n_bytes=lambda T, hp: T, supports_doc_mask=True,
                uses=(Repair(in_place=True),))
@@ -1043,6 +1067,20 @@ def test_control_characters_reach_a_pipe_but_no_terminal(name, runs, capsys, mon
     assert ESCAPED in out
     assert not has_control_characters(out)
     assert ("\x1b[7m" in out) == (name in ("mlm", "mdlm", "fim")), "new parts are not highlighted, or old ones are"
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("000000", [("naïve", False)]), ("000100", [("na", False), ("ï", True), ("ve", False)]),
+    ("001000", [("na", False), ("ï", True), ("ve", False)]), ("000011", [("naï", False), ("ve", True)])])
+def test_a_character_of_several_bytes_is_flagged_as_a_whole(flags, expected):
+    runs = sample.split_by([*"naïve".encode()], [flag == "1" for flag in flags])
+    assert [(bytes(ids).decode(), flag) for ids, flag in runs] == expected
+
+
+@pytest.mark.parametrize("ids, flags", [([], []), ([0xA9], [True]), ([0xA9, 65], [True, False])])
+def test_a_text_may_begin_inside_a_character(ids, flags):
+    runs = sample.split_by(ids, flags)
+    assert [i for run, _ in runs for i in run] == ids
 
 
 def test_repaired_pieces_are_printed_as_they_come(runs, capsys, monkeypatch):
