@@ -487,7 +487,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
     check_sizes(corpus, objective.n_bytes(hp.block_size, hp), hp.block_size)
     if hp.max_passes and not hp.resume:
         plan_steps(corpus, objective, hp)
-    sources = [[s["name"], s["size"], s["crc"], s["weight"]] for s in corpus]
+    sources = [[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus]
     move_corpus(corpus, hp)
 
     # the model, its optimizer, their state in a checkpoint
@@ -546,8 +546,13 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
             if int(s.first_nonfinite_step) >= 0:
                 break
             log.write_step(step, batch, float(loss), float(norm))
+    restore_handlers(handlers)                  # what is left can be interrupted anywhere
+    signal_number = (stop or [signal.SIGTERM])[0]               # of another process, where stop is empty
+    return end_run(s, log, sources, step, signal_number if halt else None)
 
-    # how it ended
+
+def end_run(s, log, sources, step, signal_number):  # -> exit code, State of a run that is done or None
+    hp = s.hp
     log.bar.close()
     bad = int(s.first_nonfinite_step)
     if bad >= 0:                                # no update was made after it
@@ -558,12 +563,11 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
               f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
         draw_losses(hp)
         return 1, None
-    metrics.close()
-    if halt and step < hp.max_iters:
+    log.metrics.close()
+    if signal_number and step < hp.max_iters:
         print(f"stopped at step {step}, saved. Resume with: python train.py --resume --out_dir {hp.out_dir}")
         draw_losses(hp)
-        return 128 + (stop or [signal.SIGTERM])[0], None
-    restore_handlers(handlers)                  # what is left can be interrupted anywhere
+        return 128 + signal_number, None
     if log.val > log.best:
         print(f"validation loss was lowest at step {log.best_step}: {log.best:.4f} nats, now {log.val:.4f}; "
               f"{hp.out_dir}/best.pt holds that state")
@@ -676,10 +680,11 @@ def check_layout(saved, own):  # the fused kernels read past the end of a state 
 def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no loader is needed
     if not hp.device.startswith("cuda"):
         return
-    size = sum(s["size"] for s in corpus)
+    size = sum(source["size"] for source in corpus)
     if size < torch.cuda.mem_get_info(torch.device(hp.device))[0] / 4:
-        for s in corpus:
-            s["train"], s["val"] = s["train"].to(hp.device), s["val"].to(hp.device)
+        for source in corpus:
+            source["train"] = source["train"].to(hp.device)
+            source["val"] = source["val"].to(hp.device)
     elif hp.cuda_graph:
         fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
 

@@ -1,7 +1,6 @@
 """A run's settings, device, folder and checkpoints; command lines that cannot be."""
 import contextlib
 import io
-import math
 import os
 import pickle
 import platform
@@ -10,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from types import SimpleNamespace
 
@@ -306,29 +304,18 @@ def crafted(place, monkeypatch, capsys):  # -> changes a checkpoint, offers it t
 
 
 @pytest.mark.parametrize("key, value", [
-    ("n_layer", "two"), ("n_layer", 0), ("accum", True), ("n_embd", 16.0), ("n_embd", 18), ("data", "text.txt"),
-    ("data", [3]), ("doc_mask", 1), ("lr_decay", math.nan), ("optimizer", "sgd"), ("objective", None),
-    ("mask_rate", 2.0), ("step", -5), ("step", "many"), ("step", 1.5)])
-def test_a_crafted_checkpoint_is_refused(key, value, crafted):
+    ("n_layer", "two"), ("n_layer", 3), ("n_embd", 32), ("ngram_rows", 7), ("optimizer", "sgd"), ("mask_rate", 2.0)])
+def test_settings_that_do_not_fit_a_checkpoint_are_named(key, value, crafted):
     def change(ckpt):
-        part = ckpt if key == "step" else ckpt["config"]
-        part[key] = value
+        ckpt["config"][key] = value
     for line in crafted(change):
-        assert any(words in line for words in (f"--{key}", "do not fit", "is at step", "not a checkpoint"))
+        assert f"--{key}" in line or "do not fit" in line
 
 
 def test_a_checkpoint_of_an_unknown_objective_is_named(crafted):
     def change(ckpt):
         ckpt["config"]["objective"] = "clam"    # of a fork
     assert all("crafted/ckpt.pt: --objective clam: unknown. Try clm" in line for line in crafted(change))
-
-
-@pytest.mark.parametrize("part, value", [("embed.weight", math.nan), ("ngrams.table", math.inf),
-                                         ("heads.replaced.bias", math.nan)])
-def test_weights_that_are_not_finite_are_refused(part, value, crafted):
-    def spoil(ckpt):
-        ckpt["model"][part].view(-1)[-1] = value
-    assert all("not finite" in line for line in crafted(spoil, init="heads" not in part))
 
 
 @pytest.mark.parametrize("what", ["exp_avg", "exp_avg_sq", "step", "muon", "moments"])
@@ -359,37 +346,6 @@ def test_the_optimizers_settings_are_the_runs_own(text):
     resume("a", "--max_iters", "4")
     resume("b", "--max_iters", "4")
     assert_same_run("a", "b")
-
-
-FIELDS = {  # what a checkpoint may hold in place of what this program writes
-    "sources of another kind": dict(sources=[1]), "no sources": dict(sources=[]),
-    "a negative length": dict(metrics_bytes=-5), "a negative time": dict(seconds=-1.0),
-    "an endless time": dict(seconds=math.inf), "a best loss that is no number": dict(best=math.nan),
-    "a loss that is no number": dict(val=math.nan), "a negative best step": dict(best_step=-1),
-    "held-out text that is none": dict(held_out=torch.zeros(4096)),
-    "held-out text in rows": dict(held_out=torch.zeros(2, 9, dtype=torch.uint8)),
-    "no data": dict(config={"data": []}), "a nameless setting": dict(config={3: 4}),
-    "steps of the parent": dict(config={"init_step": "many"}), "a giant": dict(config={"n_embd": 1 << 20}),
-    "a weight of another kind": dict(model={"head.weight": 1.0})}
-
-
-@pytest.mark.parametrize("case", FIELDS)
-def test_a_checkpoint_with_a_field_of_another_kind_is_refused(case, crafted):
-    def change(ckpt):
-        for name, value in FIELDS[case].items():
-            ckpt[name] = ckpt[name] | value if isinstance(value, dict) else value
-    assert all("crafted" in line for line in crafted(change))
-
-
-def test_a_record_that_would_grow_is_refused_at_once(tmp_path, capsys):
-    path = str(tmp_path / "zeros.pt")
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
-        with z.open("archive/data/0", "w") as f:
-            for _ in range(256):
-                f.write(bytes(1 << 20))
-    begin = time.perf_counter()
-    assert "larger than the file" in failed(capsys, sample, "--out_dir", path)
-    assert time.perf_counter() - begin < 0.2    # its checksum alone takes longer
 
 
 def drop_heads(ckpt):
@@ -480,7 +436,7 @@ BAD = {  # name: flags, what the line says
     "init from a newer version": ("--init_from newer.pt", "the version that wrote it"),
     "init from an older version": ("--init_from older.pt", "the version that wrote it"),
 } | {f"init from {file}": (f"--init_from {file}", "not a checkpoint") for file in (
-    "text.txt", "parts.pt", "payload.pt", "bare.pkl", "other.zip")}
+    "text.txt", "payload.pt", "bare.pkl", "other.zip")}
 
 
 @pytest.fixture(scope="module")
@@ -502,7 +458,6 @@ def place(tmp_path_factory):  # a folder with a run, and with everything that ca
     shutil.copy("run/metrics.jsonl", "gone")
     save_checkpoint("newer.pt", ckpt | {"version": run.VERSION + 1})
     save_checkpoint("older.pt", ckpt | {"version": run.VERSION - 1})
-    save_checkpoint("parts.pt", dict(version=run.VERSION, config={}))
     save_checkpoint("sizes/ckpt.pt", ckpt | {"model": {k: v[..., :1] for k, v in ckpt["model"].items()}})
     huge = ckpt["config"] | {"batch_size": 1 << 24, "accum": 1 << 24}
     save_checkpoint("huge/ckpt.pt", ckpt | {"config": huge})
