@@ -48,20 +48,18 @@ from model import Cache, StaticCache
 from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Continue, Draft, Fill, Follow, Infill, Mark, Repair, Seam
 from objectives import Search, continue_layout, fill_layout, find_use, get_objective, inverse_cdf, members_of
 from objectives import random_bytes
-from run import DEVICE_FLAGS, SETTINGS, GraphedStep, check, defaults, load_run, make_parser, newest_run
-from run import preserve_torch_state, run_program
+from run import DEVICE_FLAGS, GraphedStep, check, load_run, make_parser, newest_run, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 SCORE_ROWS = 64                                 # windows scored at once
-BOUND_SAMPLES = 16                                # corruptions of a window for a bound
+BOUND_SAMPLES = 16                              # corruptions of a window for a bound
 DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 REPORT_SECONDS = 10                             # between progress lines
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
-REPORTED_STEPS = 8000                           # the figures in assets/RESULTS.md are of models after so many steps
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
 FLAGS = {
@@ -1069,16 +1067,6 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
     return Namespace(**flags | texts, given=set(given))
 
 
-def print_training_hint(objective, hp, step, path):  # on standard error, for a model of default settings
-    base = defaults() | objective.flag_defaults
-    settings = {*SETTINGS["model"], *SETTINGS["training"], *objective.flags, "data", "train_bytes"}
-    settings -= {"max_iters", "max_passes"}
-    is_default = hp.objective == objective.name and all(getattr(hp, name) == base[name] for name in settings)
-    if is_default and step < REPORTED_STEPS:
-        note(f"this model had {step:,} steps; figures in assets/RESULTS.md are after {REPORTED_STEPS:,}. To train it "
-             f"further: python train.py --resume --out_dir {path} --max_iters {REPORTED_STEPS}")
-
-
 @preserve_torch_state()
 def main(argv=None):
     """Fails where the flags ask for something that the model cannot do."""
@@ -1105,7 +1093,6 @@ def main(argv=None):
         fail(f"--{flag}: not used by {name} here. Try {hint}")
     report_unread_markers(mode, name, members, hp, flags)
     mode(model, objective, hp, flags, ckpt["held_out"])
-    print_training_hint(objective, hp, ckpt["step"], path)
 
 
 if __name__ == "__main__":

@@ -809,18 +809,6 @@ def test_holes_and_repairs_take_the_most_likely_byte_by_default(name, flags, exp
     assert seen == {expected}
 
 
-@pytest.mark.parametrize("reported, own, expected", [
-    (2, {}, False), (4, {}, True), (4, {"n_layer": 4}, False), (4, {"data": ["a"]}, False)])
-def test_a_run_shorter_than_the_reported_ones_is_told_how_to_train_on(reported, own, expected, runs, capsys,
-                                                                     monkeypatch):
-    """Only a run of default settings."""
-    base = load_checkpoint("out/clm")["config"] | own
-    monkeypatch.setattr(sample, "REPORTED_STEPS", reported)
-    monkeypatch.setattr(sample, "defaults", lambda: base)
-    err = output(capsys, "clm", "--prompt", "x", "--max_new_tokens", "1").err
-    assert ("--resume --out_dir out/clm --max_iters 4" in err) == expected
-
-
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_middle_is_printed_up_to_where_the_suffix_fits(ended, runs, capsys, monkeypatch):
     monkeypatch.setattr(sample, "infill", lambda *args, **how: ([[*b"defghi"]], ended))
