@@ -464,7 +464,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             if z.testzip():
                 raise ValueError("a checksum is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # data; a pickle would be a program
-        version = ckpt["version"]
+        version, config = ckpt["version"], ckpt["config"]
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         other = "ckpt.pt" if os.path.basename(path) == "best.pt" else "best.pt"
         beside = os.path.join(os.path.dirname(path), other)
@@ -472,7 +472,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         fail(f"{path}: damaged, or not a checkpoint of this program ({error_reason(e)}). Try {beside}")
     if version != VERSION:
         fail(f"{path}: has layout {version!r}, this program reads {VERSION}. Try the version that wrote it")
-    config = defaults() | {"init_step": 0} | ckpt["config"] | {"resume": False}     # a fork may have added flags
+    config = defaults() | {"init_step": 0} | config | {"resume": False}             # a fork may have added flags
     check(config | {"device": "auto"}, flag_specs(), f"{path}: ")
     get_objective(argparse.Namespace(**config), f"{path}: ")    # fails on that of a fork
     return ckpt | {"config": config}

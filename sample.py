@@ -42,8 +42,8 @@ import time
 from argparse import Namespace
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import EOT, MASK, SEP, Flag, compressor_bits, decode, document_ids, encode, fail, from_bytes, make_rng
-from data import map_file
+from data import EOT, MASK, SEP, Flag, compressor_bits, decode, document_ids, encode, error_reason, fail, from_bytes
+from data import make_rng, map_file
 from model import Cache, StaticCache
 from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Continue, Draft, Fill, Follow, Infill, Mark, Repair, Seam
 from objectives import Search, continue_layout, fill_layout, find_use, get_objective, inverse_cdf, members_of
@@ -532,7 +532,7 @@ def read_text(flag, path):  # a file, or - for standard input -> bytes
         with open(path, "rb") as f:
             return f.read()
     except (OSError, ValueError) as e:          # a path with a NUL in it
-        fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
+        fail(f"--{flag} {path or 'FILE:'}: cannot be read ({error_reason(e)}). Try a path to text")
 
 
 def parse_text(flag, value):  # what a flag was given -> ids, or None
@@ -875,7 +875,8 @@ def mark_mode(model, objective, hp, flags, held_out):
     if not marked.any():
         print("--- no byte is marked: none is more likely wrong than right. The most suspicious ones:")
     for i in p.argsort(descending=True)[:10].tolist():
-        print(f"  byte {i:4d}  {to_text([int(x[i])])!r:6s} is wrong with probability {float(p[i]):.2f}")
+        byte = repr(bytes([int(x[i])]))[1:]
+        print(f"  byte {i:4d}  {byte:6s} is wrong with probability {float(p[i]):.2f}")
     if flags.prompt is None:
         hits = int((marked & is_wrong).sum())
         print(f"--- {hits} of {int(is_wrong.sum())} wrong bytes marked, {hits} of {int(marked.sum())} marks correct")
@@ -1052,6 +1053,10 @@ def report_unread_markers(mode, name, members, hp, flags):
             if not found or flag == "prompt" and reads.get(mode) == marker:
                 continue
             hint = "Use a model that fills holes"
+            if reads.get(mode) == marker:
+                hint = "Put it into --prompt"
+            elif mode in reads:
+                hint = f"Write {'[MASK]' if reads[mode] == MASKS else '<extra_id_0>'} instead"
             for other, objective in members.items():
                 if flag == "prompt" and other != name and reads.get(choose_mode(objective, hp, flags)[0]) == marker:
                     hint = f"Try --objective {other}"
@@ -1080,6 +1085,8 @@ def main(argv=None):
     name = flags.objective or next(iter(members))
     if name not in members:
         fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
+    if flags.score is not None and not flags.objective:         # the first that can
+        name = next((n for n, member in members.items() if member.bpb or fill_layout(member, hp)), name)
     objective = members[name]
     mode, read = choose_mode(objective, hp, flags)
     for flag in sorted(flags.given - read - COMMON):        # ignoring it would look as if it had no effect
@@ -1089,7 +1096,7 @@ def main(argv=None):
         if flag == "stride":
             hint = "with --score"
         else:
-            hint = f"with {' '.join(users)}" if users else "without it"
+            hint = f"a run trained as {' or '.join(users)}" if users else "without it"
         fail(f"--{flag}: not used by {name} here. Try {hint}")
     report_unread_markers(mode, name, members, hp, flags)
     mode(model, objective, hp, flags, ckpt["held_out"])

@@ -1,4 +1,4 @@
-"""Train every objective alike and run the same evaluations, those of evaluate.py, on all of them.
+"""Train every objective for equally many steps and run the same evaluations, those of evaluate.py, on all of them.
 
     python -m experiments.compare                       all objectives, one seed: an hour or more on a laptop CPU
     python -m experiments.compare --budgets 100         minutes: too short to conclude anything
@@ -10,11 +10,12 @@
     python -m experiments.compare --sweep start=none,clm,mlm --first_steps 8000     what another objective's weights are
                                                                                     worth as a start
 
-Each cell of a table is a run of train.py, in a folder named after its settings and its text: a finished run is not
-trained again, an interrupted one is resumed, other settings make another run. Its metrics are kept in its folder, in
-measured.json; delete that file to measure again. Tables show the largest budget; the last table, curves.csv and the
-picture show all. Infilling, replaced bytes and drafts are measured in rows of at least 128 positions. Flags that are
-not listed below are train.py's, such as --n_layer 6.
+Every objective has its own defaults: rotation and contrastive other batches, bart no n-grams, some another --attn_scale
+or --mask_rate. Each cell of a table is a run of train.py, in a folder named after its settings and its text: a finished
+run is not trained again, an interrupted one is resumed, other settings make another run. Its metrics are kept in its
+folder, in measured.json; delete that file to measure again. Tables show the largest budget; the last table, curves.csv
+and the picture show all. Infilling, replaced bytes and drafts are measured in rows of at least 128 positions. Flags
+that are not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib
 import csv
@@ -82,7 +83,7 @@ METRICS = {                                     # columns of the first table, in
     "seconds": Metric("seconds", 0),
 }
 # columns of the second table: the metrics of a run's task
-TASK_HEADINGS = {"task": "model", "task_untrained": "untrained", "task_baseline": "baseline", "ends": "ends by itself",
+TASK_HEADINGS = {"task": "model", "task_baseline": "baseline", "ends": "ends by itself",
                  "held_out": "held-out text", "distinct": "distinct lines",
                  "held_out_distinct": "of held-out text"}
 # drawn dashed in the panel of the other metric
@@ -112,7 +113,9 @@ def plan_cells(flags, rest):  # -> [Cell]
         owners = coders
     else:
         owners = [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
-    known = owners or setting == "start" or setting in set(flag_specs()) - RESERVED
+    takes_value = {name for name, flag in flag_specs().items() if not isinstance(flag.default, bool)}
+    # runs on different devices have one name
+    known = owners or setting == "start" or setting in takes_value - RESERVED - {"device"}
     if flags.first_steps and setting != "start":
         fail("--first_steps: is for --sweep start. Try without it")
     if flags.sweep and not (all(values) and known):
@@ -125,6 +128,8 @@ def plan_cells(flags, rest):  # -> [Cell]
     for name in names:
         if name not in OBJECTIVES:
             fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
+        if owners and name not in owners and setting != "replay":
+            fail(f"--sweep {setting}: is no setting of {name}. Try --objectives {','.join(owners)}")
         if setting == "replay" and name not in coders:
             fail(f"--objectives {name}: forgetting is measured in bits per byte. Try {','.join(coders)}")
     budgets = parse_ints("budgets", flags.budgets, 1, flag_specs()["max_iters"].high, "500,1000")
@@ -289,11 +294,9 @@ def measure_task(task, model, objective, hp, text):  # -> the metrics of TASK_HE
     figures = task.evaluate(model, objective, hp, text)
     if not figures:
         return {}
-    untrained = task.evaluate(build(hp), objective, hp, text)
     score = figures.pop("score")
     baseline = figures.pop("baseline")
-    return figures | {"task": score, "task_baseline": baseline, "task_untrained": untrained["score"],
-                      "task_heading": task.heading}
+    return figures | {"task": score, "task_baseline": baseline, "task_heading": task.heading}
 
 
 def logged_metrics(folder):  # -> {metric: number} that metrics.jsonl and the settings hold
@@ -390,7 +393,8 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, the t
         n = min(map(len, paired.values()))
         clear = STUDENT_T_975[min(n, len(STUDENT_T_975) + 1) - 2]
         parts += [f"Difference from {first}, paired by seed, on the same held-out text: mean ± standard error over the "
-                  f"runs. With {n} seeds a difference of at least {clear} standard errors is significant (95%).\n",
+                  f"runs. With {n} seeds a single difference, chosen beforehand, is significant (95%) from {clear} "
+                  "standard errors on; of 20 such differences one is so by chance.\n",
                   metric_table(paired, difference)]
     return "\n".join(part for part in parts if part)
 

@@ -8,6 +8,7 @@ weights and a machine that computes the same bits: the file holds a checksum of 
 
 S streams, parts of the text that are coded at the same time; T = block_size positions of the model
 """
+import contextlib
 import os
 import struct
 import time
@@ -160,10 +161,12 @@ def main(argv=None):
             f.write(result)
         os.replace(out + ".tmp", out)
     except ValueError as e:
-        os.remove(out + ".tmp")
         fail(f"--file {path}: {e}. Try the run and the machine that compressed it")
     except OSError as e:
         fail(f"--file {path}: {out} cannot be written ({error_reason(e)}). Try another folder")
+    finally:                                    # Ctrl-C too
+        with contextlib.suppress(OSError):
+            os.remove(out + ".tmp")
     print(f"{path}: {len(data):,} bytes -> {out}: {len(result):,} bytes, {time.perf_counter() - begin:.0f} s")
     if not unpack:
         print(f"{8 * len(result) / len(data):.4f} bits per byte; compressors: {compressor_bits(data)}")

@@ -328,7 +328,8 @@ def eval_retrieval(model, objective, hp, text):
 
 
 def eval_accuracy(model, objective, hp, text):
-    """Share of 512 rows that are answered correctly. Baseline: chance."""
+    """Share of 512 rows, corrupted as in training (nsp's with masked bytes), that are answered correctly. Baseline:
+    chance."""
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(objective, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
     n_answers = 2 if find_use(objective, Follow) else hp.block_size

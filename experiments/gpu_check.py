@@ -17,9 +17,9 @@ import zlib
 from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import Flag, fail
+from data import Flag, error_reason, fail
 from experiments.flags import parse_own_flags
-from run import run_program
+from run import resolve_device, run_program
 import torch
 
 FLAGS = {
@@ -138,10 +138,13 @@ def step_file(folder, i, step):  # another command is another file
 
 def main(argv=None):
     flags = parse_own_flags("python -m experiments.gpu_check", __doc__, FLAGS, argv)
-    device = torch.device(flags.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        fail("--device cuda: this torch sees no NVIDIA GPU. Try --device cpu --small, which tries this program")
-    os.makedirs(flags.out_dir, exist_ok=True)
+    if flags.device.startswith("cuda") and not torch.cuda.is_available():
+        fail(f"--device {flags.device}: this torch sees no NVIDIA GPU. Try --device cpu --small")
+    device = resolve_device(flags.device)
+    try:
+        os.makedirs(flags.out_dir, exist_ok=True)
+    except OSError as e:
+        fail(f"--out_dir {flags.out_dir}: cannot be made ({error_reason(e)}). Try another name")
     report = os.path.join(flags.out_dir, "report.txt")
     machine = describe_machine(device)
     print("\n".join(machine), flush=True)

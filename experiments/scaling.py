@@ -13,7 +13,7 @@ import math
 import statistics
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import Flag, fail
+from data import Flag, error_reason, fail
 from experiments.compare import markdown
 from experiments.flags import parse_own_flags
 from run import run_program
@@ -32,15 +32,19 @@ def read_sizes(path, steps):  # -> [(TFLOPs, bits per byte, size)], sorted
     try:
         with open(path, encoding="utf-8", newline="") as f:
             head, *lines = csv.reader(f)
+        if head[0] not in ("n_embd", "n_layer"):
+            fail(f"--curves {path}: compares {head[0][:40]}, not sizes. Try a table of --sweep n_embd=32,48,64,96,128")
         for size, n, _, metric, value in lines:
             if int(n) == steps:
                 values.setdefault(size, {}).setdefault(metric, []).append(float(value))
         sizes = [(statistics.fmean(metrics["tflop"]), statistics.fmean(metrics["left_to_right"]), size)
                  for size, metrics in values.items()]
-    except (OSError, ValueError, KeyError, csv.Error) as e:
-        fail(f"--curves {path}: cannot be read ({e!r}). Try a .csv that compare wrote")
-    if head[0] not in ("n_embd", "n_layer"):
-        fail(f"--curves {path}: compares {head[0]}, not sizes. Try a table of --sweep n_embd=32,48,64,96,128")
+    except OSError as e:
+        fail(f"--curves {path}: cannot be read ({error_reason(e)}). Try a .csv that compare wrote")
+    except (ValueError, IndexError, KeyError, csv.Error):
+        fail(f"--curves {path}: cannot be read (no table of sizes with FLOPs and bits). Try a .csv that compare wrote")
+    if len({x for x, _, _ in sizes}) < len(sizes):
+        fail(f"--curves {path}: has sizes of equal FLOPs. Try sizes that differ")
     if len(sizes) < MIN_SIZES:
         fail(f"--curves {path}: holds {len(sizes)} sizes of {steps} steps, {MIN_SIZES} are needed. Try more sizes, "
              "or --steps")

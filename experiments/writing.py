@@ -125,7 +125,11 @@ def main(argv=None):  # -> exit code
     n -= RESERVED_IDS
     if n < 2 * PROMPT:
         fail(f"rows of {n + RESERVED_IDS} positions are too short. Try runs and a judge with --block_size 128")
-    [source, *_] = open_corpus(judge[2].data)
+    corpus = open_corpus(judge[2].data)
+    if [(source["name"], source["size"], source["crc"]) for source in corpus] != [source[:3] for source in sources]:
+        fail(f"--judge {flags.judge}: its text has changed since, and may hold out what it was trained on. "
+             "Try the text of then")
+    [source, *_] = corpus
     train_text = to_bytes(source["train"][:judge[2].train_bytes or None])
     x = evaluate.windows(source["val"], n, flags.windows, "writing")
     x = x[(x[:, :PROMPT] != EOT).all(1)]        # sample.generate wants documents to end at the same place in all rows

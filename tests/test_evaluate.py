@@ -449,3 +449,30 @@ def test_every_use_with_a_mode_has_a_task():
     first_uses = {type(objective.uses[0]) for objective in OBJECTIVES.values()}
     assert first_uses <= set(evaluate.TASKS)
     assert find_use(OBJECTIVES["mdlm"], Fill).trained_at_any_rate, "the task of the first use must be measurable"
+
+
+def test_a_layer_is_fit_chosen_and_scored_on_different_bytes():
+    g = make_rng("layers")
+    y, part = torch.arange(900) % 2, torch.arange(900) // 2 % 3
+    noise = torch.randn(900, 1, generator=g)
+    shows = (2.0 * y - 1)[:, None] + 0.1 * noise
+
+    def layer(*signs):  # how it shows the class in FITTED, CHOOSING and SCORED; 0: not at all
+        sign = torch.tensor(signs)[part][:, None]
+        return torch.where(sign == 0, noise, sign * shows)
+    layers = torch.stack((layer(1.0, 1.0, 0.0), layer(1.0, 0.0, 1.0)))
+    assert evaluate.probe_accuracy(layers, y, part, 2) < 0.7, "not chosen on SCORED"
+    assert evaluate.probe_accuracy(layer(-1.0, 9.0, 1.0)[None], y, part, 2) < 0.1, "not fit on CHOOSING"
+
+
+def test_a_rare_class_weighs_as_much_as_a_frequent_one():
+    g = make_rng("rare")
+    y = (torch.arange(2000) % 20 == 0).long()
+    x = 1.5 * y[:, None] + torch.randn(2000, 1, generator=g)
+    guess = evaluate.fit_classifier(x, y, 2)(x)
+    assert evaluate.balanced_accuracy(guess, y) > 0.7
+
+
+def test_windows_lie_in_one_document_where_they_can():
+    text = from_bytes((b"x" * 200 + b"\0") * 50)
+    assert (evaluate.windows(text, 64, 64, "documents") != EOT).all(1).float().mean() > 0.9

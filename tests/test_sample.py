@@ -1193,7 +1193,7 @@ BAD = {
     "a text and its sides": ("fim", ["--prompt", "a<extra_id_0>", "--prefix", "b"], "without --prefix"),
     "too many holes": ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"),
     "a text too long for its block": ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"),
-    "a flag of another objective": ("clm", ["--suffix", "x"], "fim nsp"),
+    "a flag of another objective": ("clm", ["--suffix", "x"], "fim or nsp"),
     "an empty corpus": ("contrastive", ["--corpus", "blank.txt"], "--corpus: is empty"),
     "a corpus that is no file": ("contrastive", ["--corpus", "."], "--corpus ."),
     "a score of no file": ("clm", ["--score", "pipe"], "--score pipe"),
