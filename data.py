@@ -108,6 +108,8 @@ def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.
     """Opens what --data names: files, folders, "-" (standard input) or "stdlib", each with an optional ":weight".
     The weights returned add up to 1. Fails where a source is missing, empty, unreadable or holds no text."""
     corpus = []
+    if [split_weight(spec)[0] for spec in specs].count("-") > 1:
+        fail("--data -: standard input can be read once. Try files")
     for spec in specs:
         path, weight = split_weight(spec)
         notes = []

@@ -1068,6 +1068,8 @@ def parse(argv):  # -> Namespace of every flag; texts as ids, None where they we
     given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(argv))
     check({name: flag.default for name, flag in specs.items()} | given, specs)
     flags = {name: None if flag.default == "" else flag.default for name, flag in specs.items()} | given
+    if [*given.values()].count("-") > 1:
+        fail("-: standard input can be read once. Try FILE:path for the other text")
     texts = {name: parse_text(name, flags[name]) for name in ("prompt", "prefix", "suffix", "query")}
     return Namespace(**flags | texts, given=set(given))
 

@@ -62,8 +62,10 @@ def test_another_model_is_refused(model):
         compress.decompress(randomized(seed=1, n_outputs=256), blob, T)
 
 
-def test_the_program_compresses_and_restores_a_file(text, capsys):
-    assert train.main([*TINY, "--data", text, "--max_iters", "2", "--out_dir", "run"], with_sample=False) == 0
+@pytest.mark.parametrize("objective", ["clm", "mlm,clm"])
+def test_the_program_compresses_and_restores_a_file(objective, text, capsys):
+    flags = ["--data", text, "--objective", objective, "--max_iters", "2", "--out_dir", "run"]
+    assert train.main([*TINY, *flags], with_sample=False) == 0
     with open("good.txt", "wb") as f:
         f.write(source_code(500))
     compress.main(["--out_dir", "run", "--file", "good.txt"])

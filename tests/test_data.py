@@ -190,3 +190,9 @@ def test_a_source_of_exactly_one_window_is_large_enough(capsys):
     with pytest.raises(SystemExit):
         data.check_sizes(corpus_of(b"0123456789"), 11, 10)
     assert "10 bytes" in capsys.readouterr().err
+
+
+def test_standard_input_is_read_once(capsys):
+    with pytest.raises(SystemExit):
+        open_corpus(["-", "-:0.5"])
+    assert "can be read once" in capsys.readouterr().err

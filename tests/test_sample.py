@@ -1175,6 +1175,7 @@ def test_standard_input_that_is_a_terminal_is_refused(runs, capsys, monkeypatch)
 # ---- what is refused
 
 BAD = {
+    "standard input twice": ("nsp", ["--prefix", "-", "--suffix", "-"], "can be read once"),
     "a temperature that is no number": ("", ["--temperature", "nan"], "--temperature"),
     "an objective that was not trained": ("clm", ["--objective", "mlm"], "Try --objective clm"),
     "score without a likelihood": ("bart", ["--score", "text.txt"], "clm mlm prefix"),
