@@ -105,10 +105,10 @@ def from_bytes(b):  # bytes -> (N,) uint8
 # notes: lines for the user, of files that were skipped and of bytes that are no text
 
 def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
-    """Opens what --data names: files, folders, "-" (standard input) or "stdlib", each with an optional ":weight".
+    """Opens what --data names: "-" (standard input), or files, folders or "stdlib", each with an optional ":weight".
     The weights returned add up to 1. Fails where a source is missing, empty, unreadable or holds no text."""
     corpus = []
-    if [split_weight(spec)[0] for spec in specs].count("-") > 1:
+    if specs.count("-") > 1:
         fail("--data -: standard input can be read once. Try files")
     for spec in specs:
         path, weight = split_weight(spec)

@@ -379,9 +379,14 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet
 @contextlib.contextmanager
 def open_metrics(out_dir):  # -> binary file
     """Locked, so that a folder holds one run at a time. Fails where it cannot be written. A start that fails before the
-    first line is written leaves no file, and no folder of its own."""
+    first line is written leaves no file or folder of its own."""
     path = os.path.join(out_dir, "metrics.jsonl")
-    is_new = not os.path.exists(out_dir)
+    new_files = [file for file in (path, os.path.join(out_dir, STDIN_COPY)) if not os.path.exists(file)]
+    new_folders = []                            # the innermost first
+    folder = out_dir
+    while folder and not os.path.exists(folder):
+        new_folders.append(folder)
+        folder = os.path.dirname(folder)
     try:
         os.makedirs(out_dir, exist_ok=True)
         f = open(path, "a+b")
@@ -400,11 +405,10 @@ def open_metrics(out_dir):  # -> binary file
         with contextlib.suppress(OSError):      # a full disk was reported already
             f.close()
         if os.path.isfile(path) and os.path.getsize(path) == 0:
-            for file in (path, os.path.join(out_dir, STDIN_COPY)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(file)
-            if is_new:
-                os.removedirs(out_dir)
+            for remove, names in ((os.remove, new_files), (os.rmdir, new_folders)):
+                for name in names:
+                    with contextlib.suppress(OSError):
+                        remove(name)
 
 
 def write_line(f, record):  # one JSON object, flushed
@@ -469,7 +473,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         other = "ckpt.pt" if os.path.basename(path) == "best.pt" else "best.pt"
         beside = os.path.join(os.path.dirname(path), other)
         beside = beside if os.path.exists(beside) else "another run"
-        fail(f"{path}: damaged, or not a checkpoint of this program ({error_reason(e)}). Try {beside}")
+        why = str(e) if type(e) in (ValueError, zipfile.BadZipFile) else "its records cannot be read"
+        fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try {beside}")
     if version != VERSION:
         fail(f"{path}: has layout {version!r}, this program reads {VERSION}. Try the version that wrote it")
     config = defaults() | {"init_step": 0} | config | {"resume": False}             # a fork may have added flags

@@ -75,7 +75,8 @@ FLAGS = {
         "stride": Flag(0, "with --score: bytes scored per window; 0 for half a block", 0, 1 << 24),
     },
     "how": {
-        "max_new_tokens": Flag(300, "bytes to write at most", 0, 1 << 40),
+        "max_new_tokens": Flag(300, "bytes to write at most; ul2 fills its holes as long ones where this is given and "
+                                    "leaves each more than 16", 0, 1 << 40),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
         "temperature": Flag(0.8, "randomness; 0 always takes the most likely byte (the default for holes and repairs); "
                                  "mdlm and sedd write at .65 by default", 0.0, 1e6),
@@ -580,15 +581,19 @@ def highlight(parts, plain=("", "")):  # [(ids, is new)] -> str, on a terminal w
 
 
 def split_by(ids, flags):  # n ids, n bools -> [(ids, flag)]: runs of characters with one flag
-    """A character of several bytes (UTF-8) is flagged if one of them is."""
-    starts = [k for k, i in enumerate(ids) if not 0x80 <= i < 0xc0] or [0]
-    starts[0] = 0                               # a text may begin inside a character
+    """A character of several bytes (UTF-8) is flagged if one of them is. A stray byte stands for itself."""
     runs = []
-    for a, b in zip(starts, [*starts[1:], len(ids)]):
-        flag = any(flags[a:b])
+    k = 0
+    while k < len(ids):
+        length = 1 + sum(first <= ids[k] < 0xf8 for first in (0xc0, 0xe0, 0xf0))    # of the character, in bytes
+        end = k + 1
+        while end < min(k + length, len(ids)) and 0x80 <= ids[end] < 0xc0:
+            end += 1
+        flag = any(flags[k:end])
         if not runs or runs[-1][1] != flag:
             runs.append(([], flag))
-        runs[-1][0].extend(ids[a:b])
+        runs[-1][0].extend(ids[k:end])
+        k = end
     return runs
 
 
@@ -985,10 +990,10 @@ def score_mode(model, objective, hp, flags, held_out):
     if not len(data):
         fail(f"--score {flags.score}: is empty. Try some text")
 
-    def print_bits(bits, note):
+    def print_bits(bits, kind):
         bits /= len(data)
         figures = f"{bits:.4f} bits per byte ({bits * math.log(2):.4f} nats), {len(data):,} bytes"
-        print(f"{flags.score}: {figures}, {note}", flush=True)
+        print(f"{flags.score}: {figures}, {kind}", flush=True)
     if exact:
         with progress(len(data)) as on_bytes:
             bits = score(model, data, T, stride, hp.doc_mask, on_bytes)

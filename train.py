@@ -546,7 +546,8 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
             if int(s.first_nonfinite_step) >= 0:
                 break
             log.write_step(step, batch, float(loss), float(norm))
-    restore_handlers(handlers)                  # what is left can be interrupted anywhere
+    if int(s.first_nonfinite_step) < 0:         # else end_run saves once more
+        restore_handlers(handlers)              # what is left can be interrupted anywhere
     signal_number = (stop or [signal.SIGTERM])[0]               # of another process, where stop is empty
     return end_run(s, log, sources, step, signal_number if halt else None)
 

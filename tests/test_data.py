@@ -194,5 +194,5 @@ def test_a_source_of_exactly_one_window_is_large_enough(capsys):
 
 def test_standard_input_is_read_once(capsys):
     with pytest.raises(SystemExit):
-        open_corpus(["-", "-:0.5"])
+        open_corpus(["-", "-"])
     assert "can be read once" in capsys.readouterr().err

@@ -163,6 +163,21 @@ def test_a_start_that_fails_leaves_no_folder_of_its_own(flags, folder, text, cap
     assert not os.path.exists("new") and os.listdir("old") == []
 
 
+def test_a_start_that_fails_keeps_folders_that_were_there(text, capsys):
+    os.mkdir("mine")
+    refused(capsys, train, *TINY, "--data", "nowhere", "--out_dir", "mine/a")
+    assert os.listdir("mine") == []
+
+
+def test_a_resumption_that_fails_keeps_the_text_from_standard_input(text, capsys, monkeypatch):
+    with open(text, "rb") as f:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f.read())))
+    fit("-", "a", "--max_iters", "2")
+    os.remove("a/metrics.jsonl")
+    assert "is at step 2 already" in refused(capsys, train, "--resume", "--out_dir", "a", "--max_iters", "1")
+    assert os.path.exists("a/stdin.bin")
+
+
 @on_posix
 def test_a_second_start_leaves_the_first_ones_standard_input_alone(text, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"of the second " * 200)))

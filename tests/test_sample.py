@@ -1065,10 +1065,12 @@ def test_a_character_of_several_bytes_is_flagged_as_a_whole(flags, expected):
     assert [(bytes(ids).decode(), flag) for ids, flag in runs] == expected
 
 
-@pytest.mark.parametrize("ids, flags", [([], []), ([0xA9], [True]), ([0xA9, 65], [True, False])])
-def test_a_text_may_begin_inside_a_character(ids, flags):
-    runs = sample.split_by(ids, flags)
-    assert [i for run, _ in runs for i in run] == ids
+@pytest.mark.parametrize("ids, flags, expected", [
+    (b"", [], []), (b"\xa9A", [True, False], [(b"\xa9", True), (b"A", False)]),
+    (b" \x85a", [False, True, False], [(b" ", False), (b"\x85", True), (b"a", False)]),
+    (b"\xf0A\x85", [True, False, True], [(b"\xf0", True), (b"A", False), (b"\x85", True)])])
+def test_a_stray_byte_stands_for_itself(ids, flags, expected):
+    assert [(bytes(run), flag) for run, flag in sample.split_by([*ids], flags)] == expected
 
 
 def test_repaired_pieces_are_printed_as_they_come(runs, capsys, monkeypatch):
