@@ -22,6 +22,8 @@ from objectives import EVAL_ROWS, OBJECTIVES, get_objective
 import torch
 
 VERSION = 6                                     # of the checkpoint's layout
+CHECKPOINT_KEYS = {"config", "step", "seconds", "best", "best_step", "val", "sources", "metrics_bytes", "held_out",
+                   "model", "adamw", "muon", "moments"}
 CLEARLY_WORSE = 1.01                            # sample.py uses best.pt where the last loss is so many times the best
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes
 RANK = int(os.environ.get("RANK", 0)) if WORLD > 1 else 0
@@ -468,7 +470,9 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             if z.testzip():
                 raise ValueError("a checksum is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # data; a pickle would be a program
-        version, config = ckpt["version"], ckpt["config"]
+        version = ckpt["version"]
+        if version == VERSION and not CHECKPOINT_KEYS <= set(ckpt):
+            raise ValueError("records are missing")
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         other = "ckpt.pt" if os.path.basename(path) == "best.pt" else "best.pt"
         beside = os.path.join(os.path.dirname(path), other)
@@ -477,7 +481,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try {beside}")
     if version != VERSION:
         fail(f"{path}: has layout {version!r}, this program reads {VERSION}. Try the version that wrote it")
-    config = defaults() | {"init_step": 0} | config | {"resume": False}             # a fork may have added flags
+    config = defaults() | {"init_step": 0} | ckpt["config"] | {"resume": False}     # a fork may have added flags
     check(config | {"device": "auto"}, flag_specs(), f"{path}: ")
     get_objective(argparse.Namespace(**config), f"{path}: ")    # fails on that of a fork
     return ckpt | {"config": config}
@@ -500,7 +504,7 @@ def build(hp):  # -> model
 
 def load_weights(model, ckpt, path, init=None):
     """init: settings of a run that only starts from these weights: heads that the checkpoint lacks keep their own, and
-    of the byte head only the ids that both have are copied. Fails where weights do not fit."""
+    of the byte head only the ids that both have are copied. Fails where weights do not fit or are not finite."""
     saved = ckpt["model"]
     own = model.state_dict()
     try:
@@ -514,6 +518,8 @@ def load_weights(model, ckpt, path, init=None):
         if init:
             refuse_head_flags(init, ckpt["config"], path)
         fail(f"{path}: its weights do not fit its settings, or this model.py and objectives.py. Try another run")
+    if not all(bool(p.isfinite().all()) for p in model.parameters()):
+        fail(f"{path}: has weights that are not finite. Try best.pt beside it, or another run")
 
 
 def refuse_head_flags(hp, config, path):  # fails where a flag of the objective may be why heads do not fit

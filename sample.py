@@ -182,9 +182,11 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, stop_id=None, pos
     ids = prompt
     ended = torch.zeros(N, dtype=torch.bool, device=device)
     cache = Cache(model, N, T) if compiled is None else compiled.cache
-    start, byte = None, None
+    start = None
+    byte = None
     for _ in range(max_new_tokens):
-        last, start = start, block_start(start, ids.size(1), T, document)
+        last = start
+        start = block_start(last, ids.size(1), T, document)
         new = ids[:, -1:]
         if start != last:
             if start and prefix and start != document:          # a prefix ends with its block
@@ -268,7 +270,8 @@ def speculate(model, drafter, prompt, max_new_tokens, T, g, stats=None, compiled
     end = len(ids) + max_new_tokens
     while len(ids) < end:
         # 1. the block; draft no further than it and max_new_tokens
-        last, start = start, block_start(start, len(ids), T, document)
+        last = start
+        start = block_start(last, len(ids), T, document)
         new = ids[-1:]
         if start != last:
             cache.rewind(cache.length)
@@ -698,7 +701,7 @@ def continue_mode(model, objective, hp, flags, held_out):
     written = generate(model, ids, flags.max_new_tokens, T, gens, prefix, compiled=compiled, doc_mask=hp.doc_mask,
                        **sampling_settings(flags))
     if flags.num_samples > 1:
-        columns = [bytes_of_rows.tolist() for bytes_of_rows in written]
+        columns = [byte.tolist() for byte in written]
         for i, _ in enumerate(each_sample(flags)):
             print(to_text(prompt + [column[i] for column in columns]))
         return

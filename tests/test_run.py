@@ -333,6 +333,14 @@ def test_a_checkpoint_of_an_unknown_objective_is_named(crafted):
     assert all("crafted/ckpt.pt: --objective clam: unknown. Try clm" in line for line in crafted(change))
 
 
+@pytest.mark.parametrize("part, value", [("embed.weight", float("nan")), ("ngrams.table", float("inf")),
+                                         ("heads.replaced.bias", float("nan"))])
+def test_weights_that_are_not_finite_are_refused(part, value, crafted):
+    def spoil(ckpt):
+        ckpt["model"][part].view(-1)[-1] = value
+    assert all("not finite" in line for line in crafted(spoil, init="heads" not in part))
+
+
 @pytest.mark.parametrize("what", ["exp_avg", "exp_avg_sq", "step", "muon", "moments"])
 @pytest.mark.parametrize("spoil", [lambda t: t.new_zeros(1), lambda t: t.double(), lambda t: t.int(), float])
 def test_an_optimizer_state_of_another_layout_is_refused(what, spoil, crafted):
@@ -451,7 +459,7 @@ BAD = {  # name: flags, what the line says
     "init from a newer version": ("--init_from newer.pt", "the version that wrote it"),
     "init from an older version": ("--init_from older.pt", "the version that wrote it"),
 } | {f"init from {file}": (f"--init_from {file}", "not a checkpoint") for file in (
-    "text.txt", "payload.pt", "bare.pkl", "other.zip")}
+    "text.txt", "parts.pt", "payload.pt", "bare.pkl", "other.zip")}
 
 
 @pytest.fixture(scope="module")
@@ -472,6 +480,7 @@ def place(tmp_path_factory):  # a folder with a run, and with everything that ca
         os.mkdir(name)
     shutil.copy("run/metrics.jsonl", "gone")
     save_checkpoint("newer.pt", ckpt | {"version": run.VERSION + 1})
+    save_checkpoint("parts.pt", dict(version=run.VERSION, config={}))
     save_checkpoint("older.pt", ckpt | {"version": run.VERSION - 1})
     save_checkpoint("sizes/ckpt.pt", ckpt | {"model": {k: v[..., :1] for k, v in ckpt["model"].items()}})
     huge = ckpt["config"] | {"batch_size": 1 << 24, "accum": 1 << 24}
