@@ -231,9 +231,13 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     check(values, flag_specs())
     hp = argparse.Namespace(**values | {"dtype": resolve_dtype(values["dtype"], device), "resume": resume})
 
-    # combinations that are impossible
-    if hp.cuda_graph and device.type != "cuda":
-        fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {device}. Try --no-cuda_graph")
+    check_combinations(hp, given)
+    return hp
+
+
+def check_combinations(hp, given):  # fails where settings exclude each other
+    if hp.cuda_graph and not hp.device.startswith("cuda"):
+        fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {hp.device}. Try --no-cuda_graph")
     if hp.n_embd % (2 * hp.n_head):
         fits = 2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
@@ -244,7 +248,6 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     if hp.doc_mask and not objective.supports_doc_mask:
         those = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
         fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {those}")
-    return hp
 
 
 def refuse_changes(given, saved, flags, what):

@@ -770,25 +770,13 @@ def infill_mode(model, objective, hp, flags, held_out):
     """Writes what belongs in the holes of a prompt, or between --prefix and --suffix."""
     use = find_use(objective, Infill)
     T = hp.block_size
-    sides = [flags.prefix, flags.suffix]
-    if flags.prompt is not None:
-        if sides != [None, None]:
-            fail("--prompt: contains the text around its holes. Try it without --prefix and --suffix")
-        pieces = [list(piece) for piece in re.split(HOLES, bytes(flags.prompt))]
-    elif sides != [None, None]:
-        pieces = [side or [] for side in sides]
-    else:
-        text = held_out[:T // 2].tolist()
-        pieces = [text[:len(text) // 2], text[len(text) // 2 + 4:]]
-        print(f"clean:\n{to_text(text)}\n--- with a hole:\n{to_text(pieces[0])}[..]{to_text(pieces[1])}\n--- filled:")
+    pieces = pieces_around_holes(flags, held_out[:T // 2].tolist())
     holes = len(pieces) - 1
     if not 1 <= holes <= use.max_holes:
         fail(f"--prompt: has {holes} holes, {objective.name} fills 1 to {use.max_holes}. Try one <extra_id_0>")
     near = pieces
-    if holes == 1:                              # of a long text the model reads what is nearest to the hole
-        space = max(2, T - 8 - min(flags.max_new_tokens, T // 3))
-        keep = max(space // 2, space - len(pieces[1]))
-        near = [pieces[0][-keep:], pieces[1][:space - min(len(pieces[0]), keep)]]
+    if holes == 1:
+        near = nearest_bytes(*pieces, T - 8 - min(flags.max_new_tokens, T // 3))
     if near != pieces:
         note(f"reads the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it")
     m = flags.max_new_tokens // holes if "max_new_tokens" in flags.given else HOLE_BYTES
@@ -798,21 +786,41 @@ def infill_mode(model, objective, hp, flags, held_out):
     how = greedy_settings(flags)
     for gens in each_sample(flags):
         spans, ended = infill(model, objective, hp, ids, P, holes, flags.max_new_tokens, gens, **how)
-        is_trimmed = False
+        written = len(spans[0])
         if holes == 1:
-            trimmed = trim_to_suffix(model, objective, hp, near[0], spans[0], near[1])
-            is_trimmed = len(trimmed) < len(spans[0])
-            spans = [trimmed]
+            spans = [trim_to_suffix(model, objective, hp, near[0], spans[0], near[1])]
         text = list(pieces[0])
         is_new = [False] * len(text)
         for span, piece in zip(spans, pieces[1:]):
             text += span + piece
             is_new += [True] * len(span) + [False] * len(piece)
         print(highlight(split_by(text, is_new)), flush=True)
-        if is_trimmed:
+        if len(spans[0]) < written:
             note("trimmed where the suffix fits best")
         elif not ended:
             note("did not end by itself. Try a larger --max_new_tokens, or a shorter text")
+
+
+def pieces_around_holes(flags, held_out):  # -> the texts before, between and after the holes, lists of ids
+    """Of --prompt, or of --prefix and --suffix; without any, held-out text with a hole of 4 bytes in the middle."""
+    sides = [flags.prefix, flags.suffix]
+    if flags.prompt is not None:
+        if sides != [None, None]:
+            fail("--prompt: contains the text around its holes. Try it without --prefix and --suffix")
+        return [list(piece) for piece in re.split(HOLES, bytes(flags.prompt))]
+    if sides != [None, None]:
+        return [side or [] for side in sides]
+    middle = len(held_out) // 2
+    pieces = [held_out[:middle], held_out[middle + 4:]]
+    print(f"clean:\n{to_text(held_out)}\n--- with a hole:\n{to_text(pieces[0])}[..]{to_text(pieces[1])}\n--- filled:")
+    return pieces
+
+
+def nearest_bytes(left, right, space):  # -> left, right: of a long text the bytes nearest to its one hole
+    """Half of the space for each side, more where the other is shorter."""
+    space = max(2, space)
+    keep = max(space // 2, space - len(right))
+    return [left[-keep:], right[:space - min(len(left), keep)]]
 
 
 def repair_mode(model, objective, hp, flags, held_out):

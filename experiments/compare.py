@@ -106,59 +106,64 @@ def plan_cells(flags, rest):  # -> [Cell]
     """Fails on a flag or a setting that train.py would refuse, before anything runs."""
     setting, _, values = flags.sweep.partition("=")
     values = values.split(",") if setting else [""]
-    if setting and any(word.partition("=")[0] in (f"--{setting}", f"--no-{setting}") for word in rest):
-        fail(f"--{setting}: is what --sweep sets. Try without it")
-    coders = [name for name, objective in OBJECTIVES.items() if objective.bpb in ("loss", "causal")]
-    if setting == "replay":
-        owners = coders
-    else:
-        owners = [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
-    takes_value = {name for name, flag in flag_specs().items() if not isinstance(flag.default, bool)}
-    # runs on different devices have one name
-    known = owners or setting == "start" or setting in takes_value - RESERVED - {"device"}
-    if flags.first_steps and setting != "start":
-        fail("--first_steps: is for --sweep start. Try without it")
-    if flags.sweep and not (all(values) and known):
-        fail(f"--sweep {flags.sweep}: wants a setting of train.py's, replay or start, and values, as in "
-             "mask_rate=.1,.15,.3")
+    owners = objectives_with(setting)
     names = flags.objectives.split(",") if flags.objectives else (owners[:1] or list(OBJECTIVES))
-    for name in values if setting == "start" else []:
-        if name != "none" and name not in OBJECTIVES:
-            fail(f"--sweep start={name}: unknown. Try none, or some of {','.join(OBJECTIVES)}")
-    for name in names:
-        if name not in OBJECTIVES:
-            fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
-        if owners and name not in owners and setting != "replay":
-            fail(f"--sweep {setting}: is no setting of {name}. Try --objectives {','.join(owners)}")
-        if setting == "replay" and name not in coders:
-            fail(f"--objectives {name}: forgetting is measured in bits per byte. Try {','.join(coders)}")
+    check_sweep(flags, rest, setting, values, owners)
+    check_names(names, setting, owners)
     budgets = parse_ints("budgets", flags.budgets, 1, flag_specs()["max_iters"].high, "500,1000")
     seeds = parse_ints("seeds", flags.seeds, 0, flag_specs()["seed"].high, "1,2,3")
     grid = dict.fromkeys(itertools.product(budgets, seeds, names, values))          # each once
     cells = []
     for steps, seed, name, value in grid:
-        plain = ["--seed", seed, *rest, *cell_flags(name, steps)]
-        argv = [*plain, "--data", flags.data]
+        shared = ["--seed", seed, *rest]
+        argv = [*shared, *cell_flags(name, steps), "--data", flags.data]
         first_argv = None
         if setting == "replay":                 # the same steps again, on the new corpus
-            share = 0.0
             if value != "scratch":
                 first_argv = argv
-                share = replay_share(value)
-            argv = [*plain, "--data", f"{flags.new_data or CPP_HEADERS}:{1 - share:g}"]
-            if share:
-                argv.append(f"{flags.data}:{share:g}")
-        elif setting == "start":
-            if value != "none":
-                first_argv = ["--seed", seed, *rest, *cell_flags(value, str(flags.first_steps or steps)), "--data",
-                              flags.data]
-                get_config(first_argv)          # fails now on flags that this objective does not have
-        elif setting:
+            argv = [*shared, *cell_flags(name, steps), "--data", *replay_sources(flags, value)]
+        elif setting == "start" and value != "none":
+            first_steps = str(flags.first_steps or steps)
+            first_argv = [*shared, *cell_flags(value, first_steps), "--data", flags.data]
+            get_config(first_argv)              # fails now on flags that this objective does not have
+        elif setting and setting != "start":
             is_text = isinstance(flag_specs()[setting].default, str)                # 1e+1 is a number
             argv += [f"--{setting}", value.replace("+", ",") if is_text else value]
         table = f"sweep-{setting}-{name}" if setting else "compare"
         cells.append(Cell(table, value or name, get_config(argv), argv, first_argv))
     return cells
+
+
+def objectives_with(setting):  # -> names of the objectives that can be swept over it; [] where it is not one's own
+    if setting == "replay":                     # forgetting is measured in bits per byte
+        return [name for name, objective in OBJECTIVES.items() if objective.bpb in ("loss", "causal")]
+    return [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
+
+
+def check_sweep(flags, rest, setting, values, owners):
+    if setting and any(word.partition("=")[0] in (f"--{setting}", f"--no-{setting}") for word in rest):
+        fail(f"--{setting}: is what --sweep sets. Try without it")
+    if flags.first_steps and setting != "start":
+        fail("--first_steps: is for --sweep start. Try without it")
+    takes_value = {name for name, flag in flag_specs().items() if not isinstance(flag.default, bool)}
+    # runs on different devices have one name
+    known = owners or setting == "start" or setting in takes_value - RESERVED - {"device"}
+    if flags.sweep and not (all(values) and known):
+        fail(f"--sweep {flags.sweep}: wants a setting of train.py's, replay or start, and values, as in "
+             "mask_rate=.1,.15,.3")
+    for name in values if setting == "start" else []:
+        if name != "none" and name not in OBJECTIVES:
+            fail(f"--sweep start={name}: unknown. Try none, or some of {','.join(OBJECTIVES)}")
+
+
+def check_names(names, setting, owners):  # of objectives
+    for name in names:
+        if name not in OBJECTIVES:
+            fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")
+        if owners and name not in owners and setting == "replay":
+            fail(f"--objectives {name}: forgetting is measured in bits per byte. Try {','.join(owners)}")
+        if owners and name not in owners:
+            fail(f"--sweep {setting}: is no setting of {name}. Try --objectives {','.join(owners)}")
 
 
 def cell_flags(objective, steps):
@@ -172,6 +177,12 @@ def parse_ints(flag, text, low, high, example):  # "1,2" -> ["1", "2"]
             fail(f"--{flag} {text}: wants whole numbers from {low} to {high}, separated by commas. "
                  f"Try --{flag} {example}")
     return [str(int(word)) for word in words]
+
+
+def replay_sources(flags, value):  # -> what --data takes: the new corpus, and a share of the old one
+    new = flags.new_data or CPP_HEADERS
+    share = 0.0 if value == "scratch" else replay_share(value)
+    return [f"{new}:{1 - share:g}", f"{flags.data}:{share:g}"] if share else [f"{new}:1"]
 
 
 def replay_share(value):

@@ -9,7 +9,7 @@ from data import decode, encode, make_rng, open_corpus, read_windows, sample_win
 
 def corpus_of(*texts, weights=None):
     weights = weights or [1 / len(texts)] * len(texts)
-    return [dict(name=str(i), weight=w, train=data.from_bytes(t), val=data.from_bytes(t))
+    return [dict(name=str(i), weight=w, train=data.from_bytes(t), val=data.from_bytes(t), size=2 * len(t))
             for i, (t, w) in enumerate(zip(texts, weights))]
 
 
@@ -189,7 +189,11 @@ def test_a_source_of_exactly_one_window_is_large_enough(capsys):
     data.check_sizes(corpus_of(b"0123456789"), 10, 9)
     with pytest.raises(SystemExit):
         data.check_sizes(corpus_of(b"0123456789"), 11, 10)
-    assert "10 bytes" in capsys.readouterr().err
+    assert "10 bytes" in (message := capsys.readouterr().err) and "more text" in message
+    [source] = corpus_of(b"0123456789")
+    with pytest.raises(SystemExit):
+        data.check_sizes([source | {"train": source["train"][:5]}], 10, 9)          # cut by --train_bytes
+    assert "a larger --train_bytes" in capsys.readouterr().err
 
 
 def test_standard_input_is_read_once(capsys):
