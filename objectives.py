@@ -212,6 +212,7 @@ class Infill:
 class Repair:
     """Writes the target of a source."""
     in_place: bool = False                      # in one pass, position by position; else rows are laid out by seq2seq
+    max_bytes: int | None = None                # a longer text is repaired piece by piece; None: what fits a row
 
 
 @dataclass(frozen=True)
@@ -1045,16 +1046,17 @@ def bart_prompt(pieces, m, hp):
     return source + left, len(source)
 
 
-# n-grams lower bart's loss, but a model that writes a whole text by its last bytes loses its place in the source sooner
-NO_NGRAMS = {"ngram_rows": 0}
+# After an error of its own the model loses its place in the source, sooner with n-grams, which lower its loss. Short
+# rows are learned sooner, and in short pieces it finds its place again.
+BART_DEFAULTS = {"block_size": 128, "batch_size": 32, "ngram_rows": 0}
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
-    flag_defaults=SHARP_ATTENTION | MORE_PASSES | NO_NGRAMS, single_document=True, positions=bart_positions,
-    target_hidden=False, uses=(Repair(), Infill(bart_prompt, stop_at_eot)))
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES | BART_DEFAULTS, single_document=True, positions=bart_positions,
+    target_hidden=False, uses=(Repair(max_bytes=32), Infill(bart_prompt, stop_at_eot)))
 
 
 # ---- nsp: next sentence prediction

@@ -60,6 +60,7 @@ END_THRESHOLD = 0.15                            # an infilled hole ends once its
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 REPORT_SECONDS = 10                             # between progress lines
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
+SPACES = {9, 10, 13, 32}                        # bytes after which a long text may be cut
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
 FLAGS = {
@@ -847,12 +848,14 @@ def repair_mode(model, objective, hp, flags, held_out):
 @torch.inference_mode()
 def repair(model, objective, noisy, hp, gens, on_bytes=no_progress, **how):  # ids of any number -> yields bytes
     T = hp.block_size
+    use = find_use(objective, Repair)
     n = objective.n_bytes(T, hp)
-    if n < len(noisy) <= T - 1 - n:             # a source may be longer than its text, which is n bytes at most
+    if use.max_bytes:
+        n = min(n, use.max_bytes)
+    elif n < len(noisy) <= T - 1 - n:           # a source may be longer than its text, which is n bytes at most
         n = len(noisy)
-    for a in range(0, len(noisy), n):
-        piece = noisy[a:a + n]
-        if find_use(objective, Repair).in_place:
+    for piece in cut_after_spaces(noisy, n):
+        if use.in_place:
             x = to_tensor(piece, hp)
             h = model(x, x.size(1), document_ids(x) if hp.doc_mask else None)
             yield from sample_bytes(model.logits(h), gens, **how)[0].tolist()
@@ -863,6 +866,18 @@ def repair(model, objective, noisy, hp, gens, on_bytes=no_progress, **how):  # i
             written = map(int, generate(model, ids, T + 1 - P, T, gens, P, positions=positions, **how))
             yield from (i for i in written if i != EOT)
         on_bytes(len(piece))
+
+
+def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids
+    """A piece ends after the last white space of its second half, so that words stay whole."""
+    a = 0
+    while a < len(ids):
+        end = a + n
+        if end < len(ids):
+            spaces = [i for i in range(a + n // 2, end) if ids[i] in SPACES]
+            end = spaces[-1] + 1 if spaces else end
+        yield ids[a:end]
+        a = end
 
 
 def demo_batch(objective, hp, held_out):  # -> a batch of one row of held-out text, corrupted as in training

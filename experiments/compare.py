@@ -10,12 +10,12 @@
     python -m experiments.compare --sweep start=none,clm,mlm --first_steps 8000     what another objective's weights are
                                                                                     worth as a start
 
-Every objective has its own defaults: rotation and contrastive other batches, bart no n-grams, some another --attn_scale
-or --mask_rate. Each cell of a table is a run of train.py, in a folder named after its settings and its text: a finished
-run is not trained again, an interrupted one is resumed, other settings make another run. Its metrics are kept in its
-folder, in measured.json; delete that file to measure again. Tables show the largest budget; the last table, curves.csv
-and the picture show all. Infilling, replaced bytes and drafts are measured in rows of at least 128 positions. Flags
-that are not listed below are train.py's, such as --n_layer 6.
+Every objective has its own defaults: rotation, bart and contrastive other batches, bart no n-grams, some another
+--attn_scale or --mask_rate. Each cell of a table is a run of train.py, in a folder named after its settings and its
+text: a finished run is not trained again, an interrupted one is resumed, other settings make another run. Its metrics
+are kept in its folder, in measured.json; delete that file to measure again. Tables show the largest budget; the last
+table, curves.csv and the picture show all. Infilling, replaced bytes and drafts are measured in rows of at least 128
+positions. Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib
 import csv
@@ -52,7 +52,7 @@ FLAGS = {
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # set here
-EVAL_VERSION = 3                                # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 4                                # raise it when an evaluation changes: finished runs are measured again
 CPP_HEADERS = os.path.join(torch.__path__[0], "include")
 MIN_HELD_OUT = 4096                                 # held-out bytes that the evaluations need
 

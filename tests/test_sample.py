@@ -975,6 +975,25 @@ def test_a_fork_that_writes_a_target_is_demonstrated_and_repairs_in_its_own_layo
     assert set(asked) == {11, 5}, "the objective's positions were not asked for"
 
 
+@pytest.mark.parametrize("text, pieces", [
+    (b"", []), (b"ab cd efgh", [b"ab ", b"cd ", b"efgh"]), (b"abcdefghi", [b"abcd", b"efgh", b"i"]),
+    (b"a bcdefg", [b"a bc", b"defg"]), (b"abc\tdefg", [b"abc\t", b"defg"])])
+def test_a_long_text_is_cut_after_spaces(text, pieces):
+    assert [bytes(piece) for piece in sample.cut_after_spaces([*text], 4)] == pieces
+
+
+def test_a_hole_is_no_space():
+    assert [*sample.cut_after_spaces([97, 32, MASK, 98, 99, 32, 100], 4)] == [[97, 32, MASK, 98], [99, 32, 100]]
+
+
+def test_an_objective_says_in_how_long_pieces_it_repairs(given, capsys, monkeypatch):
+    bart = OBJECTIVES["bart"]
+    run = fork(monkeypatch, "bart", corrupt=bart.corrupt, n_bytes=bart.n_bytes, positions=bart.positions,
+               flags=bart.flags, uses=(Repair(max_bytes=6),))
+    stdout(capsys, run, "--prompt", "x" * 15)
+    assert [row for [row], prefix, _ in given if SEP in row] == [[120] * 6 + [SEP]] * 2 + [[120] * 3 + [SEP]]
+
+
 def test_a_source_with_a_nul_is_repaired_behind_it(runs, monkeypatch):
     def copy(model, ids, *args, **how):
         yield from ids[0, :-1]                  # all but SEP
