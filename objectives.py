@@ -294,7 +294,7 @@ class Objective:
     # a term named "nll" is of the byte head, and its mean is also printed as perplexity
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
-    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
+    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags, as in Flag
     single_document: object = False             # prefers windows without a NUL inside; a mixture: one bool a row
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable = row_positions         # (ids, P (B,), hp) -> (B, T) for RoPE, None where they are 0, 1, 2, ...
@@ -1048,7 +1048,7 @@ def bart_prompt(pieces, m, hp):
 
 # After an error of its own the model loses its place in the source, sooner with n-grams, which lower its loss. Short
 # rows are learned sooner, and in short pieces it finds its place again.
-BART_DEFAULTS = {"block_size": 128, "batch_size": 32, "ngram_rows": 0}
+BART_DEFAULTS = {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 512}, "ngram_rows": 0}
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
     n_bytes=bart_bytes,
@@ -1192,7 +1192,7 @@ OBJECTIVES["contrastive"] = Objective(
     attention="bidirectional", n_bytes=contrastive_bytes, terms=contrastive_terms, loss=contrastive_loss,
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
-    flag_defaults=MORE_PASSES | {"batch_size": 32},             # its rows are the negatives
+    flag_defaults=MORE_PASSES | {"batch_size": {"cpu": 32, "cuda": 128}},           # its rows are the negatives
     single_document=True, compares_rows=True, uses=(Search(embed),))
 
 
@@ -1308,7 +1308,7 @@ def rotation_loss(model, batch, hp):
 OBJECTIVES["rotation"] = Objective(
     "rotation", corrupt=rotation, help="where a rotated text was cut", use="find the seam",
     attention="bidirectional", n_bytes=aligned_window, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss,
-    flag_defaults={"block_size": 64, "batch_size": 64},         # 16 rows of 256 do not learn
+    flag_defaults={"block_size": 64, "batch_size": {"cpu": 64, "cuda": 1024}},      # 16 rows of 256 do not learn
     single_document=True, uses=(Seam(predict_seam),))
 
 

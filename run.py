@@ -100,21 +100,23 @@ class Parser(argparse.ArgumentParser):
         fail(f"unknown argument {word}. Try {near[0] if near else f'{self.prog} --help'}")
 
 
-def first_default(flag):  # -> its default, or the first of those that depend on the device or optimizer
-    return next(iter(flag.default.values())) if isinstance(flag.default, dict) else flag.default
+def choose_default(default, *keys):  # a default, or a dict of defaults -> that of the first key it has, else its first
+    if not isinstance(default, dict):
+        return default
+    return next((default[key] for key in keys if key in default), next(iter(default.values())))
+
+
+def default_in_words(default):  # -> str, "" where there is nothing to say
+    if default in ("", []) or isinstance(default, bool):
+        return ""
+    if isinstance(default, dict):
+        return ", ".join(f"{key} {value}" for key, value in default.items())
+    return ", ".join(default) if isinstance(default, list) else str(default)
 
 
 def help_text(flag):  # -> its help, with the default in brackets
-    default = flag.default
-    if default in ("", []) or isinstance(default, bool):
-        return flag.help
-    if isinstance(default, dict):
-        words = [f"{k} {v}" for k, v in default.items()]
-    elif isinstance(default, list):
-        words = default
-    else:
-        words = [str(default)]
-    return f"{flag.help} [{', '.join(words)}]"
+    words = default_in_words(flag.default)
+    return f"{flag.help} [{words}]" if words else flag.help
 
 
 def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> Parser
@@ -125,7 +127,7 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for name, flag in flags.items():
-            first = first_default(flag)
+            first = choose_default(flag.default)
             if isinstance(first, bool):
                 how = dict(action=argparse.BooleanOptionalAction)
             elif isinstance(first, list):
@@ -142,7 +144,7 @@ def check(values, flags, where=""):  # values {name: value}, flags {name: Flag}
         value = values[name]
         if value is flag.default:
             continue
-        first = first_default(flag)
+        first = choose_default(flag.default)
         kind = (int, float) if isinstance(first, float) else type(first)
         is_words = not isinstance(value, list) or (value and all(isinstance(word, str) for word in value))
         if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool) or not is_words:
@@ -163,11 +165,7 @@ def flag_specs():  # -> {name: Flag} of train.py, the objectives' own included
 
 
 def defaults(kind="cpu", optimizer="muon"):  # -> {name: default}
-    def pick(flag):
-        if not isinstance(flag.default, dict):
-            return flag.default
-        return flag.default.get(kind, flag.default.get(optimizer, first_default(flag)))
-    return {name: pick(flag) for name, flag in flag_specs().items()}
+    return {name: choose_default(flag.default, kind, optimizer) for name, flag in flag_specs().items()}
 
 
 def parse(argv):  # -> {name: value} of train.py's flags that argv gives
@@ -180,7 +178,7 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
         groups.setdefault(f"of {', '.join(names)}", {})[flag] = OBJECTIVES[names[0]].flags[flag]
     lines = ["objectives: attention, what is predicted; what sample.py does with it; defaults that differ"]
     for name, objective in OBJECTIVES.items():
-        own = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
+        own = "".join(f" [{flag} {default_in_words(value)}]" for flag, value in objective.flag_defaults.items())
         lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use}{own}")
     about = """Train any objective of objectives.py on any bytes.
 
@@ -217,10 +215,11 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     # defaults of the device and the optimizer, then of the objective, then the checkpoint's settings and the flags
     device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
     chosen = saved | given
-    base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    base = defaults(kind, chosen.get("optimizer", "muon"))
     name, _, weight = chosen.get("objective", base["objective"]).strip().partition(":")
     if name in OBJECTIVES and "," not in weight:                # a mixture has no defaults of its own
-        own = OBJECTIVES[name].flag_defaults
+        own = {flag: choose_default(default, kind) for flag, default in OBJECTIVES[name].flag_defaults.items()}
         base |= own
         if given.get("init_from") and name != config["objective"] and "attn_scale" in own:
             chosen = saved | {"attn_scale": own["attn_scale"]} | given          # sharper than its parent's

@@ -1,5 +1,6 @@
 """A run's settings, device, folder and checkpoints; command lines that cannot be."""
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
@@ -379,6 +380,16 @@ def drop_heads(ckpt):
 def test_a_head_that_is_missing_may_be_fresh_only_where_training_begins(crafted, tmp_path):
     assert all("do not fit" in line for line in crafted(drop_heads, init=False))
     fit("text.txt", str(tmp_path / "b"), "--objective", "electra", "--max_iters", "1", "--init_from", "crafted")
+
+
+@pytest.mark.parametrize("kind, rows", [("cpu", 7), ("cuda", 8)])
+def test_an_objectives_own_default_may_depend_on_the_device(kind, rows, monkeypatch):
+    clm = dataclasses.replace(OBJECTIVES["clm"], flag_defaults={"batch_size": {"cpu": 7, "cuda": 8}, "accum": 2})
+    monkeypatch.setitem(OBJECTIVES, "clm", clm)
+    monkeypatch.setattr(run, "resolve_device", lambda name: torch.device(kind))
+    hp = get_config(["--dtype", "float32"])
+    assert (hp.batch_size, hp.accum) == (rows, 2)
+    assert get_config(["--dtype", "float32", "--batch_size", "3"]).batch_size == 3
 
 
 def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):
