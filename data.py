@@ -332,7 +332,7 @@ def check_sizes(corpus, n, T):
     """Fails where a split is shorter than one window, the n bytes that fill a row of T positions."""
     for s in corpus:
         if min(len(s["train"]), len(s["val"])) < n:
-            is_cut = len(s["train"]) + len(s["val"]) < s["size"]
+            is_cut = len(s["val"]) >= n and len(s["train"]) + len(s["val"]) < s["size"]             # by --train_bytes
             fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, "
                  f"but a row of --block_size {T} needs {n}. "
                  f"Try a smaller --block_size, or {'a larger --train_bytes' if is_cut else 'more text'}")

@@ -208,11 +208,15 @@ class Infill:
     max_holes: int = 1
 
 
+def no_limit(hp):
+    return None
+
+
 @dataclass(frozen=True)
 class Repair:
     """Writes the target of a source."""
     in_place: bool = False                      # in one pass, position by position; else rows are laid out by seq2seq
-    max_bytes: int | None = None                # a longer text is repaired piece by piece; None: what fits a row
+    max_bytes: Callable = no_limit              # (hp) -> bytes that are repaired at once; None: as many as fit a row
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,7 @@ class Objective:
     # a term named "nll" is of the byte head, and its mean is also printed as perplexity
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
-    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags, as in Flag
+    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
     single_document: object = False             # prefers windows without a NUL inside; a mixture: one bool a row
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable = row_positions         # (ids, P (B,), hp) -> (B, T) for RoPE, None where they are 0, 1, 2, ...
@@ -1046,9 +1050,14 @@ def bart_prompt(pieces, m, hp):
     return source + left, len(source)
 
 
-# After an error of its own the model loses its place in the source, sooner with n-grams, which lower its loss. Short
-# rows are learned sooner, and in short pieces it finds its place again.
-BART_DEFAULTS = {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 512}, "ngram_rows": 0}
+def bart_piece(hp):  # -> bytes, or None
+    """After an error of its own the model loses its place in the source; with the next piece it starts anew. Noises
+    that move text need the text as a whole."""
+    return None if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
+
+
+# Short rows are learned sooner. With n-grams the loss is lower, but the model loses its place in the source sooner.
+BART_DEFAULTS = {"block_size": 128, "ngram_rows": 0}
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
     n_bytes=bart_bytes,
@@ -1056,7 +1065,7 @@ OBJECTIVES["bart"] = Objective(
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES | BART_DEFAULTS, single_document=True, positions=bart_positions,
-    target_hidden=False, uses=(Repair(max_bytes=32), Infill(bart_prompt, stop_at_eot)))
+    target_hidden=False, uses=(Repair(max_bytes=bart_piece), Infill(bart_prompt, stop_at_eot)))
 
 
 # ---- nsp: next sentence prediction
@@ -1192,7 +1201,7 @@ OBJECTIVES["contrastive"] = Objective(
     attention="bidirectional", n_bytes=contrastive_bytes, terms=contrastive_terms, loss=contrastive_loss,
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
-    flag_defaults=MORE_PASSES | {"batch_size": {"cpu": 32, "cuda": 128}},           # its rows are the negatives
+    flag_defaults=MORE_PASSES | {"batch_size": 32},             # its rows are the negatives
     single_document=True, compares_rows=True, uses=(Search(embed),))
 
 
@@ -1308,7 +1317,7 @@ def rotation_loss(model, batch, hp):
 OBJECTIVES["rotation"] = Objective(
     "rotation", corrupt=rotation, help="where a rotated text was cut", use="find the seam",
     attention="bidirectional", n_bytes=aligned_window, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss,
-    flag_defaults={"block_size": 64, "batch_size": {"cpu": 64, "cuda": 1024}},      # 16 rows of 256 do not learn
+    flag_defaults={"block_size": 64},           # rows of 256 do not learn
     single_document=True, uses=(Seam(predict_seam),))
 
 

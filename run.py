@@ -100,23 +100,23 @@ class Parser(argparse.ArgumentParser):
         fail(f"unknown argument {word}. Try {near[0] if near else f'{self.prog} --help'}")
 
 
-def choose_default(default, *keys):  # a default, or a dict of defaults -> that of the first key it has, else its first
+def choose_default(default, *keys):  # a default, or a dict of them -> the value of the first key in it, else its first
     if not isinstance(default, dict):
         return default
     return next((default[key] for key in keys if key in default), next(iter(default.values())))
 
 
-def default_in_words(default):  # -> str, "" where there is nothing to say
-    if default in ("", []) or isinstance(default, bool):
-        return ""
-    if isinstance(default, dict):
-        return ", ".join(f"{key} {value}" for key, value in default.items())
-    return ", ".join(default) if isinstance(default, list) else str(default)
-
-
 def help_text(flag):  # -> its help, with the default in brackets
-    words = default_in_words(flag.default)
-    return f"{flag.help} [{words}]" if words else flag.help
+    default = flag.default
+    if default in ("", []) or isinstance(default, bool):
+        return flag.help
+    if isinstance(default, dict):
+        words = [f"{key} {value}" for key, value in default.items()]
+    elif isinstance(default, list):
+        words = default
+    else:
+        words = [str(default)]
+    return f"{flag.help} [{', '.join(words)}]"
 
 
 def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> Parser
@@ -178,7 +178,7 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
         groups.setdefault(f"of {', '.join(names)}", {})[flag] = OBJECTIVES[names[0]].flags[flag]
     lines = ["objectives: attention, what is predicted; what sample.py does with it; defaults that differ"]
     for name, objective in OBJECTIVES.items():
-        own = "".join(f" [{flag} {default_in_words(value)}]" for flag, value in objective.flag_defaults.items())
+        own = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
         lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use}{own}")
     about = """Train any objective of objectives.py on any bytes.
 
@@ -215,11 +215,12 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     # defaults of the device and the optimizer, then of the objective, then the checkpoint's settings and the flags
     device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
     chosen = saved | given
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    base = defaults(kind, chosen.get("optimizer", "muon"))
+    base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
     name, _, weight = chosen.get("objective", base["objective"]).strip().partition(":")
     if name in OBJECTIVES and "," not in weight:                # a mixture has no defaults of its own
-        own = {flag: choose_default(default, kind) for flag, default in OBJECTIVES[name].flag_defaults.items()}
+        own = OBJECTIVES[name].flag_defaults
+        if "block_size" in own and "block_size" not in chosen:
+            base["batch_size"] *= base["block_size"] // own["block_size"]           # as many positions a step
         base |= own
         if given.get("init_from") and name != config["objective"] and "attn_scale" in own:
             chosen = saved | {"attn_scale": own["attn_scale"]} | given          # sharper than its parent's

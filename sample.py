@@ -60,7 +60,7 @@ END_THRESHOLD = 0.15                            # an infilled hole ends once its
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 REPORT_SECONDS = 10                             # between progress lines
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
-SPACES = {9, 10, 13, 32}                        # bytes after which a long text may be cut
+SPACES = {EOT, *b" \t\n\v\f\r"}                   # bytes after which a long text may be cut
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
 FLAGS = {
@@ -825,7 +825,7 @@ def nearest_bytes(left, right, space):  # -> left, right: of a long text the byt
 
 
 def repair_mode(model, objective, hp, flags, held_out):
-    """Writes the target of a source, row after row of a long text; [MASK] may stand in it."""
+    """Writes the target of a source, piece by piece of a long text; [MASK] may stand in it."""
     T = hp.block_size
     n = objective.n_bytes(T, hp)
     in_place = find_use(objective, Repair).in_place
@@ -850,11 +850,7 @@ def repair(model, objective, noisy, hp, gens, on_bytes=no_progress, **how):  # i
     T = hp.block_size
     use = find_use(objective, Repair)
     n = objective.n_bytes(T, hp)
-    if use.max_bytes:
-        n = min(n, use.max_bytes)
-    elif n < len(noisy) <= T - 1 - n:           # a source may be longer than its text, which is n bytes at most
-        n = len(noisy)
-    for piece in cut_after_spaces(noisy, n):
+    for piece in cut_after_spaces(noisy, repair_size(objective, noisy, hp)):
         if use.in_place:
             x = to_tensor(piece, hp)
             h = model(x, x.size(1), document_ids(x) if hp.doc_mask else None)
@@ -863,19 +859,35 @@ def repair(model, objective, noisy, hp, gens, on_bytes=no_progress, **how):  # i
             ids = to_tensor([i for i in piece if i != EOT] + [SEP], hp)             # a copied EOT would end the row
             P = ids.size(1)
             positions = functools.partial(objective.positions, hp=hp)
-            written = map(int, generate(model, ids, T + 1 - P, T, gens, P, positions=positions, **how))
+            limit = min(T + 1 - P, n + 1)       # no target was longer in training
+            written = map(int, generate(model, ids, limit, T, gens, P, positions=positions, **how))
             yield from (i for i in written if i != EOT)
         on_bytes(len(piece))
 
 
+def repair_size(objective, noisy, hp):  # -> ids that are repaired at once
+    n = objective.n_bytes(hp.block_size, hp)
+    max_bytes = find_use(objective, Repair).max_bytes(hp)
+    if max_bytes:
+        return min(n, max_bytes)
+    if n < len(noisy) <= hp.block_size - 1 - n:                 # a source may be longer than its text of n bytes
+        return len(noisy)
+    return n
+
+
 def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids
-    """A piece ends after the last white space of its second half, so that words stay whole."""
+    """Equal parts, as far as each can end after white space, never right before a hole; where there is no such place,
+    before a character."""
     a = 0
     while a < len(ids):
-        end = a + n
-        if end < len(ids):
-            spaces = [i for i in range(a + n // 2, end) if ids[i] in SPACES]
-            end = spaces[-1] + 1 if spaces else end
+        left = len(ids) - a
+        goal = a + math.ceil(left / math.ceil(left / n))
+        end = goal
+        if left > n:
+            places = [i for i in range(a + n // 4 + 1, a + n + 1) if ids[i - 1] in SPACES and ids[i] != MASK]
+            end = min(places, key=lambda i: abs(i - goal), default=goal)
+            while end > a + 1 and 0x80 <= ids[end] < 0xc0:      # inside of a character (UTF-8)
+                end -= 1
         yield ids[a:end]
         a = end
 

@@ -15,7 +15,8 @@ Every objective has its own defaults: rotation, bart and contrastive other batch
 text: a finished run is not trained again, an interrupted one is resumed, other settings make another run. Its metrics
 are kept in its folder, in measured.json; delete that file to measure again. Tables show the largest budget; the last
 table, curves.csv and the picture show all. Infilling, replaced bytes and drafts are measured in rows of at least 128
-positions. Flags that are not listed below are train.py's, such as --n_layer 6.
+positions; in shorter rows than the default, as bart's, the texts around holes and the noisy texts are shorter, too.
+Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib
 import csv
@@ -140,7 +141,7 @@ def objectives_with(setting):  # -> names of the objectives that can be swept ov
     return [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
 
 
-def check_sweep(flags, rest, setting, values, owners):
+def check_sweep(flags, rest, setting, values, owners):  # fails on a sweep that train.py's flags do not allow
     if setting and any(word.partition("=")[0] in (f"--{setting}", f"--no-{setting}") for word in rest):
         fail(f"--{setting}: is what --sweep sets. Try without it")
     if flags.first_steps and setting != "start":
@@ -156,7 +157,7 @@ def check_sweep(flags, rest, setting, values, owners):
             fail(f"--sweep start={name}: unknown. Try none, or some of {','.join(OBJECTIVES)}")
 
 
-def check_names(names, setting, owners):  # of objectives
+def check_names(names, setting, owners):  # fails on an objective that does not exist, or lacks the setting
     for name in names:
         if name not in OBJECTIVES:
             fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")

@@ -194,6 +194,9 @@ def test_a_source_of_exactly_one_window_is_large_enough(capsys):
     with pytest.raises(SystemExit):
         data.check_sizes([source | {"train": source["train"][:5]}], 10, 9)          # cut by --train_bytes
     assert "a larger --train_bytes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        data.check_sizes([source | {"train": source["train"][:5]}], 11, 10)         # its validation split is short, too
+    assert "more text" in capsys.readouterr().err
 
 
 def test_standard_input_is_read_once(capsys):

@@ -1,6 +1,5 @@
 """A run's settings, device, folder and checkpoints; command lines that cannot be."""
 import contextlib
-import dataclasses
 import io
 import os
 import pickle
@@ -382,14 +381,18 @@ def test_a_head_that_is_missing_may_be_fresh_only_where_training_begins(crafted,
     fit("text.txt", str(tmp_path / "b"), "--objective", "electra", "--max_iters", "1", "--init_from", "crafted")
 
 
-@pytest.mark.parametrize("kind, rows", [("cpu", 7), ("cuda", 8)])
-def test_an_objectives_own_default_may_depend_on_the_device(kind, rows, monkeypatch):
-    clm = dataclasses.replace(OBJECTIVES["clm"], flag_defaults={"batch_size": {"cpu": 7, "cuda": 8}, "accum": 2})
-    monkeypatch.setitem(OBJECTIVES, "clm", clm)
-    monkeypatch.setattr(run, "resolve_device", lambda name: torch.device(kind))
-    hp = get_config(["--dtype", "float32"])
-    assert (hp.batch_size, hp.accum) == (rows, 2)
-    assert get_config(["--dtype", "float32", "--batch_size", "3"]).batch_size == 3
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_with_its_own_block_size_reads_as_many_positions_a_step(name, kind, monkeypatch):
+    monkeypatch.setattr(run, "resolve_device", lambda device: torch.device(kind))
+    flags = ["--objective", name, "--dtype", "float32"]
+    shared = run.defaults(kind)
+    own = OBJECTIVES[name].flag_defaults
+    hp = get_config(flags)
+    assert hp.block_size == own.get("block_size", shared["block_size"])
+    assert hp.batch_size == own.get("batch_size", shared["batch_size"] * shared["block_size"] // hp.block_size)
+    assert get_config([*flags, "--block_size", "96"]).batch_size == own.get("batch_size", shared["batch_size"])
+    assert get_config([*flags, "--batch_size", "24"]).batch_size == 24
 
 
 def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):

@@ -971,27 +971,49 @@ def test_a_fork_that_writes_a_target_is_demonstrated_and_repairs_in_its_own_layo
     given.clear()
     stdout(capsys, run, "--prompt", "x" * 22 + "a[MASK]")
     firsts = [(row, prefix) for [row], prefix, _ in given if SEP in row]
-    assert firsts == [([120] * 10 + [SEP], 11)] * 2 + [([120, 120, 97, MASK, SEP], 5)]
-    assert set(asked) == {11, 5}, "the objective's positions were not asked for"
+    assert firsts == [([120] * 8 + [SEP], 9)] * 2 + [([120] * 6 + [97, MASK, SEP], 9)]
+    assert set(asked) == {11, 9}, "the objective's positions were not asked for"
 
 
 @pytest.mark.parametrize("text, pieces", [
-    (b"", []), (b"ab cd efgh", [b"ab ", b"cd ", b"efgh"]), (b"abcdefghi", [b"abcd", b"efgh", b"i"]),
-    (b"a bcdefg", [b"a bc", b"defg"]), (b"abc\tdefg", [b"abc\t", b"defg"])])
-def test_a_long_text_is_cut_after_spaces(text, pieces):
-    assert [bytes(piece) for piece in sample.cut_after_spaces([*text], 4)] == pieces
+    (b"", []), (b"abcdefgh", [b"abcdefgh"]), (b"abcdefghi", [b"abcde", b"fghi"]),
+    (b"ab cd efgh", [b"ab cd ", b"efgh"]), (b"a bcdefghijk", [b"a bcde", b"fghijk"]),
+    (b"abc\ndefghi", [b"abc\n", b"defghi"]), (b"abcdefg\thijklmno", [b"abcdefg\t", b"hijklmno"]),
+    ("äöüäö".encode(), ["äöü".encode()[:4], "üäö".encode()])])
+def test_a_long_text_is_cut_into_equal_parts_after_spaces(text, pieces):
+    found = [bytes(piece) for piece in sample.cut_after_spaces([*text], 8)]
+    assert found == pieces
 
 
-def test_a_hole_is_no_space():
-    assert [*sample.cut_after_spaces([97, 32, MASK, 98, 99, 32, 100], 4)] == [[97, 32, MASK, 98], [99, 32, 100]]
+def test_a_text_is_not_cut_right_before_a_hole():
+    ids = [*b"ab de ", MASK, *b" fgh"]
+    assert [*sample.cut_after_spaces(ids, 8)] == [[*b"ab de ", MASK, *b" "], [*b"fgh"]]
 
 
 def test_an_objective_says_in_how_long_pieces_it_repairs(given, capsys, monkeypatch):
     bart = OBJECTIVES["bart"]
     run = fork(monkeypatch, "bart", corrupt=bart.corrupt, n_bytes=bart.n_bytes, positions=bart.positions,
-               flags=bart.flags, uses=(Repair(max_bytes=6),))
+               flags=bart.flags, uses=(Repair(max_bytes=lambda hp: 6),))
     stdout(capsys, run, "--prompt", "x" * 15)
-    assert [row for [row], prefix, _ in given if SEP in row] == [[120] * 6 + [SEP]] * 2 + [[120] * 3 + [SEP]]
+    assert [row for [row], prefix, _ in given if SEP in row] == [[120] * 5 + [SEP]] * 3
+
+
+def test_bart_repairs_as_a_whole_what_its_noise_moves():
+    [use] = [use for use in OBJECTIVES["bart"].uses if isinstance(use, Repair)]
+    assert use.max_bytes(argparse.Namespace(bart_noise="infill,replace")) == 32
+    assert use.max_bytes(argparse.Namespace(bart_noise="mask,permute")) is None
+
+
+def test_a_repair_is_never_longer_than_a_target_in_training(runs, monkeypatch):
+    limits = []
+
+    def generate(model, ids, limit, *args, **how):
+        limits.append(limit)
+        yield torch.tensor(EOT)
+    monkeypatch.setattr(sample, "generate", generate)
+    _, hp, _ = load_run("out/bart", "cpu", "float32")
+    assert [*sample.repair(None, OBJECTIVES["bart"], [*b"abc"], hp, None)] == []
+    assert limits == [OBJECTIVES["bart"].n_bytes(hp.block_size, hp) + 1]
 
 
 def test_a_source_with_a_nul_is_repaired_behind_it(runs, monkeypatch):
