@@ -52,7 +52,8 @@ SETTINGS = {
         "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.01, 100.0),
     },
     "training": {
-        "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch", 1, 1 << 24),
+        "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch; more for objectives with shorter rows", 1,
+                           1 << 24),
         "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
         "max_passes": Flag(4.0, "most passes over the text, but never below 200 steps; 0: no limit, the default with "
