@@ -1050,9 +1050,9 @@ def bart_prompt(pieces, m, hp):
     return source + left, len(source)
 
 
-def bart_piece(hp):  # -> bytes, or None
-    """After an error of its own the model loses its place in the source; with the next piece it starts anew. Noises
-    that move text need the text as a whole."""
+def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
+    """After an error of its own the model loses its place in the source, and finds it again where the next piece
+    begins. Noises that move text can only be undone in the whole text."""
     return None if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
 
 
@@ -1065,7 +1065,7 @@ OBJECTIVES["bart"] = Objective(
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES | BART_DEFAULTS, single_document=True, positions=bart_positions,
-    target_hidden=False, uses=(Repair(max_bytes=bart_piece), Infill(bart_prompt, stop_at_eot)))
+    target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, stop_at_eot)))
 
 
 # ---- nsp: next sentence prediction
@@ -1317,7 +1317,7 @@ def rotation_loss(model, batch, hp):
 OBJECTIVES["rotation"] = Objective(
     "rotation", corrupt=rotation, help="where a rotated text was cut", use="find the seam",
     attention="bidirectional", n_bytes=aligned_window, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss,
-    flag_defaults={"block_size": 64},           # rows of 256 do not learn
+    flag_defaults={"block_size": 64},           # 16 rows of 256 do not learn
     single_document=True, uses=(Seam(predict_seam),))
 
 

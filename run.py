@@ -221,7 +221,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     if name in OBJECTIVES and "," not in weight:                # a mixture has no defaults of its own
         own = OBJECTIVES[name].flag_defaults
         if "block_size" in own and "block_size" not in chosen:
-            base["batch_size"] *= base["block_size"] // own["block_size"]           # as many positions a step
+            positions = base["batch_size"] * base["block_size"]                     # a step keeps their number
+            base["batch_size"] = max(1, positions // own["block_size"])
         base |= own
         if given.get("init_from") and name != config["objective"] and "attn_scale" in own:
             chosen = saved | {"attn_scale": own["attn_scale"]} | given          # sharper than its parent's

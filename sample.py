@@ -60,7 +60,7 @@ END_THRESHOLD = 0.15                            # an infilled hole ends once its
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 REPORT_SECONDS = 10                             # between progress lines
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
-SPACES = {EOT, *b" \t\n\v\f\r"}                   # bytes after which a long text may be cut
+SPACES = {EOT, *b" \t\n\v\f\r"}                 # bytes after which a long text may be cut
 MASKS, HOLES = rb"\[MASK(?::(\d+))?\]", rb"<extra_id_\d+>"
 
 FLAGS = {
@@ -876,8 +876,8 @@ def repair_size(objective, noisy, hp):  # -> ids that are repaired at once
 
 
 def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids
-    """Equal parts, as far as each can end after white space, never right before a hole; where there is no such place,
-    before a character."""
+    """Pieces of about equal length. Each ends after white space, but not right before a hole; without white space it
+    ends between two characters."""
     a = 0
     while a < len(ids):
         left = len(ids) - a
@@ -886,7 +886,7 @@ def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids
         if left > n:
             places = [i for i in range(a + n // 4 + 1, a + n + 1) if ids[i - 1] in SPACES and ids[i] != MASK]
             end = min(places, key=lambda i: abs(i - goal), default=goal)
-            while end > a + 1 and 0x80 <= ids[end] < 0xc0:      # inside of a character (UTF-8)
+            while end > max(a + 1, goal - 3) and 0x80 <= ids[end] < 0xc0:           # inside of a character (UTF-8)
                 end -= 1
         yield ids[a:end]
         a = end

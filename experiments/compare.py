@@ -110,7 +110,7 @@ def plan_cells(flags, rest):  # -> [Cell]
     owners = objectives_with(setting)
     names = flags.objectives.split(",") if flags.objectives else (owners[:1] or list(OBJECTIVES))
     check_sweep(flags, rest, setting, values, owners)
-    check_names(names, setting, owners)
+    check_objectives(names, setting, owners)
     budgets = parse_ints("budgets", flags.budgets, 1, flag_specs()["max_iters"].high, "500,1000")
     seeds = parse_ints("seeds", flags.seeds, 0, flag_specs()["seed"].high, "1,2,3")
     grid = dict.fromkeys(itertools.product(budgets, seeds, names, values))          # each once
@@ -123,11 +123,12 @@ def plan_cells(flags, rest):  # -> [Cell]
             if value != "scratch":
                 first_argv = argv
             argv = [*shared, *cell_flags(name, steps), "--data", *replay_sources(flags, value)]
-        elif setting == "start" and value != "none":
-            first_steps = str(flags.first_steps or steps)
-            first_argv = [*shared, *cell_flags(value, first_steps), "--data", flags.data]
-            get_config(first_argv)              # fails now on flags that this objective does not have
-        elif setting and setting != "start":
+        elif setting == "start":
+            if value != "none":
+                first_steps = str(flags.first_steps or steps)
+                first_argv = [*shared, *cell_flags(value, first_steps), "--data", flags.data]
+                get_config(first_argv)          # fails now on flags that this objective does not have
+        elif setting:
             is_text = isinstance(flag_specs()[setting].default, str)                # 1e+1 is a number
             argv += [f"--{setting}", value.replace("+", ",") if is_text else value]
         table = f"sweep-{setting}-{name}" if setting else "compare"
@@ -135,7 +136,7 @@ def plan_cells(flags, rest):  # -> [Cell]
     return cells
 
 
-def objectives_with(setting):  # -> names of the objectives that can be swept over it; [] where it is not one's own
+def objectives_with(setting):  # -> names of the objectives that have the setting; [] if it is one that all share
     if setting == "replay":                     # forgetting is measured in bits per byte
         return [name for name, objective in OBJECTIVES.items() if objective.bpb in ("loss", "causal")]
     return [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
@@ -157,7 +158,7 @@ def check_sweep(flags, rest, setting, values, owners):  # fails on a sweep that 
             fail(f"--sweep start={name}: unknown. Try none, or some of {','.join(OBJECTIVES)}")
 
 
-def check_names(names, setting, owners):  # fails on an objective that does not exist, or lacks the setting
+def check_objectives(names, setting, owners):  # fails on an objective that does not exist, or lacks the setting
     for name in names:
         if name not in OBJECTIVES:
             fail(f"--objectives {name}: unknown. Try some of {','.join(OBJECTIVES)}")

@@ -189,7 +189,9 @@ def test_a_source_of_exactly_one_window_is_large_enough(capsys):
     data.check_sizes(corpus_of(b"0123456789"), 10, 9)
     with pytest.raises(SystemExit):
         data.check_sizes(corpus_of(b"0123456789"), 11, 10)
-    assert "10 bytes" in (message := capsys.readouterr().err) and "more text" in message
+    message = capsys.readouterr().err
+    assert "10 bytes" in message
+    assert "more text" in message
     [source] = corpus_of(b"0123456789")
     with pytest.raises(SystemExit):
         data.check_sizes([source | {"train": source["train"][:5]}], 10, 9)          # cut by --train_bytes

@@ -1,5 +1,6 @@
 """A run's settings, device, folder and checkpoints; command lines that cannot be."""
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
@@ -393,6 +394,15 @@ def test_an_objective_with_its_own_block_size_reads_as_many_positions_a_step(nam
     assert hp.batch_size == own.get("batch_size", shared["batch_size"] * shared["block_size"] // hp.block_size)
     assert get_config([*flags, "--block_size", "96"]).batch_size == own.get("batch_size", shared["batch_size"])
     assert get_config([*flags, "--batch_size", "24"]).batch_size == 24
+
+
+def test_an_objective_may_have_longer_rows_of_its_own(monkeypatch):
+    rows = {}
+    for T in 512, 1 << 20:
+        clm = dataclasses.replace(OBJECTIVES["clm"], flag_defaults={"block_size": T})
+        monkeypatch.setitem(OBJECTIVES, "clm", clm)
+        rows[T] = get_config(["--device", "cpu"]).batch_size
+    assert rows == {512: 8, 1 << 20: 1}
 
 
 def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):

@@ -979,7 +979,7 @@ def test_a_fork_that_writes_a_target_is_demonstrated_and_repairs_in_its_own_layo
     (b"", []), (b"abcdefgh", [b"abcdefgh"]), (b"abcdefghi", [b"abcde", b"fghi"]),
     (b"ab cd efgh", [b"ab cd ", b"efgh"]), (b"a bcdefghijk", [b"a bcde", b"fghijk"]),
     (b"abc\ndefghi", [b"abc\n", b"defghi"]), (b"abcdefg\thijklmno", [b"abcdefg\t", b"hijklmno"]),
-    ("äöüäö".encode(), ["äöü".encode()[:4], "üäö".encode()])])
+    ("äöüäö".encode(), ["äö".encode(), "üäö".encode()]), (b"\x80" * 9, [b"\x80" * 2, b"\x80" * 7])])
 def test_a_long_text_is_cut_into_equal_parts_after_spaces(text, pieces):
     found = [bytes(piece) for piece in sample.cut_after_spaces([*text], 8)]
     assert found == pieces
