@@ -516,16 +516,26 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
     if hp.compile:
         s.loss = compile_loss(s)
 
+    log = Log(s, metrics, progress)
+    handlers = catch_signals(stop)
+    stack.callback(restore_handlers, handlers)
+    step, stopped = run_steps(s, log, validation, sources, progress["step"], stop)
+    if int(s.first_nonfinite_step) < 0:         # else end_run saves once more
+        restore_handlers(handlers)              # what is left can be interrupted anywhere
+    signal_number = (stop or [signal.SIGTERM])[0]               # of another process, where stop is empty
+    return end_run(s, log, sources, step, signal_number if stopped else None)
+
+
+def run_steps(s, log, validation, sources, start, stop):  # -> the step that it ended before, did a signal end it?
+    """Steps from `start` to max_iters; evaluates and saves between them. Ends early after a signal, whose number is
+    in the list stop, and where a loss or gradient was not finite."""
+    hp = s.hp
+
     def step_fn():
         return training_step(s)
     if hp.cuda_graph:
         step_fn = GraphedStep(step_fn, [s.g])
-    log = Log(s, metrics, progress)
-    start = progress["step"]
-    handlers = catch_signals(stop)
-    stack.callback(restore_handlers, handlers)
-
-    # the loop runs once more than there are steps: the last iteration only evaluates and saves
+    # once more than there are steps: the last iteration only evaluates and saves
     for step in range(start, hp.max_iters + 1):
         due = step % hp.eval_interval == 0 or step == hp.max_iters
         halt = any_rank(bool(stop))
@@ -546,10 +556,7 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
             if int(s.first_nonfinite_step) >= 0:
                 break
             log.write_step(step, batch, float(loss), float(norm))
-    if int(s.first_nonfinite_step) < 0:         # else end_run saves once more
-        restore_handlers(handlers)              # what is left can be interrupted anywhere
-    signal_number = (stop or [signal.SIGTERM])[0]               # of another process, where stop is empty
-    return end_run(s, log, sources, step, signal_number if halt else None)
+    return step, halt
 
 
 def end_run(s, log, sources, step, signal_number):  # -> exit code, State of a run that is done or None
