@@ -315,7 +315,7 @@ class Cache:
         return self.ids[:, self.length:start]
 
     def advance(self, n):
-        self.length += n
+        self.length += n                        # a StaticCache's tensor in place, whose address a graph reads
 
     def rewind(self, n):  # forgets the last n positions
         self.length -= n
@@ -338,12 +338,6 @@ class StaticCache(Cache):
     def append_ids(self, idx):
         self.ids.index_copy_(1, self.positions(idx.size(1)) + CONTEXT_WIDTH - 1, idx)
         return self.ids.index_select(1, self.positions(CONTEXT_WIDTH - 1))
-
-    def advance(self, n):
-        self.length.add_(n)
-
-    def rewind(self, n):
-        self.length.sub_(n)
 
 
 # ---- faster versions for each device, and what each equals
@@ -376,11 +370,12 @@ def choose_attention(prefix, q, T_k, B, config, dtype, doc=None, cache=None, mas
 
     allowed = None                              # (B or 1, 1, T_q, T_k); None where every key may be attended to
     last_query = T_q == 1 and not isinstance(cache, StaticCache)                    # is after all keys
+    hides_keys = causal and not last_query
     if mask is not None:
         allowed = mask[:, None]
     elif not pure:
         allowed = dense_mask(prefix, q, T_k, doc)
-    elif doc is not None or causal and not last_query:
+    elif doc is not None or hides_keys:
         allowed = dense_mask(torch.full((1,), prefix, device=q.device), q, T_k, doc)
     if T_q == 1 and not cuda:
         return functools.partial(attend_single_query, allowed=allowed)

@@ -182,18 +182,26 @@ def scalar_head(C):  # one number for each state; starts at zero, so that an unt
 
 # ---- what a model is used for: each mode of sample.py asks for one of these
 
+def always(hp):  # is_trained(hp): do the settings train the use?
+    return True
+
+
 @dataclass(frozen=True)
 class Continue:
-    """Continues a prompt. layout(hp) -> (is the prompt read both ways?, ids before it, ids after it); None where the
-    settings do not train it."""
-    layout: Callable
+    """Continues a prompt."""
+    both_ways: bool = False                     # is the prompt read both ways?
+    before: tuple = ()                          # ids before the prompt
+    after: tuple = ()                           # ids after it
+    is_trained: Callable = always
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Fills MASKs in a text. layout(hp) -> (ids before the text, ids after it, shift); None where the settings do not
-    train it. Byte i is predicted `shift` positions before it."""
-    layout: Callable
+    """Fills MASKs in a text."""
+    before: tuple = ()                          # ids before the text
+    after: tuple = ()                           # ids after it
+    shift: int = 0                              # byte i is predicted so many positions before it
+    is_trained: Callable = always
     orders: tuple = ("confident", "left", "revise")             # of sample.unmask; the first is the default
     trained_at_any_rate: bool = False           # at every share of MASKs, so that it can write a whole text
 
@@ -201,11 +209,10 @@ class Fill:
 @dataclass(frozen=True)
 class Infill:
     """Writes what belongs in holes of unknown length. prompt(pieces, m, hp) -> (ids up to the first answer, length of
-    their prefix), or None where the settings do not train it; m: bytes expected in a hole. stop_id(k) -> the id that
-    ends the answer for hole k."""
+    their prefix); m: bytes expected in a hole."""
     prompt: Callable
-    stop_id: Callable
-    max_holes: int = 1
+    stop_ids: tuple                             # the id that ends the answer for each hole: so many holes at most
+    is_trained: Callable = always
 
 
 def no_limit(hp):
@@ -254,14 +261,9 @@ def find_use(objective, kind):  # -> the objective's use of that class, or None
     return next((use for use in objective.uses if isinstance(use, kind)), None)
 
 
-def continue_layout(objective, hp):  # -> as Continue.layout returns it, or None
-    use = find_use(objective, Continue)
-    return use.layout(hp) if use else None
-
-
-def fill_layout(objective, hp):  # -> as Fill.layout returns it, or None
-    use = find_use(objective, Fill)
-    return use.layout(hp) if use else None
+def trained_use(objective, kind, hp):  # -> its Continue or Fill, or None where the settings do not train it
+    use = find_use(objective, kind)
+    return use if use and use.is_trained(hp) else None
 
 
 # ---- an objective
@@ -319,14 +321,6 @@ class Objective:
 OBJECTIVES = {}                                 # name: Objective, in the order of this file
 
 
-def causal_layout(hp):
-    return False, [], []
-
-
-def in_place_layout(hp):
-    return [], [], 0
-
-
 # ---- clm: causal language modeling
 
 def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
@@ -340,7 +334,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", is_random=False, uses=(Continue(causal_layout),))
+    supports_doc_mask=True, bpb="loss", is_random=False, uses=(Continue(),))
 CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per byte on its rows
 
 
@@ -369,8 +363,8 @@ def mlm_bytes(T, hp):
     return T
 
 
-def mlm_layout(hp):
-    return in_place_layout(hp) if hp.mask_token else None
+def mlm_sees_masks(hp):
+    return hp.mask_token > 0
 
 
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
@@ -380,7 +374,7 @@ OBJECTIVES["mlm"] = Objective(
     n_bytes=mlm_bytes,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0)},
-    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(mlm_layout),))
+    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(is_trained=mlm_sees_masks),))
 
 
 # ---- prefix: prefix language modeling
@@ -401,14 +395,10 @@ def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     return dict(inp=x[:, :-1], tgt=x[:, 1:].where(suffix, IGNORE_INDEX), prefix=P)
 
 
-def prefix_layout(hp):
-    return True, [], []
-
-
 OBJECTIVES["prefix"] = Objective(
     "prefix", corrupt=prefix_lm, help="a suffix from a prefix read both ways", use="read a prompt, continue",
     attention="prefix", flags={"prefix_max": Flag(0.5, "longest prefix, as a share of the block", 0.001, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(prefix_layout),))
+    supports_doc_mask=True, bpb="causal", uses=(Continue(both_ways=True),))
 
 
 # ---- span: span corruption
@@ -526,17 +516,14 @@ def span_bytes(T, hp):
     return n
 
 
-def next_sentinel(k):
-    return SENTINEL + k + 1
-
-
+SPAN_ENDS = tuple(range(SENTINEL + 1, VOCAB_SIZE))              # an answer ends with the next one's sentinel
 SPAN_FLAGS = {"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
               "span_mean": Flag(6.0, "mean length of a span, in bytes", 1.0, 1e6)}
 SHARP_ATTENTION = {"attn_scale": 2.0}           # sharper attention learns long-range lookups sooner
 OBJECTIVES["span"] = Objective(
     "span", corrupt=span, help="spans of a text after their sentinels", use="fill holes", attention="prefix",
     n_bytes=span_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
-    single_document=True, positions=span_positions, uses=(Infill(span_prompt, next_sentinel, N_SENTINELS - 1),))
+    single_document=True, positions=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
 
 
 # ---- ul2: a mixture of denoisers
@@ -586,15 +573,11 @@ def ul2_prompt(pieces, m, hp):
     return span_prompt(pieces, m, hp, [MODE_X if m > 16 else MODE_R])
 
 
-def ul2_layout(hp):
-    return True, [MODE_S], [SEP]
-
-
 OBJECTIVES["ul2"] = Objective(
     "ul2", corrupt=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", attention="prefix",
     n_bytes=ul2_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | {"max_passes": 8.0},
     single_document=True, positions=span_positions,
-    uses=(Infill(ul2_prompt, next_sentinel, N_SENTINELS - 1), Continue(ul2_layout)))
+    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
 
 
 # ---- fim: fill in the middle
@@ -635,19 +618,17 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 def fim_prompt(pieces, m, hp):
     """SPM where it was trained, since the middle then directly follows the prefix."""
     prefix, suffix = pieces
-    if hp.fim_rate == 0:
-        return None
     if hp.fim_spm_rate > 0:
         return [PRE, SUF, *suffix, MID, *prefix], 0
     return [PRE, *prefix, SUF, *suffix, MID], 0
 
 
-def fim_layout(hp):
-    return causal_layout(hp) if hp.fim_rate < 1 else None
+def fim_rearranges(hp):
+    return hp.fim_rate > 0
 
 
-def stop_at_eot(k):
-    return EOT
+def fim_has_plain_rows(hp):
+    return hp.fim_rate < 1
 
 
 OBJECTIVES["fim"] = Objective(
@@ -655,7 +636,8 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1,
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    single_document=True, bpb="causal", uses=(Infill(fim_prompt, stop_at_eot), Continue(fim_layout)))
+    single_document=True, bpb="causal",
+    uses=(Infill(fim_prompt, (EOT,), fim_rearranges), Continue(is_trained=fim_has_plain_rows)))
 
 
 # ---- mtp: multi-token prediction
@@ -715,7 +697,9 @@ def mtp_loss(model, batch, hp):
     h = hidden_states(model, batch)                             # (B, T, C)
     future_tgt = batch["future_tgt"]                            # (B, T, n - 1)
     sums = {"nll": cross_entropy_sum(model.logits(h), batch["tgt"])}
-    if hp.mtp_kind == "parallel" and hp.mtp_heads > 1:
+    if hp.mtp_heads == 1:
+        return sums
+    if hp.mtp_kind == "parallel":
         logits = model.logits(mtp_ahead(model, h))              # (B, T, n - 1, V)
         for k in range(future_tgt.size(2)):
             sums[f"head{k + 2}"] = cross_entropy_sum(logits[:, :, k], future_tgt[:, :, k])
@@ -798,7 +782,7 @@ OBJECTIVES["mtp"] = Objective(
     flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)},
-    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(causal_layout), Draft(mtp_drafter)))
+    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(), Draft(mtp_drafter)))
 
 
 # ---- electra: replaced token detection
@@ -1037,17 +1021,15 @@ def bart_bytes(T, hp):
 
 def bart_prompt(pieces, m, hp):
     """The model writes the whole text, so its answer follows a copy of the left side. With infill noise MASK stands
-    for a hole of any length, with mask noise for one byte; without either a hole cannot be written."""
+    for a hole of any length, with mask noise for one byte."""
     left, right = pieces
-    noises = hp.bart_noise.split(",")
-    if "infill" in noises:
-        hole = [MASK]
-    elif "mask" in noises:
-        hole = [MASK] * m
-    else:
-        return None
+    hole = [MASK] if "infill" in hp.bart_noise.split(",") else [MASK] * m
     source = [*left, *hole, *right, SEP]
     return source + left, len(source)
+
+
+def bart_sees_masks(hp):
+    return bool({"infill", "mask"} & set(hp.bart_noise.split(",")))
 
 
 def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
@@ -1065,7 +1047,7 @@ OBJECTIVES["bart"] = Objective(
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES | BART_DEFAULTS, single_document=True, positions=bart_positions,
-    target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, stop_at_eot)))
+    target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,), bart_sees_masks)))
 
 
 # ---- nsp: next sentence prediction
@@ -1133,10 +1115,6 @@ def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that 
     return model.heads["nsp"](model(row, row.size(1))[:, 0].float())[0, 0]
 
 
-def nsp_layout(hp):
-    return [CLS], [SEP], 0
-
-
 def nsp_heads(config, hp):
     return {"nsp": scalar_head(config.n_embd)}
 
@@ -1148,7 +1126,7 @@ OBJECTIVES["nsp"] = Objective(
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
-    uses=(Follow(predict_follows), Fill(nsp_layout)))
+    uses=(Follow(predict_follows), Fill((CLS,), (SEP,))))
 
 
 # ---- contrastive: InfoNCE over crops
@@ -1244,7 +1222,7 @@ OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use="write in any order", attention="bidirectional",
     n_bytes=aligned_window, terms=bound_terms, loss=mdlm_loss, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
     supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
-    uses=(Fill(in_place_layout, orders=("ancestral", "confident", "left", "revise"), trained_at_any_rate=True),))
+    uses=(Fill(orders=("ancestral", "confident", "left", "revise"), trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
@@ -1276,7 +1254,7 @@ OBJECTIVES["sedd"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=sedd_loss,
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
     bpb="bound", nelbo=sedd_nelbo,
-    uses=(Fill(in_place_layout, orders=("ancestral", "analytic", "left", "revise"), trained_at_any_rate=True),))
+    uses=(Fill(orders=("ancestral", "analytic", "left", "revise"), trained_at_any_rate=True),))
 
 
 # ---- rotation: find the seam
@@ -1333,8 +1311,9 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     which no position predicts, is never masked. Departures: a quarter of the rows is masked, where the authors mask
     nearly all of them (15 of 16); single bytes are masked, not short spans."""
     B, T = x.size(0), x.size(1) - 1
-    spread = torch.arange(B + 1, device=g.device) * hybrid_rows(B, hp) // B
-    is_masked = spread.diff() > 0                                                   # (B,): spread evenly over the batch
+    # masked rows are spread evenly: row i is one where i * n_masked / B passes a whole number
+    n_masked = hybrid_rows(B, hp)
+    is_masked = (torch.arange(B + 1, device=g.device) * n_masked // B).diff() > 0   # (B,)
     positions = 1 + random_positions(B, T - 1, max(1, round(hp.mask_rate * T)), g)
     noisy, tgt = mask_bytes(x[:, :T], positions, g)
     tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE_INDEX)                             # shifted as in clm
@@ -1371,12 +1350,12 @@ def hybrid_loss(model, batch, hp):
     return {"masked": (nll * is_masked).sum(), "causal": (nll * ~is_masked).sum()}
 
 
-def hybrid_fill_layout(hp):
-    return ([EOT], [], 1) if hp.hybrid_ratio > 0 else None
+def hybrid_has_masked_rows(hp):
+    return hp.hybrid_ratio > 0
 
 
-def hybrid_continue_layout(hp):
-    return causal_layout(hp) if hp.hybrid_ratio < 1 else None
+def hybrid_has_causal_rows(hp):
+    return hp.hybrid_ratio < 1
 
 
 OBJECTIVES["hybrid"] = Objective(
@@ -1384,7 +1363,7 @@ OBJECTIVES["hybrid"] = Objective(
     n_bytes=hybrid_bytes, terms=hybrid_terms, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of rows that are masked", 0.0, 1.0)},
     flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal",
-    uses=(Fill(hybrid_fill_layout), Continue(hybrid_continue_layout)))
+    uses=(Fill((EOT,), shift=1, is_trained=hybrid_has_masked_rows), Continue(is_trained=hybrid_has_causal_rows)))
 
 
 # ---- --objective: one of these, or a mixture of them, which is an objective too

@@ -207,11 +207,11 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         refuse_changes(given, saved, set(saved) - RESUMABLE_FLAGS, "the run to resume was started with")
     elif given.get("init_from"):
         ckpt = load_checkpoint(given["init_from"])
-        config = ckpt["config"]
-        saved = {name: config[name] for name in SETTINGS["model"]}
+        parent_config = ckpt["config"]
+        saved = {name: parent_config[name] for name in SETTINGS["model"]}
         shapes = set(saved) - {"block_size", "attn_scale"}      # settings that determine the shapes of weights
         refuse_changes(given, saved, shapes, f"the model in {given['init_from']} has")
-        saved["init_step"] = config["init_step"] + ckpt["step"]
+        saved["init_step"] = parent_config["init_step"] + ckpt["step"]
 
     # defaults of the device and the optimizer, then of the objective, then the checkpoint's settings and the flags
     device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
@@ -224,8 +224,9 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
             positions = base["batch_size"] * base["block_size"]                     # a step keeps their number
             base["batch_size"] = max(1, positions // own["block_size"])
         base |= own
-        if given.get("init_from") and name != config["objective"] and "attn_scale" in own:
-            chosen = saved | {"attn_scale": own["attn_scale"]} | given          # sharper than its parent's
+        if given.get("init_from") and name != parent_config["objective"] and "attn_scale" in own:
+            saved["attn_scale"] = own["attn_scale"]             # sharper than its parent's
+            chosen = saved | given
     if "max_iters" in chosen:
         base["max_passes"] = 0.0
     # init_step: steps that the weights had before this run, of which windows are not read again

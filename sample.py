@@ -46,14 +46,13 @@ from data import EOT, MASK, SEP, Flag, compressor_bits, decode, document_ids, en
 from data import make_rng, map_file
 from model import Cache, StaticCache
 from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Continue, Draft, Fill, Follow, Infill, Mark, Repair, Seam
-from objectives import Search, continue_layout, fill_layout, find_use, get_objective, inverse_cdf, members_of
-from objectives import random_bytes
+from objectives import Search, find_use, get_objective, inverse_cdf, members_of, random_bytes, trained_use
 from run import DEVICE_FLAGS, GraphedStep, check, load_run, make_parser, newest_run, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-SCORE_ROWS = 64                                 # windows scored at once
+MAX_ROWS = 64                                   # texts or windows that one pass reads
 BOUND_SAMPLES = 16                              # corruptions of a window for a bound
 DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
@@ -188,19 +187,20 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, stop_id=None, pos
     for _ in range(max_new_tokens):
         last = start
         start = block_start(last, ids.size(1), T, document)
+        is_new_block = start != last
         new = ids[:, -1:]
-        if start != last:
+        if is_new_block:
             if start and prefix and start != document:          # a prefix ends with its block
                 return
             prefix = 0 if start else prefix
             cache.rewind(cache.length)          # emptied, not replaced: a compiled step holds its address
             new = ids[:, start:]
-        if compiled is not None and start == last:
+        if compiled is not None and not is_new_block:
             logits = compiled.run(byte[:, None])    # not a view of ids, whose strides grow
         else:
-            at = positions(ids, torch.full((N,), prefix, device=device)) if positions else None
+            at = None if positions is None else positions(ids, torch.full((N,), prefix, device=device))
             at = None if at is None else at[:, -new.size(1):]
-            h = model(new, 0 if start == last else prefix, cache=cache, positions=at)
+            h = model(new, prefix if is_new_block else 0, cache=cache, positions=at)
             logits = model.logits(h[:, -1])
         if stop_id is None:
             byte = sample_bytes(logits, gens, **how)
@@ -319,24 +319,21 @@ def verify(p, q, drafts, g):  # p (n + 1, 256), q (n, 256), n ids -> the ids to 
 
 # ---- filling masked bytes
 
-def fill_logits(model, ids, layout, doc_mask=False):  # (N, n) with MASKs -> (N, n, V): predictions of each byte
-    """layout: (ids before, ids after, shift), as Fill.layout returns it."""
-    before, after, shift = layout
-    left = ids.new_tensor(before).expand(len(ids), -1)
-    right = ids.new_tensor(after).expand(len(ids), -1)
+def fill_logits(model, ids, use, doc_mask=False):  # (N, n) with MASKs, a Fill -> (N, n, V): predictions of each byte
+    left = ids.new_tensor(use.before).expand(len(ids), -1)
+    right = ids.new_tensor(use.after).expand(len(ids), -1)
     row = torch.cat((left, ids, right), dim=1)
     h = model(row, row.size(1), document_ids(row) if doc_mask else None)
-    first = len(before) - shift
+    first = len(use.before) - use.shift
     return model.logits(h[:, first:first + ids.size(1)])
 
 
-def text_space(layout, T):  # -> bytes of a text in a row of T positions
-    before, after, _ = layout
-    return T - len(before) - len(after)
+def text_space(use, T):  # -> bytes of a text in a row of T positions
+    return T - len(use.before) - len(use.after)
 
 
 @torch.inference_mode()
-def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False, **how):
+def unmask(model, ids, gens, use, steps=0, order="confident", doc_mask=False, **how):
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
     confident: where the model is most confident (MaskGIT, Chang et al. 2022); left: from the left. ancestral: MDLM's
@@ -348,13 +345,13 @@ def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False,
     if not steps:
         steps = 64 if at_random else int((ids == MASK).sum(1).max())
     if order == "revise":
-        yield from unmask_and_revise(model, ids, gens, layout, steps, doc_mask, **how)
+        yield from unmask_and_revise(model, ids, gens, use, steps, doc_mask, **how)
         return
     for passes_left in range(steps, 0, -1):
         is_mask = ids == MASK
         if not is_mask.any():
             return
-        logits = fill_logits(model, ids, layout, doc_mask)      # (N, n, V)
+        logits = fill_logits(model, ids, use, doc_mask)         # (N, n, V)
         new = sample_bytes(logits, gens, **how)
         if at_random:                           # (t - s) / t = 1 / passes_left
             ratio_sum = torch.ones((), device=ids.device)
@@ -373,7 +370,7 @@ def unmask(model, ids, gens, layout, steps=0, order="confident", doc_mask=False,
         yield ids
 
 
-def unmask_and_revise(model, ids, gens, layout, steps, doc_mask, **how):  # (N, n) -> yields (N, n)
+def unmask_and_revise(model, ids, gens, use, steps, doc_mask, **how):  # (N, n) -> yields (N, n)
     """Mask-Predict (Ghazvininejad et al. 2019): each pass fills all MASKs, then masks again the bytes that it was least
     sure of when it wrote them, fewer from pass to pass."""
     is_hole = ids == MASK
@@ -381,7 +378,7 @@ def unmask_and_revise(model, ids, gens, layout, steps, doc_mask, **how):  # (N, 
     confidence = torch.full(ids.shape, torch.inf, device=ids.device)
     for i in range(steps):
         is_mask = ids == MASK
-        logits = fill_logits(model, ids, layout, doc_mask)      # (N, n, V)
+        logits = fill_logits(model, ids, use, doc_mask)         # (N, n, V)
         new = sample_bytes(logits, gens, **how)
         p = logits[..., :N_BYTES].float().softmax(-1).gather(-1, new[..., None])[..., 0]
         confidence = p.where(is_mask, confidence)
@@ -395,14 +392,14 @@ def fill(model, ids, *args, **kwargs):  # -> the last state of unmask
     return [ids, *unmask(model, ids, *args, **kwargs)][-1]
 
 
-def fill_long(model, ids, T, gens, layout, on_pass=None, **how):  # (1, n) of any length, window by window -> (1, n)
+def fill_long(model, ids, T, gens, use, on_pass=None, **how):  # (1, n) of any length, window by window -> (1, n)
     """Each window starts a quarter of its length before its first MASK. on_pass: is called with every state."""
     ids = ids.clone()
-    n = text_space(layout, T)
+    n = text_space(use, T)
     while (ids == MASK).any():
         first = int((ids[0] == MASK).byte().argmax())
         a = max(0, min(first - n // 4, ids.size(1) - n))
-        for state in unmask(model, ids[:, a:a + n], gens, layout, **how):
+        for state in unmask(model, ids[:, a:a + n], gens, use, **how):
             if on_pass:
                 on_pass(state[0])
         ids[:, a:a + n] = state
@@ -414,11 +411,10 @@ def fill_long(model, ids, T, gens, layout, on_pass=None, **how):  # (1, n) of an
 def infill(model, objective, hp, ids, P, holes, max_new_tokens, gens, **how):  # -> bytes of each hole, did all end?
     """ids, P: as Infill.prompt returns them. Each answer is written up to the id that ends it, which starts the next.
     Stops one position short of a full row: in training its last target is always EOT."""
-    stop_id = find_use(objective, Infill).stop_id
+    stop_ids = find_use(objective, Infill).stop_ids
     spans = [[] for _ in range(holes)]
     row = torch.tensor([ids], device=model.embed.weight.device)
-    for k, span in enumerate(spans):
-        end = stop_id(k)
+    for span, end in zip(spans, stop_ids):
         left = min(max_new_tokens - sum(map(len, spans)), hp.block_size - row.size(1))
         steps = []
         if left > 0:
@@ -439,9 +435,9 @@ def trim_to_suffix(model, objective, hp, left, middle, right):  # ids each -> th
     """For a model that also predicts left to right and rarely emits EOT after a middle: trims the middle where
     the suffix fits. Of all cuts it takes the first after which the suffix's first bytes are at least a tenth as likely
     as after the best cut; a later cut may be as good, where the middle repeats the suffix."""
-    layout = continue_layout(objective, hp)
+    use = trained_use(objective, Continue, hp)
     right = right[:SUFFIX_BYTES]
-    if not right or not layout or layout[0]:    # it reads prompts both ways
+    if not right or not use or use.both_ways:
         return middle
     n = len(right)
     nats = []
@@ -481,9 +477,9 @@ def score(model, data, T, stride, doc_mask=False, on_bytes=no_progress):  # data
     return bits
 
 
-def batches(rows, length):  # -> lists of at most SCORE_ROWS consecutive rows of one length
+def batches(rows, length):  # -> lists of at most MAX_ROWS consecutive rows of one length
     for _, group in itertools.groupby(rows, length):
-        while some := list(itertools.islice(group, SCORE_ROWS)):
+        while some := list(itertools.islice(group, MAX_ROWS)):
             yield some
 
 
@@ -510,15 +506,15 @@ def score_bound(model, objective, data, hp, seed, on_bytes=no_progress):
 
 
 @torch.inference_mode()
-def score_pseudo(model, data, T, layout, doc_mask=False, on_bytes=no_progress):  # data (n,) uint8 -> bits
+def score_pseudo(model, data, T, use, doc_mask=False, on_bytes=no_progress):  # data (n,) uint8 -> bits
     """Pseudo-log-likelihood (Salazar et al. 2020): no code length, since every byte is predicted from all the others
     of its window."""
     bits = 0.0
-    for x in data.split(text_space(layout, T)):
+    for x in data.split(text_space(use, T)):
         x = x.long().to(model.embed.weight.device)
-        for masked in torch.arange(len(x), device=x.device).split(SCORE_ROWS):
+        for masked in torch.arange(len(x), device=x.device).split(MAX_ROWS):
             rows = x.repeat(len(masked), 1).scatter(1, masked[:, None], MASK)
-            logits = fill_logits(model, rows, layout, doc_mask)
+            logits = fill_logits(model, rows, use, doc_mask)
             logits = logits[torch.arange(len(masked), device=x.device), masked]
             bits += float(F.cross_entropy(logits, x[masked], reduction="sum")) / math.log(2)
             on_bytes(len(masked))
@@ -677,8 +673,8 @@ def greedy_settings(flags):  # the same for holes and repairs, which take the mo
 # a flag is None where it was not given; without a text a mode demonstrates itself on the held-out bytes
 
 def continue_mode(model, objective, hp, flags, held_out):
-    """Continues a prompt in the layout of Continue.layout."""
-    both_ways, before, after = continue_layout(objective, hp)
+    """Continues a prompt as the objective's Continue says."""
+    use = find_use(objective, Continue)
     T = hp.block_size
     prompt = flags.prompt
     if prompt is None:
@@ -686,8 +682,8 @@ def continue_mode(model, objective, hp, flags, held_out):
         print(f"held-out text, of which the first {len(prompt)} bytes are the prompt:")
         print(f"{to_text(held_out[:T].tolist())}\n--- the model's continuation:")
     prompt = prompt or [EOT]                    # an empty prompt is the start of a document
-    if both_ways:                               # one block holds the prompt and what is written, half of it at most
-        space = max(1, T - len(before) - len(after) - min(flags.max_new_tokens, T // 2))
+    if use.both_ways:                           # one block holds the prompt and what is written, half of it at most
+        space = max(1, T - len(use.before) - len(use.after) - min(flags.max_new_tokens, T // 2))
         if len(prompt) > space:
             note(f"reads the last {space} of {len(prompt)} bytes of the prompt, which leave space in the block")
         prompt = prompt[-space:]
@@ -695,8 +691,8 @@ def continue_mode(model, objective, hp, flags, held_out):
     drafter = draft.make_drafter(model, hp) if draft and flags.speculate else None
     if drafter:
         return speculate_mode(model, drafter, hp, flags, prompt)
-    ids = to_tensor(before + prompt + after, hp).expand(flags.num_samples, -1)
-    prefix = ids.size(1) if both_ways else 0
+    ids = to_tensor([*use.before, *prompt, *use.after], hp).expand(flags.num_samples, -1)
+    prefix = ids.size(1) if use.both_ways else 0
     compiled = compile_step(model, flags.num_samples, T) if flags.compile else None
     gens = sample_generators(flags.seed, flags.num_samples)
     written = generate(model, ids, flags.max_new_tokens, T, gens, prefix, compiled=compiled, doc_mask=hp.doc_mask,
@@ -731,13 +727,12 @@ def speculate_mode(model, drafter, hp, flags, prompt):
 def fill_mode(model, objective, hp, flags, held_out):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, in the same block."""
     use = find_use(objective, Fill)
-    layout = use.layout(hp)
     T = hp.block_size
     order = flags.order or use.orders[0]
     if order not in use.orders:
         fail(f"--order {order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     if flags.prompt is None:
-        clean = held_out[:text_space(layout, T)].long()
+        clean = held_out[:text_space(use, T)].long()
         is_masked = torch.rand(len(clean), generator=make_rng("demonstration")) < 0.15
         is_masked[-1] |= ~is_masked.any()       # at least one
         ids = clean.masked_fill(is_masked, MASK).tolist()
@@ -758,7 +753,7 @@ def fill_mode(model, objective, hp, flags, held_out):
         how = sampling_settings(flags, DIFFUSION_TEMPERATURE)
     on_pass = show_pass if flags.show else None
     for gens in each_sample(flags):
-        out = fill_long(model, to_tensor(ids, hp), T, gens, layout, on_pass, steps=flags.steps, order=order,
+        out = fill_long(model, to_tensor(ids, hp), T, gens, use, on_pass, steps=flags.steps, order=order,
                         doc_mask=hp.doc_mask, **how)[0].tolist()
         if flags.prompt is None:
             correct = int((torch.tensor(out) == clean)[is_masked].sum())
@@ -773,8 +768,8 @@ def infill_mode(model, objective, hp, flags, held_out):
     T = hp.block_size
     pieces = pieces_around_holes(flags, held_out[:T // 2].tolist())
     holes = len(pieces) - 1
-    if not 1 <= holes <= use.max_holes:
-        fail(f"--prompt: has {holes} holes, {objective.name} fills 1 to {use.max_holes}. Try one <extra_id_0>")
+    if not 1 <= holes <= len(use.stop_ids):
+        fail(f"--prompt: has {holes} holes, {objective.name} fills 1 to {len(use.stop_ids)}. Try one <extra_id_0>")
     near = pieces
     if holes == 1:
         near = nearest_bytes(*pieces, T - 8 - min(flags.max_new_tokens, T // 3))
@@ -1011,14 +1006,14 @@ def score_mode(model, objective, hp, flags, held_out):
     have none of these."""
     name = objective.name
     T = hp.block_size
-    layout = fill_layout(objective, hp)
+    fills = trained_use(objective, Fill, hp)
     try:
         data = from_bytes(read_text("score", "-")) if flags.score == "-" else map_file(flags.score, "--score")
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
-    exact = objective.bpb in ("loss", "causal") and continue_layout(objective, hp) is not None
-    if not exact and not objective.nelbo and not layout:
-        those = " ".join(n for n, o in OBJECTIVES.items() if n != name and (o.bpb or fill_layout(o, hp)))
+    exact = objective.bpb in ("loss", "causal") and trained_use(objective, Continue, hp) is not None
+    if not exact and not objective.nelbo and not fills:
+        those = " ".join(n for n, o in OBJECTIVES.items() if n != name and (o.bpb or trained_use(o, Fill, hp)))
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
     stride = flags.stride or max(1, T // 2)
     if flags.stride and not exact:
@@ -1041,10 +1036,10 @@ def score_mode(model, objective, hp, flags, held_out):
             bits, error = score_bound(model, objective, data, hp, flags.seed, on_bytes)
         n = objective.n_bytes(T, hp)
         print_bits(bits, f"{name}'s upper bound, standard error {error / len(data):.4f}, disjoint windows of {n}")
-    elif layout:
+    elif fills:
         with progress(len(data)) as on_bytes:
-            bits = score_pseudo(model, data, T, layout, hp.doc_mask, on_bytes)
-        print_bits(bits, f"pseudo: every byte given all others of its window of {text_space(layout, T)}")
+            bits = score_pseudo(model, data, T, fills, hp.doc_mask, on_bytes)
+        print_bits(bits, f"pseudo: every byte given all others of its window of {text_space(fills, T)}")
     print(f"compressors: {compressor_bits(data)}")
 
 
@@ -1073,8 +1068,8 @@ def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
     kind = type(use)
     has_hole = flags.prompt is not None and re.search(MASKS if kind is Fill else HOLES, bytes(flags.prompt))
     if kind in (Fill, Infill):
-        trained = use.layout(hp) if kind is Fill else use.prompt([[1], [1]], HOLE_BYTES, hp)
-        continues = continue_layout(objective, hp)
+        trained = use.is_trained(hp)
+        continues = trained_use(objective, Continue, hp)
         if not trained and not continues:
             fail(f"--out_dir: this {objective.name} model was not trained to fill holes. Try another run")
         if continues and (not trained or flags.prompt is not None and not has_hole):
@@ -1131,7 +1126,7 @@ def main(argv=None):
     if name not in members:
         fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
     if flags.score is not None and not flags.objective:         # the first that can
-        name = next((n for n, member in members.items() if member.bpb or fill_layout(member, hp)), name)
+        name = next((n for n, member in members.items() if member.bpb or trained_use(member, Fill, hp)), name)
     objective = members[name]
     mode, read = choose_mode(objective, hp, flags)
     for flag in sorted(flags.given - read - COMMON):        # ignoring it would look as if it had no effect

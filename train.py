@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from data import check_sizes, compressor_bits, document_ids, error_reason, fail, make_rng, open_corpus, read_windows
 from data import reseed, sample_windows, to_symbol
 from model import NGRAM_DIM, NGRAMS, NgramLookups, StackedLinear
-from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, continue_layout, get_objective, member_batch, members_of
-from objectives import n_targets
+from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, Continue, get_objective, member_batch, members_of, n_targets
+from objectives import trained_use
 from run import RANK, VERSION, WORLD, GraphedStep, build, checkpoint_path, choose_out_dir, defaults, get_config
 from run import discard_stdout, load_checkpoint, load_weights, open_metrics, preserve_torch_state, run_program
 from run import save_checkpoint, use_device, write_line
@@ -343,7 +343,7 @@ def validation_list(objective, corpus, hp):  # -> [(source, weight, member, batc
         for weight, m in members_of(objective):
             causal = None
             batches = fixed_batches(m, source)
-            if m.bpb == "causal" and continue_layout(m, hp):
+            if m.bpb == "causal" and trained_use(m, Continue, hp):
                 causal = fixed_batches(CAUSAL, source)
             entries.append((source, source["weight"] * weight, m, batches, causal))
     return entries
@@ -522,8 +522,10 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
     step, stopped = run_steps(s, log, validation, sources, progress["step"], stop)
     if int(s.first_nonfinite_step) < 0:         # else end_run saves once more
         restore_handlers(handlers)              # what is left can be interrupted anywhere
-    signal_number = (stop or [signal.SIGTERM])[0]               # of another process, where stop is empty
-    return end_run(s, log, sources, step, signal_number if stopped else None)
+    signal_number = None
+    if stopped:
+        signal_number = stop[0] if stop else signal.SIGTERM     # empty where another process received it
+    return end_run(s, log, sources, step, signal_number)
 
 
 def run_steps(s, log, validation, sources, start, stop):  # -> the step that it ended before, did a signal end it?
@@ -543,8 +545,11 @@ def run_steps(s, log, validation, sources, start, stop):  # -> the step that it 
             if int(s.first_nonfinite_step) >= 0:
                 break
             log.pause_clock()
-            if due and log.write_evaluation(step, evaluate(s.model, validation, hp), validation):
-                save(s, log, "best.pt", step, sources)          # first: after a kill in between, it is written again
+            if due:
+                records = evaluate(s.model, validation, hp)
+                is_best = log.write_evaluation(step, records, validation)
+                if is_best:
+                    save(s, log, "best.pt", step, sources)      # first: after a kill in between, it is written again
             save(s, log, "ckpt.pt", step, sources)
             log.resume_clock(step)
         if step == hp.max_iters or halt:

@@ -18,7 +18,7 @@ import zlib
 from data import EOT, Flag, compressor_bits, error_reason, fail, map_file, to_bytes
 from experiments.flags import parse_own_flags
 from model import Cache
-from objectives import N_BYTES, continue_layout, get_objective, members_of
+from objectives import N_BYTES, Continue, get_objective, members_of, trained_use
 from run import DEVICE_FLAGS, load_run, newest_run, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
@@ -148,7 +148,7 @@ def main(argv=None):
         fail(f"--file {path}: would write {out}, which exists. Try to move it away")
     model, hp, _ = load_run(flags.out_dir or newest_run(), flags.device, "float32")
     members = [objective for _, objective in members_of(get_objective(hp))]
-    if not any(m.bpb in ("loss", "causal") and continue_layout(m, hp) for m in members):
+    if not any(m.bpb in ("loss", "causal") and trained_use(m, Continue, hp) for m in members):
         fail(f"--out_dir: {hp.objective} gives a text no left-to-right probability. Try a run trained as clm")
     begin = time.perf_counter()
     data = map_file(path, "--file")

@@ -26,7 +26,7 @@ import sample
 import train
 from model import norm
 from objectives import EVAL_ROWS, IGNORE_INDEX, N_BYTES, Continue, Draft, Fill, Follow, Infill, Mark, Repair, Seam
-from objectives import Search, auc, continue_layout, fill_layout, find_use
+from objectives import Search, auc, find_use, trained_use
 import torch
 import torch.nn.functional as F
 
@@ -58,33 +58,29 @@ def infill_logits(model, objective, hp, x, a, m, expected=None):  # x (N, n) -> 
     left = x[:, :a]
     middle = x[:, a:a + m]
     right = x[:, a + m:]
-    layout = fill_layout(objective, hp)
-    if layout:                                  # m passes, pass i with the middle's first i bytes in place
+    fills = trained_use(objective, Fill, hp)
+    if fills:                                   # m passes, pass i with the middle's first i bytes in place
         logits = []
         for i in range(m):
             masks = torch.full_like(middle[:, i:], MASK)
             row = torch.cat((left, middle[:, :i], masks, right), dim=1)
-            logits.append(sample.fill_logits(model, row, layout, hp.doc_mask)[:, a + i])
+            logits.append(sample.fill_logits(model, row, fills, hp.doc_mask)[:, a + i])
         return torch.stack(logits, dim=1)
-    infill = find_use(objective, Infill)
-    prompts = []
-    for pieces in zip(left.tolist(), right.tolist()):
-        prompt = infill.prompt(pieces, expected or m, hp) if infill else None
-        if not prompt:
-            return None
-        prompts.append(prompt)
+    infill = trained_use(objective, Infill, hp)
+    if not infill:
+        return None
+    prompts = [infill.prompt(pieces, expected or m, hp) for pieces in zip(left.tolist(), right.tolist())]
     rows = [ids for ids, _ in prompts]
     prefix = [P for _, P in prompts]
     return target_logits(model, objective, hp, rows, prefix, middle)
 
 
 def left_logits(model, objective, hp, x, a, m):  # the same given the left side alone, or None
-    layout = continue_layout(objective, hp)
-    if not layout:
+    use = trained_use(objective, Continue, hp)
+    if not use:
         return None
-    both_ways, before, after = layout
-    prompts = [before + row + after for row in x[:, :a].tolist()]
-    P = len(prompts[0]) if both_ways else 0
+    prompts = [[*use.before, *row, *use.after] for row in x[:, :a].tolist()]
+    P = len(prompts[0]) if use.both_ways else 0
     return target_logits(model, objective, hp, prompts, [P] * len(x), x[:, a:a + m])
 
 
@@ -128,9 +124,10 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, infill_
 
 
 def reads_mode(objective, hp):  # -> does a prompt name the length of its hole (ul2)?
-    infill = find_use(objective, Infill)
-    prompts = [infill.prompt([[1], [1]], m, hp) for m in OTHER_MODE] if infill else [None, None]
-    short, long = prompts
+    infill = trained_use(objective, Infill, hp)
+    if not infill:
+        return False
+    short, long = (infill.prompt([[1], [1]], m, hp) for m in OTHER_MODE)
     return short != long and len(short[0]) == len(long[0])
 
 
@@ -146,16 +143,16 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     is_replaced = (torch.rand(clean.shape, generator=g) < REPLACED) & (other != clean)
     x = torch.where(is_replaced, other, clean)
     mark = find_use(objective, Mark)
-    layout = fill_layout(objective, hp)
+    fills = trained_use(objective, Fill, hp)
     if mark:
         score = mark.predict(model, x)
-    elif layout:
+    elif fills:
         score = torch.zeros(x.shape)
         part = torch.arange(x.size(1)) % 8
         for r in range(8):
-            logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), layout, hp.doc_mask)[..., :N_BYTES]
+            logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), fills, hp.doc_mask)[..., :N_BYTES]
             score = torch.where(part == r, F.cross_entropy(logits.mT, x, reduction="none"), score)
-    elif objective.bpb in ("loss", "causal") and continue_layout(objective, hp):
+    elif objective.bpb in ("loss", "causal") and trained_use(objective, Continue, hp):
         row = torch.cat((torch.full_like(x[:, :1], EOT), x[:, :-1]), dim=1)
         logits = model.logits(model(row, 0, doc_ids(row, hp)))[..., :N_BYTES]
         score = F.cross_entropy(logits.mT, x, reduction="none")
@@ -203,15 +200,14 @@ def eval_tokenizable_lines(model, objective, hp, text):
     32 bytes; the first and the last do not count, as they are cut. Baseline: bytes drawn one by one from the text's
     distribution. A model that writes one good line again and again would have 1: distinct is the share of the lines
     that differ from all before. held_out, held_out_distinct: the same two of the held-out windows themselves."""
-    use = find_use(objective, Fill)
-    layout = use.layout(hp) if use and use.trained_at_any_rate else None   # others are not trained on rows of MASKs
-    if not layout or hp.block_size < MIN_BLOCK:
+    use = trained_use(objective, Fill, hp)
+    # others are not trained on rows of MASKs
+    if not use or not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
         return {}
-    before, after, _ = layout
-    x = windows(text, hp.block_size - len(before) - len(after), 2 * ROWS, "lines")  # some 500 lines
+    x = windows(text, sample.text_space(use, hp.block_size), 2 * ROWS, "lines")     # some 500 lines
     gaps = F.pad(x[:, :PROMPT], (0, x.size(1) - PROMPT), value=MASK)
     gens = sample.sample_generators(1, len(x))
-    written = sample.fill(model, gaps, gens, layout, order=use.orders[0], doc_mask=hp.doc_mask,
+    written = sample.fill(model, gaps, gens, use, order=use.orders[0], doc_mask=hp.doc_mask,
                           temperature=sample.DIFFUSION_TEMPERATURE)
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
@@ -233,8 +229,8 @@ def line_figures(rows):  # (N, n) -> of whole lines: share of their bytes in lin
 def eval_infill_exact_match(model, objective, hp, text):
     """Share of holes of 4 bytes that are restored, byte for byte, as sample.py fills and trims them, with at most 5
     bytes for each that is missing. Baseline: blanks. ends: of holes of 16 bytes, the share that ends by itself."""
-    use = find_use(objective, Infill)
-    if hp.block_size < MIN_BLOCK or not use.prompt([[1], [1]], 1, hp):
+    use = trained_use(objective, Infill, hp)
+    if hp.block_size < MIN_BLOCK or not use:
         return {}
 
     def write(left, right, m):  # -> bytes written, did the hole end by itself?

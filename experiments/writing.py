@@ -27,7 +27,7 @@ import sample
 from experiments.compare import markdown
 from experiments.evaluate import PROMPT
 from experiments.flags import parse_own_flags
-from objectives import Fill, continue_layout, fill_layout, find_use, get_objective, members_of
+from objectives import Continue, Fill, find_use, get_objective, members_of, trained_use
 from run import load_run, preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
@@ -48,9 +48,10 @@ RESERVED_IDS = 4                                # positions of a row that are le
 
 
 def list_ways(objective, hp):  # -> [LEFT_TO_RIGHT and orders of sample.unmask]
-    ways = [LEFT_TO_RIGHT] if continue_layout(objective, hp) else []
-    if fill_layout(objective, hp):
-        ways += find_use(objective, Fill).orders
+    ways = [LEFT_TO_RIGHT] if trained_use(objective, Continue, hp) else []
+    fills = trained_use(objective, Fill, hp)
+    if fills:
+        ways += fills.orders
     return ways
 
 
@@ -60,19 +61,19 @@ def write(model, objective, hp, way, x, flags):  # windows (N, n) -> (N, n): the
     gens = sample.sample_generators(flags.seed, len(x))
     how = dict(gens=gens, doc_mask=hp.doc_mask, temperature=flags.temperature)
     if way == LEFT_TO_RIGHT:
-        both_ways, before, after = continue_layout(objective, hp)
-        row = torch.tensor([before + prompt + after for prompt in ids.tolist()])
-        prefix = row.size(1) if both_ways else 0
+        use = find_use(objective, Continue)
+        row = torch.tensor([[*use.before, *prompt, *use.after] for prompt in ids.tolist()])
+        prefix = row.size(1) if use.both_ways else 0
         written = list(sample.generate(model, row, n_new, hp.block_size, prefix=prefix, **how))
         written = torch.stack(written, dim=1)
         return torch.cat((ids, F.pad(written, (0, n_new - written.size(1)), value=EOT)), dim=1)             # all ended
-    fill = find_use(objective, Fill)
-    if fill.trained_at_any_rate:
+    use = find_use(objective, Fill)
+    if use.trained_at_any_rate:
         row = F.pad(ids, (0, n_new), value=MASK)
-        return sample.fill(model, row, layout=fill.layout(hp), order=way, steps=flags.steps, **how)
+        return sample.fill(model, row, use=use, order=way, steps=flags.steps, **how)
     while ids.size(1) < x.size(1):
         row = F.pad(ids, (0, min(PIECE, x.size(1) - ids.size(1))), value=MASK)
-        ids = sample.fill(model, row, layout=fill.layout(hp), order=way, **how)
+        ids = sample.fill(model, row, use=use, order=way, **how)
     return ids
 
 
@@ -111,7 +112,7 @@ def parse(argv):  # -> Namespace
 def main(argv=None):  # -> exit code
     flags = parse(sys.argv[1:] if argv is None else argv)
     members, sources = load(flags.judge)
-    judge = next((member for member in members if continue_layout(*member[1:])), None)
+    judge = next((member for member in members if trained_use(member[1], Continue, member[2])), None)
     if not judge or "-" in judge[2].data:
         fail(f"--judge {flags.judge}: must be a run that continues texts, of text in a file. Try a run of clm")
     n = judge[2].block_size

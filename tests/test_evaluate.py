@@ -13,7 +13,7 @@ import run
 from data import CLS, EOT, MASK, MODE_R, MODE_S, MODE_X, SENTINEL, SEP, document_ids, from_bytes, make_rng
 from data import read_documents, split_documents, to_bytes
 from experiments import compare, evaluate
-from objectives import OBJECTIVES, Fill, Infill, Mark, Repair, Search, continue_layout, fill_layout, find_use
+from objectives import OBJECTIVES, Continue, Fill, Infill, Mark, Repair, Search, find_use, trained_use
 
 
 def ids(*shape, seed=0):
@@ -163,10 +163,9 @@ def test_no_model_sees_the_byte_that_it_fills(name, predict):
     net, hp, x, a, m = randomized().requires_grad_(False), settings(name, 64), ids(2, 20), 8, 4
     objective = OBJECTIVES[name]
     base = predict(net, objective, hp, x, a, m)
-    infill = find_use(objective, Infill)
-    can_fill = fill_layout(objective, hp) or infill and infill.prompt(([1], [1]), 1, hp)
+    can_fill = trained_use(objective, Fill, hp) or trained_use(objective, Infill, hp)
     both_sides = predict is evaluate.infill_logits
-    assert (base is not None) == bool(can_fill if both_sides else continue_layout(objective, hp))
+    assert (base is not None) == bool(can_fill if both_sides else trained_use(objective, Continue, hp))
     if base is None:
         return
     assert base.shape == (2, m, 512)
@@ -272,7 +271,7 @@ def test_evaluations_attend_within_a_document_where_training_did():
 def test_lines_are_written_within_a_document_where_training_did_so(doc_mask, monkeypatch):
     seen = []
 
-    def fill(model, gaps, gens, layout, doc_mask=False, **how):
+    def fill(model, gaps, gens, use, doc_mask=False, **how):
         seen.append(doc_mask)
         return gaps.masked_fill(gaps == MASK, 97)
     monkeypatch.setattr(evaluate.sample, "fill", fill)

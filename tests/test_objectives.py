@@ -22,8 +22,8 @@ import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
 from data import make_rng, open_corpus
 from model import CONTEXT_WIDTH, ModelConfig, Transformer, can_attend
-from objectives import IGNORE_INDEX, OBJECTIVES, Continue, Draft, Fill, Infill, Objective, Repair, continue_layout
-from objectives import fill_layout, find_use, get_objective, member_batch
+from objectives import IGNORE_INDEX, OBJECTIVES, Continue, Draft, Fill, Infill, Objective, Repair
+from objectives import find_use, get_objective, member_batch, trained_use
 from run import get_config
 
 T = 48
@@ -202,8 +202,8 @@ def hidden_targets(objective, batch, hp):
         follows = has_target & (tgt == F.pad(inp[:, 1:], (0, 1)))
     else:
         follows = has_target & (prefixes(batch) < inp.size(1))[:, None]
-    layout = fill_layout(objective, hp)
-    shift = layout[-1] if layout else 0
+    fills = trained_use(objective, Fill, hp)
+    shift = fills.shift if fills else 0
     shows_byte = F.pad(inp < O.N_BYTES, (0, shift))[:, shift:]
     hidden = has_target & ~follows & ~shows_byte
     in_sight = has_target & ~follows & shows_byte
@@ -277,7 +277,9 @@ def test_targets_in_place_are_the_clean_bytes(name):
     x, batch, hp = make(name, B=8)
     objective = OBJECTIVES[name]
     repair = find_use(objective, Repair)
-    if fill_layout(objective, hp) != ([], [], 0) and not (repair and repair.in_place):
+    fills = trained_use(objective, Fill, hp)
+    in_place = fills and (fills.before, fills.after, fills.shift) == ((), (), 0)
+    if not in_place and not (repair and repair.in_place):
         pytest.skip("predicts nothing in place, or in rows with ids beside the text")
     has_target = batch["tgt"] != IGNORE_INDEX
     n = x.size(1)
@@ -596,13 +598,13 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     assert {type(use) for use in objective.uses} <= {*sample.MODES, Draft}
     assert (objective.bpb == "bound") == (objective.nelbo is not None)
     for use in objective.uses:
-        if isinstance(use, (Continue, Fill)):
-            assert len(use.layout(hp)) == 3, "its default settings do not train it"
+        if isinstance(use, (Continue, Fill, Infill)):
+            assert use.is_trained(hp), "its default settings do not train it"
         if isinstance(use, Fill):
             assert use.orders and {*use.orders} <= ORDERS
         if isinstance(use, Infill):
             ids, P = use.prompt([[97], [98]], 4, hp)
-            assert 0 <= P <= len(ids) and use.max_holes > 0 and use.stop_id(0) < objective.n_outputs
+            assert 0 <= P <= len(ids) and use.stop_ids and max(use.stop_ids) < objective.n_outputs
         if isinstance(use, Repair) and use.in_place:
             assert objective.n_bytes(T, hp) == T and (prefixes(batch) == T).all()
         if isinstance(use, Repair) and not use.in_place:
@@ -612,9 +614,9 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
 
 @pytest.mark.parametrize("name, wrong", [
     ("mlm", dict(uses=())), ("clm", dict(uses=(Draft(O.mtp_drafter),))), ("clm", dict(uses=(Repair(),))),
-    ("clm", dict(uses=(Repair(in_place=True),))), ("mlm", dict(uses=(Fill(O.in_place_layout, orders=("right",)),))),
+    ("clm", dict(uses=(Repair(in_place=True),))), ("mlm", dict(uses=(Fill(orders=("right",)),))),
     ("mlm", dict(uses=(Repair(),))), ("mlm", dict(nelbo=O.mdlm_nelbo)), ("mdlm", dict(nelbo=None)),
-    ("fim", dict(n_outputs=256, uses=(Infill(O.fim_prompt, O.next_sentinel),))), ("clm", dict(name="another"))])
+    ("fim", dict(n_outputs=256, uses=(Infill(O.fim_prompt, O.SPAN_ENDS),))), ("clm", dict(name="another"))])
 def test_a_use_without_what_it_needs_would_be_noticed(name, wrong, forks):
     change(name, **wrong)
     with pytest.raises(AssertionError):
@@ -682,10 +684,10 @@ FORKS = {
         target_hidden=False, uses=(Repair(in_place=True),)),
     "block_diffusion": Objective(
         "block_diffusion", corrupt=block_diffusion, help="", use="", attention="blocks", n_bytes=twice,
-        positions=block_positions, uses=(Fill(O.in_place_layout, orders=("left",)),)),
+        positions=block_positions, uses=(Fill(orders=("left",)),)),
     "own_terms": Objective(
         "own_terms", corrupt=O.clm, help="", use="", attention="causal", is_random=False, terms=own_terms,
-        loss=own_loss, uses=(Continue(O.causal_layout),))}
+        loss=own_loss, uses=(Continue(),))}
 
 
 @pytest.mark.parametrize("name", FORKS)
@@ -838,7 +840,7 @@ def test_mlm_masks_exact_counts_80_10_10(rate, k):
 def test_mlm_may_mask_replace_and_leave_other_shares(masked, random):
     x, batch, hp = make("mlm", B=2000, mask_token=masked, mask_random=random)
     check_mlm(x, batch, round(0.3 * T), mask=masked, left=1 - masked - random + random / 255)
-    assert bool(fill_layout(OBJECTIVES["mlm"], hp)) == (masked > 0), "MASK was never an input"
+    assert bool(trained_use(OBJECTIVES["mlm"], Fill, hp)) == (masked > 0), "MASK was never an input"
 
 
 # ---- prefix
@@ -1599,13 +1601,14 @@ def test_a_mixture_with_heads_of_its_own_trains(text):
 @every
 def test_a_prompt_is_laid_out_as_in_training(name):
     x, batch, hp = make(name, B=8)
-    layout = continue_layout(OBJECTIVES[name], hp)
-    if not layout:
+    use = trained_use(OBJECTIVES[name], Continue, hp)
+    if not use:
         pytest.skip("continues nothing")
-    both_ways, before, after = layout
+    before = list(use.before)
+    after = list(use.after)
     is_like_training = []
     for row, inp, P in zip(x.tolist(), batch["inp"].tolist(), prefixes(batch).tolist()):
-        if both_ways == (0 < P < T):
+        if use.both_ways == (0 < P < T):
             n = P or T                          # a causal row is a prompt to its end
             is_like_training.append(inp[:n] == before + row[:n - len(before) - len(after)] + after)
     assert any(is_like_training)
@@ -1616,10 +1619,8 @@ PROMPTS = [  # settings, bytes of a hole between A and Z, the prompt
     ("ul2", {}, 16, ([MODE_R, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
     ("ul2", {}, 17, ([MODE_X, A, SENTINEL, Z, SENTINEL + 1, SEP, SENTINEL], 6)),
     ("fim", dict(fim_spm_rate=0.01), 4, ([PRE, SUF, Z, MID, A], 0)),
-    ("fim", dict(fim_rate=0.0), 4, None),
     ("bart", dict(bart_noise="mask,infill"), 3, ([A, MASK, Z, SEP, A], 4)),
-    ("bart", dict(bart_noise="mask"), 3, ([A, MASK, MASK, MASK, Z, SEP, A], 6)),
-    ("bart", dict(bart_noise="delete,permute,rotate,replace"), 3, None)]
+    ("bart", dict(bart_noise="mask"), 3, ([A, MASK, MASK, MASK, Z, SEP, A], 6))]
 
 
 @pytest.mark.parametrize("name, changes, m, want", PROMPTS)
@@ -1628,11 +1629,12 @@ def test_a_hole_is_laid_out_as_the_settings_trained_it(name, changes, m, want):
     assert infill.prompt([[A], [Z]], m, settings(name, T, **changes)) == want
 
 
-@pytest.mark.parametrize("name, layout, changes", [
-    ("hybrid", continue_layout, dict(hybrid_ratio=1.0)), ("hybrid", fill_layout, dict(hybrid_ratio=0.0)),
-    ("fim", continue_layout, dict(fim_rate=1.0)), ("mlm", continue_layout, {}), ("clm", fill_layout, {})])
-def test_what_was_never_trained_has_no_layout(name, layout, changes):
-    assert layout(OBJECTIVES[name], settings(name, T, **changes)) is None
+@pytest.mark.parametrize("name, kind, changes", [
+    ("hybrid", Continue, dict(hybrid_ratio=1.0)), ("hybrid", Fill, dict(hybrid_ratio=0.0)),
+    ("fim", Continue, dict(fim_rate=1.0)), ("fim", Infill, dict(fim_rate=0.0)), ("mlm", Continue, {}),
+    ("clm", Fill, {}), ("bart", Infill, dict(bart_noise="delete,permute,rotate,replace"))])
+def test_what_was_never_trained_is_no_use(name, kind, changes):
+    assert trained_use(OBJECTIVES[name], kind, settings(name, T, **changes)) is None
 
 
 def test_a_prompt_of_spans_is_laid_out_as_in_training():
@@ -1646,8 +1648,8 @@ def test_a_prompt_of_spans_is_laid_out_as_in_training():
         assert O.span_prompt(pieces, 4, hp) == (source + closing + [SEP, SENTINEL], len(source + closing) + 1)
         answers = [i for i in target if i >= SENTINEL] + closing
         for name in ("span", "ul2"):
-            stop_id = find_use(OBJECTIVES[name], Infill).stop_id
-            assert answers == [SENTINEL, *map(stop_id, range(len(answers) - 1))]
+            stop_ids = find_use(OBJECTIVES[name], Infill).stop_ids
+            assert answers == [SENTINEL, *stop_ids[:len(answers) - 1]]
         endings.add(len(closing))
     assert endings == {0, 1}
 
@@ -1661,4 +1663,4 @@ def test_a_prompt_of_bart_is_laid_out_as_in_training(noise):
         ids, P = O.bart_prompt([source[:a], source[a + 1:]], 1, hp)
         assert P == len(source) + 1
         assert ids == z[:P + a] == source + [SEP] + target[:a]
-    assert all(find_use(OBJECTIVES[name], Infill).stop_id(0) == EOT for name in ("bart", "fim"))
+    assert all(find_use(OBJECTIVES[name], Infill).stop_ids == (EOT,) for name in ("bart", "fim"))

@@ -25,11 +25,10 @@ from run import build, load_checkpoint, load_run
 T = 12
 GREEDY = dict(temperature=0)
 FOUR = torch.tensor([0.5, 0.25, 0.15, 0.1])     # a distribution of 4 bytes
-# layouts as Fill.layout returns them
-IN_PLACE = ([], [], 0)
-SHIFTED = ([EOT], [], 1)
-FRAMED = ([CLS, MODE_S], [SEP], 1)
-LAYOUTS = pytest.mark.parametrize("layout", [IN_PLACE, SHIFTED, FRAMED], ids=["in place", "shifted", "framed"])
+IN_PLACE = Fill()
+SHIFTED = Fill((EOT,), shift=1)
+FRAMED = Fill((CLS, MODE_S), (SEP,), shift=1)
+LAYOUTS = pytest.mark.parametrize("use", [IN_PLACE, SHIFTED, FRAMED], ids=["in place", "shifted", "framed"])
 
 
 def ids(n, N=1, seed=0):
@@ -391,8 +390,8 @@ def test_filling_leaves_no_mask_and_changes_nothing_else(order, steps, passes):
 
 
 @LAYOUTS
-def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_leftmost(layout):
-    before, after, shift = layout
+def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_leftmost(use):
+    before, after, shift = list(use.before), list(use.after), use.shift
     net = randomized().requires_grad_(False)
     x = ids(T)
     holes = [2, 6, 9]
@@ -408,7 +407,7 @@ def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_le
             left = [i for i in holes if expected[0, i] == MASK]
             i = max(left, key=lambda i: priority(p, i))
             expected[0, i] = byte[i]
-        assert torch.equal(sample.fill(net, x, gens(), layout, order=order, **GREEDY), expected)
+        assert torch.equal(sample.fill(net, x, gens(), use, order=order, **GREEDY), expected)
 
 
 def test_order_revise_masks_the_least_certain_bytes_again():
@@ -494,7 +493,7 @@ def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
     objective = OBJECTIVES[name]
     use = find_use(objective, Infill)
     lengths = set()
-    end = use.stop_id(0)
+    end = use.stop_ids[0]
     net.head.weight[0, [end, EOT]] *= 6         # likely here and there
     for seed in range(40):
         hp = settings(name, 64)
@@ -555,8 +554,8 @@ def test_a_score_is_the_sum_over_bytes(n, stride):
 
 
 @LAYOUTS
-def test_a_pseudo_score_masks_one_byte_at_a_time(layout):
-    before, after, shift = layout
+def test_a_pseudo_score_masks_one_byte_at_a_time(use):
+    before, after, shift = list(use.before), list(use.after), use.shift
     net = randomized()
     x = ids(T + 3)[0]
     bits = 0.0
@@ -565,7 +564,7 @@ def test_a_pseudo_score_masks_one_byte_at_a_time(layout):
             row = torch.tensor([*before, *window.tolist(), *after])
             row[len(before) + i] = MASK
             bits += bits_of(net, row, {len(before) + i - shift: byte}, len(row))
-    assert sample.score_pseudo(net, x.byte(), T, layout) == pytest.approx(bits, rel=1e-5)
+    assert sample.score_pseudo(net, x.byte(), T, use) == pytest.approx(bits, rel=1e-5)
 
 
 def test_the_standard_error_of_a_bound_is_the_scatter_of_its_estimates():
@@ -784,13 +783,14 @@ def test_each_objective_has_its_own_default_order_and_shift(runs, capsys, monkey
     seen = []
     plain = sample.unmask
 
-    def spy(model, ids, gens, layout, **how):
-        seen.append((layout, how["order"]))
-        return plain(model, ids, gens, layout, **how)
+    def spy(model, ids, gens, use, **how):
+        seen.append((use, how["order"]))
+        return plain(model, ids, gens, use, **how)
     monkeypatch.setattr(sample, "unmask", spy)
     for name in ("mlm", "mdlm", "sedd", "hybrid"):
         stdout(capsys, name, "--prompt", "a[MASK]")
-    assert seen == [(IN_PLACE, "confident")] + [(IN_PLACE, "ancestral")] * 2 + [(SHIFTED, "confident")]
+    assert [(use.before, use.after, use.shift, order) for use, order in seen] == [
+        ((), (), 0, "confident"), ((), (), 0, "ancestral"), ((), (), 0, "ancestral"), ((EOT,), (), 1, "confident")]
 
 
 @pytest.mark.parametrize("name, flags, expected", [
@@ -945,12 +945,11 @@ def test_a_fork_that_fills_holes_keeps_documents_apart_where_training_did(given,
 
 def test_a_fork_that_fills_in_place_is_demonstrated_filled_and_scored_in_its_own_layout(given, capsys, monkeypatch):
     run = fork(monkeypatch, "mlm", corrupt=OBJECTIVES["mlm"].corrupt, n_bytes=lambda T, hp: T - 3,
-               uses=(Fill(lambda hp: FRAMED, orders=("left",)),))
-    before, after, _ = FRAMED
+               uses=(dataclasses.replace(FRAMED, orders=("left",)),))
     for flags in ([], ["--prompt", LONG + "[MASK]"], ["--score", "short.txt"]):
         given.clear()
         out = stdout(capsys, run, *flags)
-        assert {(*row[:2], *row[-1:], len(row)) for row in given[0][0]} == {(*before, *after, 32)}
+        assert {(*row[:2], *row[-1:], len(row)) for row in given[0][0]} == {(*FRAMED.before, *FRAMED.after, 32)}
         assert all(MASK in row for row in given[0][0])
     assert "pseudo: every byte given all others of its window of 29" in out
 
