@@ -315,7 +315,7 @@ class Cache:
         return self.ids[:, self.length:start]
 
     def advance(self, n):
-        self.length += n                        # a StaticCache's tensor in place, whose address a graph reads
+        self.length += n
 
     def rewind(self, n):  # forgets the last n positions
         self.length -= n
@@ -327,6 +327,7 @@ class StaticCache(Cache):
 
     def __init__(self, model, B, T):
         super().__init__(model, B, T)
+        # += and -= change it in place: a captured step reads its address
         self.length = torch.zeros((), dtype=torch.long, device=self.k[0].device)
 
     def n_keys(self, T):

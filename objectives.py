@@ -97,14 +97,14 @@ def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W
     Source and SEP attend both ways; each position from SEP on predicts the next id, up to EOT."""
     sep = constant_column(source, SEP)
     eot = constant_column(source, EOT)
-    always = torch.ones_like(sep, dtype=torch.bool)
+    is_kept = torch.ones_like(sep, dtype=torch.bool)
     if mode is not None:
         source = torch.cat((constant_column(source, mode), source), dim=1)
-        keep = torch.cat((always, keep), dim=1)
+        keep = torch.cat((is_kept, keep), dim=1)
     P = keep.sum(1) + 1                                                             # positions up to SEP
     end = P + keep_target.sum(1)                                                    # the position of EOT
     ids = torch.cat((source, sep, target, eot), dim=1)
-    z = pack_left(ids, torch.cat((keep, always, keep_target, always), dim=1), T + 1)
+    z = pack_left(ids, torch.cat((keep, is_kept, keep_target, is_kept), dim=1), T + 1)
     i = torch.arange(T, device=z.device)
     has_loss = (i >= P[:, None] - 1) & (i < end[:, None])
     return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
@@ -261,7 +261,7 @@ def find_use(objective, kind):  # -> the objective's use of that class, or None
     return next((use for use in objective.uses if isinstance(use, kind)), None)
 
 
-def trained_use(objective, kind, hp):  # -> its Continue or Fill, or None where the settings do not train it
+def trained_use(objective, kind, hp):  # kind: Continue, Fill or Infill -> None where the settings do not train it
     use = find_use(objective, kind)
     return use if use and use.is_trained(hp) else None
 

@@ -199,6 +199,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         if given.get(name) == "auto":
             del given[name]
     saved = {}
+    parent_config = None                        # of the run of --init_from
     resume = ""
     if given.pop("resume", False):
         resume = checkpoint_path(given.get("out_dir") or newest_run())
@@ -224,7 +225,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
             positions = base["batch_size"] * base["block_size"]                     # a step keeps their number
             base["batch_size"] = max(1, positions // own["block_size"])
         base |= own
-        if given.get("init_from") and name != parent_config["objective"] and "attn_scale" in own:
+        if parent_config and name != parent_config["objective"] and "attn_scale" in own:
             saved["attn_scale"] = own["attn_scale"]             # sharper than its parent's
             chosen = saved | given
     if "max_iters" in chosen:

@@ -1006,13 +1006,13 @@ def score_mode(model, objective, hp, flags, held_out):
     have none of these."""
     name = objective.name
     T = hp.block_size
-    fills = trained_use(objective, Fill, hp)
+    fill_use = trained_use(objective, Fill, hp)
     try:
         data = from_bytes(read_text("score", "-")) if flags.score == "-" else map_file(flags.score, "--score")
     except RuntimeError as e:
         fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
     exact = objective.bpb in ("loss", "causal") and trained_use(objective, Continue, hp) is not None
-    if not exact and not objective.nelbo and not fills:
+    if not exact and not objective.nelbo and not fill_use:
         those = " ".join(n for n, o in OBJECTIVES.items() if n != name and (o.bpb or trained_use(o, Fill, hp)))
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
     stride = flags.stride or max(1, T // 2)
@@ -1036,10 +1036,10 @@ def score_mode(model, objective, hp, flags, held_out):
             bits, error = score_bound(model, objective, data, hp, flags.seed, on_bytes)
         n = objective.n_bytes(T, hp)
         print_bits(bits, f"{name}'s upper bound, standard error {error / len(data):.4f}, disjoint windows of {n}")
-    elif fills:
+    elif fill_use:
         with progress(len(data)) as on_bytes:
-            bits = score_pseudo(model, data, T, fills, hp.doc_mask, on_bytes)
-        print_bits(bits, f"pseudo: every byte given all others of its window of {text_space(fills, T)}")
+            bits = score_pseudo(model, data, T, fill_use, hp.doc_mask, on_bytes)
+        print_bits(bits, f"pseudo: every byte given all others of its window of {text_space(fill_use, T)}")
     print(f"compressors: {compressor_bits(data)}")
 
 
@@ -1067,6 +1067,8 @@ def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
     use = objective.uses[0]
     kind = type(use)
     has_hole = flags.prompt is not None and re.search(MASKS if kind is Fill else HOLES, bytes(flags.prompt))
+    if kind is Continue and not use.is_trained(hp):
+        fail(f"--out_dir: this {objective.name} model was not trained to continue a text. Try another run")
     if kind in (Fill, Infill):
         trained = use.is_trained(hp)
         continues = trained_use(objective, Continue, hp)
@@ -1082,7 +1084,7 @@ def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
     return mode, read
 
 
-def report_unread_markers(mode, name, members, hp, flags):
+def report_unread_markers(mode, name, members, flags):
     """Prints a line on standard error for each marker of a hole that a mode takes for text."""
     reads = {fill_mode: MASKS, repair_mode: MASKS, infill_mode: HOLES}
     for flag in ("prompt", "prefix", "suffix"):
@@ -1096,7 +1098,8 @@ def report_unread_markers(mode, name, members, hp, flags):
             elif mode in reads:
                 hint = f"Write {'[MASK]' if reads[mode] == MASKS else '<extra_id_0>'} instead"
             for other, objective in members.items():
-                if flag == "prompt" and other != name and reads.get(choose_mode(objective, hp, flags)[0]) == marker:
+                others_mode, _ = MODES[type(objective.uses[0])] if objective.uses else (None, None)
+                if flag == "prompt" and other != name and reads.get(others_mode) == marker:
                     hint = f"Try --objective {other}"
             note(f"--{flag}: {found[0].decode()} is read as text, {name} does not fill it here. {hint}")
 
@@ -1138,7 +1141,7 @@ def main(argv=None):
         else:
             hint = f"a run trained as {' or '.join(users)}" if users else "without it"
         fail(f"--{flag}: not used by {name} here. Try {hint}")
-    report_unread_markers(mode, name, members, hp, flags)
+    report_unread_markers(mode, name, members, flags)
     mode(model, objective, hp, flags, ckpt["held_out"])
 
 

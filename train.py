@@ -528,9 +528,9 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
     return end_run(s, log, sources, step, signal_number)
 
 
-def run_steps(s, log, validation, sources, start, stop):  # -> the step that it ended before, did a signal end it?
+def run_steps(s, log, validation, sources, start, stop):  # -> the step that it reached, did any process get a signal?
     """Steps from `start` to max_iters; evaluates and saves between them. Ends early after a signal, whose number is
-    in the list stop, and where a loss or gradient was not finite."""
+    in the list stop, and at the next log line or evaluation after a loss or gradient that was not finite."""
     hp = s.hp
 
     def step_fn():

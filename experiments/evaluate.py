@@ -58,13 +58,13 @@ def infill_logits(model, objective, hp, x, a, m, expected=None):  # x (N, n) -> 
     left = x[:, :a]
     middle = x[:, a:a + m]
     right = x[:, a + m:]
-    fills = trained_use(objective, Fill, hp)
-    if fills:                                   # m passes, pass i with the middle's first i bytes in place
+    fill_use = trained_use(objective, Fill, hp)
+    if fill_use:                                # m passes, pass i with the middle's first i bytes in place
         logits = []
         for i in range(m):
             masks = torch.full_like(middle[:, i:], MASK)
             row = torch.cat((left, middle[:, :i], masks, right), dim=1)
-            logits.append(sample.fill_logits(model, row, fills, hp.doc_mask)[:, a + i])
+            logits.append(sample.fill_logits(model, row, fill_use, hp.doc_mask)[:, a + i])
         return torch.stack(logits, dim=1)
     infill = trained_use(objective, Infill, hp)
     if not infill:
@@ -143,14 +143,14 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     is_replaced = (torch.rand(clean.shape, generator=g) < REPLACED) & (other != clean)
     x = torch.where(is_replaced, other, clean)
     mark = find_use(objective, Mark)
-    fills = trained_use(objective, Fill, hp)
+    fill_use = trained_use(objective, Fill, hp)
     if mark:
         score = mark.predict(model, x)
-    elif fills:
+    elif fill_use:
         score = torch.zeros(x.shape)
         part = torch.arange(x.size(1)) % 8
         for r in range(8):
-            logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), fills, hp.doc_mask)[..., :N_BYTES]
+            logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), fill_use, hp.doc_mask)[..., :N_BYTES]
             score = torch.where(part == r, F.cross_entropy(logits.mT, x, reduction="none"), score)
     elif objective.bpb in ("loss", "causal") and trained_use(objective, Continue, hp):
         row = torch.cat((torch.full_like(x[:, :1], EOT), x[:, :-1]), dim=1)
@@ -201,7 +201,7 @@ def eval_tokenizable_lines(model, objective, hp, text):
     distribution. A model that writes one good line again and again would have 1: distinct is the share of the lines
     that differ from all before. held_out, held_out_distinct: the same two of the held-out windows themselves."""
     use = trained_use(objective, Fill, hp)
-    # others are not trained on rows of MASKs
+    # only such models were trained on rows that are mostly MASKs
     if not use or not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
         return {}
     x = windows(text, sample.text_space(use, hp.block_size), 2 * ROWS, "lines")     # some 500 lines

@@ -49,9 +49,9 @@ RESERVED_IDS = 4                                # positions of a row that are le
 
 def list_ways(objective, hp):  # -> [LEFT_TO_RIGHT and orders of sample.unmask]
     ways = [LEFT_TO_RIGHT] if trained_use(objective, Continue, hp) else []
-    fills = trained_use(objective, Fill, hp)
-    if fills:
-        ways += fills.orders
+    fill_use = trained_use(objective, Fill, hp)
+    if fill_use:
+        ways += fill_use.orders
     return ways
 
 

@@ -600,6 +600,10 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     for use in objective.uses:
         if isinstance(use, (Continue, Fill, Infill)):
             assert use.is_trained(hp), "its default settings do not train it"
+        if isinstance(use, (Continue, Fill)):
+            assert isinstance(use.before, tuple) and isinstance(use.after, tuple)
+        if isinstance(use, Continue):
+            assert isinstance(use.both_ways, bool)
         if isinstance(use, Fill):
             assert use.orders and {*use.orders} <= ORDERS
         if isinstance(use, Infill):

@@ -840,6 +840,16 @@ def test_a_model_that_never_saw_mask_fills_nothing(runs, capsys):
         assert "was not trained to fill holes" in refusal(capsys, run, *flags)
 
 
+def test_a_model_that_was_not_trained_to_continue_does_not(runs, capsys, monkeypatch):
+    run = fork(monkeypatch, "clm", corrupt=OBJECTIVES["clm"].corrupt, uses=(Continue(is_trained=lambda hp: False),))
+    assert "was not trained to continue a text" in refusal(capsys, run, "--prompt", "a")
+
+
+def test_a_member_that_never_saw_mask_does_not_keep_another_from_continuing(runs, capsys):
+    run = changed_run("clm_.5+mlm_.5", "mixture without masks", dict(mask_token=0.0))
+    assert stdout(capsys, run, "--prompt", "a[MASK]b").startswith("a[MASK]b")
+
+
 @pytest.mark.parametrize("flags, mode", [
     ([], MODE_R), (["--max_new_tokens", "4"], MODE_R), (["--max_new_tokens", "17"], MODE_X)])
 def test_the_bytes_that_a_hole_may_take_choose_the_mode_of_ul2(flags, mode, given, capsys):

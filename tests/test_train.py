@@ -480,6 +480,8 @@ def test_a_resumed_run_may_be_longer_and_a_child_may_have_longer_blocks(text, ca
                        "--objective", "mlm", "--max_iters", "2", "--eval_iters", "1"]) == 0
     config = load_checkpoint("b")["config"]
     assert config["n_embd"] == 16 and config["block_size"] == 64
+    resume("b", "--init_from", "a", "--max_iters", "3")         # as the first time, which changes nothing
+    assert load_checkpoint("b")["step"] == 3
 
 
 def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
