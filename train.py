@@ -92,7 +92,14 @@ def draw_batch(objective, corpus, split, B, key, hp):  # -> batch of B rows, a p
 
 
 def micro_batch(batch, i, n):  # -> the i-th of n equal parts; a mixture's members have different numbers of rows
-    return {k: v if isinstance(v, int) else v[i * len(v) // n:(i + 1) * len(v) // n] for k, v in batch.items()}
+    part = {}
+    for k, v in batch.items():
+        if isinstance(v, int):                  # a prefix of all rows
+            part[k] = v
+        else:
+            rows = len(v) // n
+            part[k] = v[i * rows:(i + 1) * rows]
+    return part
 
 
 # ---- optimizer

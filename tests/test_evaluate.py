@@ -74,7 +74,10 @@ def test_edit_distance_is_levenshteins(a, b, want):
 
 
 def test_a_repair_that_copies_leaves_1(monkeypatch):
-    monkeypatch.setattr(evaluate.sample, "generate", lambda model, row, *rest, positions, **how: iter(row[0, :-1]))
+    def generate(model, row, *rest, positions, **how):
+        assert how == {"temperature": 0}, "as sample.py repairs"
+        return iter(row[0, :-1])
+    monkeypatch.setattr(evaluate.sample, "generate", generate)
     assert score_and_baseline(evaluate.eval_repairs, OBJECTIVES["bart"], sentences()) == (pytest.approx(1), 1)
 
 
@@ -96,6 +99,7 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.tensor(rows))
 
     def infill(model, objective, hp, ids, P, holes, most, *rest, **how):            # blanks end one too late
+        assert most in (5 * 4, 5 * 16)
         ended = (ids[0] == 32) == (most == 5 * 4)
         assert how["temperature"] == 0, "as sample.py fills them"
         return [[32] * 5 if ids[0] == 32 else [*b"abcdx"]], ended
@@ -117,6 +121,22 @@ def test_the_second_half_is_predicted_from_the_first(monkeypatch):
     monkeypatch.setattr(evaluate, "left_logits", lambda m, o, hp, x, a, n: seen.append((x.shape, a, n)))
     assert evaluate.eval_second_half(randomized(), OBJECTIVES["prefix"], settings("prefix", 64), text) == {}
     assert seen == [((4 * evaluate.ROWS, 60), 30, 30)]
+
+
+@pytest.mark.parametrize("name, chance", [("nsp", 1 / 2), ("rotation", 1 / 64)])
+def test_an_untrained_model_answers_512_rows_by_chance(name, chance, monkeypatch):
+    """Its heads start at zero, so that all answers of rotation are alike."""
+    n_rows = []
+
+    def draw_batch(objective, corpus, split, B, key, hp):
+        n_rows.append(B)
+        return real(objective, corpus, split, B, key, hp)
+    real = evaluate.train.draw_batch
+    monkeypatch.setattr(evaluate.train, "draw_batch", draw_batch)
+    score, baseline = score_and_baseline(evaluate.eval_accuracy, OBJECTIVES[name], sentences())
+    assert sum(n_rows) == 512
+    assert baseline == chance
+    assert abs(score - chance) < 0.1
 
 
 def test_lines_are_weighed_by_their_bytes_and_repeats_are_not_distinct():
@@ -313,6 +333,23 @@ def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
         objective = with_use(name, Mark(predict))
     score = evaluate.eval_corruption(Knows(), objective, settings(name, 64), text)
     assert 0.8 < score["replaced_auc"] < 1, "a letter after a replaced one is a surprise too"
+
+
+def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_the_texts(monkeypatch):
+    clean = torch.full((64, 62), ord("c"))
+    seen = []
+
+    def predict(model, x):
+        seen.append(x)
+        return x.float()
+    monkeypatch.setattr(evaluate, "windows", lambda *args: clean)
+    objective = with_use("electra", Mark(predict))
+    evaluate.eval_corruption(None, objective, settings("electra", 64), from_bytes(b"aaab" * 100))
+    [x] = seen
+    replaced = x[x != clean]
+    assert set(replaced.tolist()) == {ord("a"), ord("b")}
+    assert abs(len(replaced) / x.numel() - 0.1) < 0.02
+    assert abs(float((replaced == ord("a")).float().mean()) - 0.75) < 0.08
 
 
 def test_a_byte_replaced_by_itself_is_not_replaced(monkeypatch):
