@@ -291,11 +291,11 @@ def reseed(g, key):  # -> g in the state of make_rng(key)
 
 
 def sample_windows(corpus, split, n, B, g, single_document=False):  # -> source (B,), offset (B, 1 or N_CANDIDATES)
-    """Samples B windows of n bytes, as long tensors on the CPU. Sources and offsets are stratified: every batch holds
-    each source's share to within a row, and each row of a batch comes from its own B-th of a source, in random order.
+    """Samples B windows of n bytes, as long tensors on the CPU. Stratified: a batch holds each source's share to within
+    a row, and its offsets come one from each of B equal parts of a source, in random order.
 
-    single_document: whether rows want windows without a NUL, and get N_CANDIDATES offsets; a bool, or one for each
-    row (b,), repeated over the batch."""
+    single_document: a row gets N_CANDIDATES offsets, so that read_windows can choose a window without a NUL; a bool,
+    or one for each row (b,), repeated over the batch."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
     n_offsets = torch.tensor([len(s[split]) - n + 1 for s in corpus])
     # u: one number from each B-th of [0, 1), in random order

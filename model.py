@@ -150,7 +150,7 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
     q = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                   # (T,)
     T_k = T if cache is None else cache.n_keys(T)
     attend = choose_attention(prefix, q, T_k, B, config, x.dtype, doc, cache, mask)
-    positions = q if positions is None else positions[:, None]
+    positions = q if positions is None else positions[:, None]                      # (B, 1, T): all heads alike
     cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype, config.attn_scale)
     for i, block in enumerate(blocks):
         if ngrams is not None:
@@ -168,7 +168,7 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
 def context_ids(idx, previous, doc=None):  # ids (B, T), the W - 1 before them (B, W - 1) -> (B, T, W)
     """The last W ids at each position, its own first. EOT (0) stands for what lies before the row or, with document
     ids, in another document. Every layer outside of attention that mixes positions reads these ids. They look back
-    only, which every prefix allows; under a `mask` of your own, document ids say which ids may be read."""
+    only, which every prefix allows. A `mask` of your own does not restrict them; document ids do."""
     context = torch.cat((previous, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
     if doc is None:
         return context
@@ -245,8 +245,9 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        nn.init.normal_(self.embed.weight, std=0.3)             # small, since a norm follows: larger relative steps
-        self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, config.n_embd) * 0.3)           # of x_t, x_(t-1), ...
+        # small, since the norm after it undoes the scale and leaves larger relative steps
+        nn.init.normal_(self.embed.weight, std=0.3)
+        self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, config.n_embd) * 0.3)           # row j: the id j before
         nn.init.ones_(self.conv_weight[0])
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = StackedLinear(config.n_embd, config.n_outputs, zero=True)
@@ -356,25 +357,25 @@ def choose_attention(prefix, q, T_k, B, config, dtype, doc=None, cache=None, mas
     the last of the T_k keys unless the cache is static."""
     T_q, H = len(q), config.n_head
     cuda = q.device.type == "cuda"
-    pure = isinstance(prefix, int) and (prefix == 0 or prefix >= T_k)               # causal or bidirectional
-    if cuda and doc is not None:                # one kernel for both
-        pure = False
-    if isinstance(prefix, int) and not pure:
+    is_uniform = isinstance(prefix, int) and (prefix == 0 or prefix >= T_k)         # all causal or all bidirectional
+    if cuda and doc is not None:                # FlexAttention masks documents and prefixes together
+        is_uniform = False
+    if isinstance(prefix, int) and not is_uniform:
         prefix = torch.full((B,), prefix, device=q.device)
-    assert pure or prefix.shape == (B,), prefix
-    causal = pure and prefix == 0 and mask is None
+    assert is_uniform or prefix.shape == (B,), prefix
+    causal = is_uniform and prefix == 0 and mask is None
     if cuda and causal and cache is None:
         return functools.partial(F.scaled_dot_product_attention, is_causal=True)
     flex = cuda and TRITON and torch.is_grad_enabled() and cache is None and 16 <= config.n_embd // H <= 256
-    if flex and not pure and mask is None:
+    if flex and not is_uniform and mask is None:
         return functools.partial(flex_attention(), block_mask=block_mask(prefix, T_q, doc))
 
     allowed = None                              # (B or 1, 1, T_q, T_k); None where every key may be attended to
-    last_query = T_q == 1 and not isinstance(cache, StaticCache)                    # is after all keys
+    last_query = T_q == 1 and not isinstance(cache, StaticCache)                    # no key lies after it
     hides_keys = causal and not last_query
     if mask is not None:
         allowed = mask[:, None]
-    elif not pure:
+    elif not is_uniform:
         allowed = dense_mask(prefix, q, T_k, doc)
     elif doc is not None or hides_keys:
         allowed = dense_mask(torch.full((1,), prefix, device=q.device), q, T_k, doc)
@@ -401,7 +402,7 @@ def attend_causal_halves(q, k, v, bias):  # = attend_dense, of causal rows
 
 
 def attend_single_query(q, k, v, allowed):  # = attend_dense, of T_q = 1
-    """Elementwise sums are faster than matrix products with one row."""
+    """Elementwise sums are faster than matmuls with one row."""
     att = (q * k).sum(-1, dtype=torch.float32) * q.size(-1) ** -0.5                 # (B, H, T_k)
     if allowed is not None:
         att = att.masked_fill(~allowed[:, :, 0], -torch.inf)

@@ -182,7 +182,7 @@ def scalar_head(C):  # one number for each state; starts at zero, so that an unt
 
 # ---- what a model is used for: each mode of sample.py asks for one of these
 
-def always(hp):  # is_trained(hp): do the settings train the use?
+def always(hp):  # is_trained(hp): False where the settings do not train a use, such as fim's Infill at fim_rate 0
     return True
 
 
@@ -200,7 +200,7 @@ class Fill:
     """Fills MASKs in a text."""
     before: tuple = ()                          # ids before the text
     after: tuple = ()                           # ids after it
-    shift: int = 0                              # byte i is predicted so many positions before it
+    shift: int = 0                              # byte i is predicted at its position - shift
     is_trained: Callable = always
     orders: tuple = ("confident", "left", "revise")             # of sample.unmask; the first is the default
     trained_at_any_rate: bool = False           # at every share of MASKs, so that it can write a whole text
@@ -221,7 +221,7 @@ def no_limit(hp):
 
 @dataclass(frozen=True)
 class Repair:
-    """Writes the target of a source."""
+    """Writes the clean text of a noisy one."""
     in_place: bool = False                      # in one pass, position by position; else rows are laid out by seq2seq
     max_bytes: Callable = no_limit              # (hp) -> bytes that are repaired at once; None: as many as fit a row
 
@@ -280,7 +280,7 @@ def no_heads(config, hp):
     return {}
 
 
-def row_positions(ids, P, hp):
+def default_positions(ids, P, hp):              # 0, 1, 2, ...
     return None
 
 
@@ -289,11 +289,12 @@ class Objective:
     name: str
     corrupt: Callable                           # (x (B, n), g, hp) -> batch
     help: str                                   # for --help: what is predicted from what
-    use: str                                    # and what the model is used for
+    use_help: str                               # and what the model is used for
     attention: str                              # in words: causal, bidirectional, prefix or both
 
     # training
-    n_bytes: Callable = shifted_window          # (T, hp) -> n, the raw bytes that fill a row of T positions
+    n_bytes: Callable = shifted_window          # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on
+    # settings that allow no row
     heads: Callable = no_heads                  # (config, hp) -> {name: module} beyond the byte head, in model.heads
     terms: Callable = token_terms               # (batch, hp) -> {term: (count, coefficient)}, before the forward pass
     loss: Callable = token_loss                 # (model, batch, hp) -> {term: sum}, in nats; metrics have coefficient 0
@@ -303,13 +304,14 @@ class Objective:
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
     single_document: object = False             # prefers windows without a NUL inside; a mixture: one bool a row
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
-    positions: Callable = row_positions         # (ids, P (B,), hp) -> (B, T) for RoPE, None where they are 0, 1, 2, ...
+    positions: Callable = default_positions     # (ids, P (B,), hp) -> (B, T) for RoPE, None where they are 0, 1, 2, ...
     count_targets: Callable | None = None       # (batch) -> positions with loss, where terms count something else
     members: tuple = ()                         # of a mixture: (weight, objective) each
 
     # evaluation
-    bpb: str | None = None                      # bits per byte: from its "loss", from "causal" rows, a "bound", or None
-    nelbo: Callable | None = None               # of a bound: (model, batch, hp) -> (B,) nats that bound a row's
+    # where bits per byte come from: its own "loss", clm's "causal" rows, or a "bound"; None: undefined
+    bpb: str | None = None
+    nelbo: Callable | None = None               # (model, batch, hp) -> (B,) upper bound on a row's -log p(x), in nats
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
     is_random: bool = True                      # corrupt draws random numbers
     target_hidden: bool = True                  # no input holds the byte that a position predicts
@@ -333,7 +335,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 
 OBJECTIVES["clm"] = Objective(
-    "clm", corrupt=clm, help="each byte from those before it", use="continue a prompt", attention="causal",
+    "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
     supports_doc_mask=True, bpb="loss", is_random=False, uses=(Continue(),))
 CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per byte on its rows
 
@@ -341,7 +343,7 @@ CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per 
 # ---- mlm: masked language modeling
 
 def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
-    """Masked language modeling: some bytes from all the others (BERT, Devlin et al. 2019).
+    """Masked language modeling: masked bytes from the unmasked ones (BERT, Devlin et al. 2019).
 
         inp   t [M] e   c a q    attention: bidirectional
         tgt   .  h  . . .  . t   loss at the chosen positions: 80% MASK, 10% a random byte, 10% left as they are
@@ -370,7 +372,7 @@ def mlm_sees_masks(hp):
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
 MORE_PASSES = {"max_passes": 16.0}              # where each pass corrupts the text anew, overfitting comes later
 OBJECTIVES["mlm"] = Objective(
-    "mlm", corrupt=mlm, help="masked bytes from all the others", use="fill [MASK]", attention="bidirectional",
+    "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
     n_bytes=mlm_bytes,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0)},
@@ -396,7 +398,7 @@ def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
 
 
 OBJECTIVES["prefix"] = Objective(
-    "prefix", corrupt=prefix_lm, help="a suffix from a prefix read both ways", use="read a prompt, continue",
+    "prefix", corrupt=prefix_lm, help="a suffix from a prefix read both ways", use_help="read a prompt, continue",
     attention="prefix", flags={"prefix_max": Flag(0.5, "longest prefix, as a share of the block", 0.001, 1.0)},
     supports_doc_mask=True, bpb="causal", uses=(Continue(both_ways=True),))
 
@@ -489,17 +491,17 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and
         if n + 2 * S + 2 + extra <= T + 1:
             break
     if S > min(N, n - N + 1):
-        fail(f"spans of mean {mean:g} at rate {rate:g} would touch in rows of --block_size {T}. "
-             "Try a lower rate or longer spans")
+        fail(f"--span_rate {rate:g} --span_mean {mean:g}: spans would touch in rows of --block_size {T}. "
+             "Try a lower --span_rate or a larger --span_mean")
     if S > N_SENTINELS:
-        fail(f"spans of mean {mean:g} at rate {rate:g} need {S} sentinels, there are {N_SENTINELS}. "
-             "Try longer spans or a smaller --block_size")
+        fail(f"--span_rate {rate:g} --span_mean {mean:g}: needs {S} sentinels, and there are {N_SENTINELS}. "
+             "Try a larger --span_mean or a smaller --block_size")
     return n, N, S
 
 
 def span_prompt(pieces, m, hp, mode=()):
-    """A text that does not end with a hole gets one more sentinel, so that its row looks like a truncated one: in
-    training EOT mostly stood at one position."""
+    """A text that does not end with a hole gets one more sentinel at its end, so that the last answer, too, ends with
+    a sentinel: in training EOT mostly stood at the end of the row and is rarely predicted earlier."""
     ids = [*mode, *pieces[0]]
     for k, piece in enumerate(pieces[1:]):
         ids += [SENTINEL + k, *piece]
@@ -521,7 +523,7 @@ SPAN_FLAGS = {"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
               "span_mean": Flag(6.0, "mean length of a span, in bytes", 1.0, 1e6)}
 SHARP_ATTENTION = {"attn_scale": 2.0}           # sharper attention learns long-range lookups sooner
 OBJECTIVES["span"] = Objective(
-    "span", corrupt=span, help="spans of a text after their sentinels", use="fill holes", attention="prefix",
+    "span", corrupt=span, help="spans of a text after their sentinels", use_help="fill holes", attention="prefix",
     n_bytes=span_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
     single_document=True, positions=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
 
@@ -538,14 +540,15 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
         [S] prefix SEP rest EOT      a quarter: the rest of a text, split anywhere
         [X] source SEP spans EOT     a quarter: half of the text in spans of mean 32
 
-    The shares are the same in every batch. The loss is one mean over the targets of all rows; S and X have about
-    equally many, half again as many as R. Departures: three denoisers stand for the paper's seven, whose S removes a
-    quarter of a text; half of the rows are R (U-PaLM, Tay et al. 2022, has as many S); spans as in span, but in X
+    The shares are the same in every batch. The loss is one mean over the targets of all rows; a row of S or X has
+    about 1.5 times as many as one of R. Departures: three denoisers stand for the paper's seven, whose S removes a
+    quarter of a text; half of the rows are R (in U-PaLM, Tay et al. 2022, half are S); spans as in span, but in X
     their sentinels reserve LONG_SPAN_POSITIONS."""
     T = hp.block_size
     parts = denoisers(T, hp)
     batches = []
-    for (_, mode, n, N, S), rows in zip(parts, apportion([share for share, *_ in parts], x.size(0))):
+    rows_of_parts = apportion([share for share, *_ in parts], x.size(0))
+    for (_, mode, n, N, S), rows in zip(parts, rows_of_parts):
         raw = x[:rows, :n]                      # a row uses its first n bytes
         x = x[rows:]
         if mode == MODE_S:
@@ -574,7 +577,7 @@ def ul2_prompt(pieces, m, hp):
 
 
 OBJECTIVES["ul2"] = Objective(
-    "ul2", corrupt=ul2, help="short spans, long spans, suffixes", use="fill holes, continue", attention="prefix",
+    "ul2", corrupt=ul2, help="short spans, long spans, suffixes", use_help="fill holes, continue", attention="prefix",
     n_bytes=ul2_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | {"max_passes": 8.0},
     single_document=True, positions=span_positions,
     uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
@@ -607,11 +610,15 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     prefix = torch.where(is_spm, 4, 1)
     suffix = torch.where(is_spm, 2, 3)
     pieces = torch.where(i < a, prefix, torch.where(i < b, 5, torch.where(i < m, suffix, 7)))       # (B, n)
-    # (B, 1) each: of PRE, SUF, MID, EOT
-    controls = [constant_column(x, 0), torch.where(is_spm, 1, 2), torch.where(is_spm, 3, 4), constant_column(x, 6)]
-    order = torch.cat((pieces, *controls), dim=1).argsort(dim=1, stable=True)
+    place_of_pre = constant_column(x, 0)                                            # (B, 1), as the next three
+    place_of_suf = torch.where(is_spm, 1, 2)
+    place_of_mid = torch.where(is_spm, 3, 4)
+    place_of_eot = constant_column(x, 6)
+    places = torch.cat((pieces, place_of_pre, place_of_suf, place_of_mid, place_of_eot), dim=1)     # (B, n + 4)
+    order = places.argsort(dim=1, stable=True)
     text = torch.where(i < m, x[:, :n], x[:, :n].roll(1, 0))
-    ids = torch.cat((text, *(constant_column(x, i) for i in (PRE, SUF, MID, EOT))), dim=1)   # (B, n + 4)
+    controls = [constant_column(x, control) for control in (PRE, SUF, MID, EOT)]
+    ids = torch.cat((text, *controls), dim=1)                                       # (B, n + 4)
     return clm(torch.where(is_fim, ids.gather(1, order), x), g, hp)
 
 
@@ -632,7 +639,7 @@ def fim_has_plain_rows(hp):
 
 
 OBJECTIVES["fim"] = Objective(
-    "fim", corrupt=fim, help="text with its middle moved to the end", use="write between two texts",
+    "fim", corrupt=fim, help="text with its middle moved to the end", use_help="write between two texts",
     attention="causal", n_outputs=MID + 1,
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
@@ -777,7 +784,7 @@ def mtp_bytes(T, hp):
 
 
 OBJECTIVES["mtp"] = Objective(
-    "mtp", corrupt=mtp, help="several next bytes at once", use="continue, drafting ahead", attention="causal",
+    "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead", attention="causal",
     n_bytes=mtp_bytes, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss,
     flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
@@ -863,7 +870,7 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores
 
 
 OBJECTIVES["electra"] = Objective(
-    "electra", corrupt=electra, help="which bytes a generator replaced", use="mark suspicious bytes",
+    "electra", corrupt=electra, help="which bytes a generator replaced", use_help="mark suspicious bytes",
     attention="bidirectional", n_bytes=aligned_window, heads=electra_heads, terms=electra_terms, loss=electra_loss,
     flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0, 1e6),
                        "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
@@ -877,13 +884,13 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
 
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
-    bart_noise names any of NOISES, which are applied in the order below. mask, delete, infill, replace and insert
-    share a rate, uniform up to bart_rate and drawn per row: each takes as many bytes. L = (T - 1) // 2 bytes fit a
+    bart_noise names any of NOISES, which are applied in the order below. Each row draws one rate, uniform up to
+    bart_rate, which mask, delete, infill, replace and insert divide equally among them. L = (T - 1) // 2 bytes fit a
     row, fewer under insert. Half of the rows hold as many and the others fewer: if every row were full, EOT would
     always stand at the same position.
-    Departures: BART corrupts 30% of every text, and a model trained so spoils texts with less noise; it permutes
-    sentences too (infill,permute), which its ablations hardly miss and small models do not learn; replace and insert
-    are not BART's: with infilling alone a model learns to mend what is marked, and copies a typo. Infilled spans never
+    Departures: the rate varies, since a model trained at BART's constant 30% spoils texts with less noise; sentences
+    are not permuted by default, since BART's ablation loses little without it and small models do not learn it;
+    replace and insert are added, since a model trained with infilling alone copies typos. Infilled spans never
     overlap, where fairseq's do and miss their rate; all of them become MASK, none a random byte; a sentence also ends
     with a newline."""
     B, L = x.shape
@@ -1041,7 +1048,7 @@ def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
 # Short rows are learned sooner. With n-grams the loss is lower, but the model loses its place in the source sooner.
 BART_DEFAULTS = {"block_size": 128, "ngram_rows": 0}
 OBJECTIVES["bart"] = Objective(
-    "bart", corrupt=bart, help="a whole text from a noisy one", use="repair a text", attention="prefix",
+    "bart", corrupt=bart, help="a whole text from a noisy one", use_help="repair a text", attention="prefix",
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
@@ -1088,7 +1095,7 @@ def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
 
 def nsp_bytes(T, hp):
     if hp.batch_size * hp.accum < 2:
-        fail("--objective nsp: half of a step's rows are negative, and it has one. Try a larger --batch_size or weight")
+        fail("--objective nsp: needs 2 rows a step, and has 1. Try a larger --batch_size, or weight in a mixture")
     return 2 * ((T - 3) // 2) + NSP_GAP
 
 
@@ -1120,7 +1127,7 @@ def nsp_heads(config, hp):
 
 
 OBJECTIVES["nsp"] = Objective(
-    "nsp", corrupt=nsp, help="whether B follows A, and masked bytes", use="compare two texts",
+    "nsp", corrupt=nsp, help="whether B follows A, and masked bytes", use_help="compare two texts",
     attention="bidirectional", n_bytes=nsp_bytes, heads=nsp_heads, terms=nsp_terms, loss=nsp_loss,
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
@@ -1152,7 +1159,7 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
 def contrastive_bytes(T, hp):
     if hp.batch_size < 2:
         fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size}. "
-             "Try a larger --batch_size, such as 8, or weight")
+             "Try a larger --batch_size, such as 8, or a larger weight in a mixture")
     return T
 
 
@@ -1175,7 +1182,7 @@ def contrastive_loss(model, batch, hp):
 
 
 OBJECTIVES["contrastive"] = Objective(
-    "contrastive", corrupt=contrastive, help="which crops share a window", use="embed and search",
+    "contrastive", corrupt=contrastive, help="which crops share a window", use_help="embed and search",
     attention="bidirectional", n_bytes=contrastive_bytes, terms=contrastive_terms, loss=contrastive_loss,
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
@@ -1219,7 +1226,7 @@ def bound_terms(batch, hp):
 
 
 OBJECTIVES["mdlm"] = Objective(
-    "mdlm", corrupt=mdlm, help="masked bytes at any rate", use="write in any order", attention="bidirectional",
+    "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, terms=bound_terms, loss=mdlm_loss, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
     supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
     uses=(Fill(orders=("ancestral", "confident", "left", "revise"), trained_at_any_rate=True),))
@@ -1250,7 +1257,7 @@ def sedd_loss(model, batch, hp):
 
 
 OBJECTIVES["sedd"] = Objective(
-    "sedd", corrupt=mdlm, help="ratios of masked bytes at any rate", use="write in any order",
+    "sedd", corrupt=mdlm, help="ratios of masked bytes at any rate", use_help="write in any order",
     attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=sedd_loss,
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
     bpb="bound", nelbo=sedd_nelbo,
@@ -1293,7 +1300,7 @@ def rotation_loss(model, batch, hp):
 
 
 OBJECTIVES["rotation"] = Objective(
-    "rotation", corrupt=rotation, help="where a rotated text was cut", use="find the seam",
+    "rotation", corrupt=rotation, help="where a rotated text was cut", use_help="find the seam",
     attention="bidirectional", n_bytes=aligned_window, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss,
     flag_defaults={"block_size": 64},           # 16 rows of 256 do not learn
     single_document=True, uses=(Seam(predict_seam),))
@@ -1359,7 +1366,7 @@ def hybrid_has_causal_rows(hp):
 
 
 OBJECTIVES["hybrid"] = Objective(
-    "hybrid", corrupt=hybrid, help="masked rows and causal rows", use="continue, fill [MASK]", attention="both",
+    "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     n_bytes=hybrid_bytes, terms=hybrid_terms, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of rows that are masked", 0.0, 1.0)},
     flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal",
@@ -1440,7 +1447,7 @@ def mix(members, hp):  # [(weight, objective)] -> objective
 
     single = torch.tensor([m.single_document for (_, m), r in zip(members, rows) for _ in range(r)])
     return Objective(
-        hp.objective, corrupt=corrupt, help="a mixture", use="each member's use", attention="each member's",
+        hp.objective, corrupt=corrupt, help="a mixture", use_help="each member's use", attention="each member's",
         n_bytes=n_bytes, heads=heads, terms=terms, loss=loss, n_outputs=max(m.n_outputs for _, m in members),
         flags={flag: spec for _, m in members for flag, spec in m.flags.items()},
         single_document=single if single.any() else False,

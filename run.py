@@ -61,7 +61,8 @@ SETTINGS = {
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate", 0.0, 100.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": Flag(0.6, "last share of the steps, over which the learning rate falls linearly to 0", 0.0, 1.0),
-        "weight_decay": Flag(0.0, "of hidden matrices: times the learning rate, their decay per step", 0.0, 100.0),
+        "weight_decay": Flag(0.0, "a step multiplies the matrices of blocks by 1 - learning_rate * this",
+                             0.0, 100.0),
         "grad_clip": Flag(1.0, "largest norm of the gradient (n-gram table excluded); 0 for no limit", 0.0, 1e30),
         "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops, after growing from 0 over the first two "
                                 "passes or less; more in runs of several passes", 0.0, 0.99),
@@ -180,7 +181,7 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
     lines = ["objectives: attention, what is predicted; what sample.py does with it; defaults that differ"]
     for name, objective in OBJECTIVES.items():
         own = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
-        lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use}{own}")
+        lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use_help}{own}")
     about = """Train any objective of objectives.py on any bytes.
 
     python train.py                                     clm on the Python standard library's own source
@@ -230,7 +231,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
             chosen = saved | given
     if "max_iters" in chosen:
         base["max_passes"] = 0.0
-    # init_step: steps that the weights had before this run, of which windows are not read again
+    # init_step: steps that the weights had before this run; it reads the windows after theirs
     values = {"init_step": 0} | base | chosen | {"device": str(device), "resume": False}
     check(values, flag_specs())
     hp = argparse.Namespace(**values | {"dtype": resolve_dtype(values["dtype"], device), "resume": resume})
@@ -286,7 +287,7 @@ def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 w
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    # on a CPU bfloat16 is faster only where there are instructions for its products
+    # on a CPU bfloat16 is faster only where there are instructions for its matmuls
     fast = any(getattr(torch.cpu, f"_is_{isa}_supported", bool)() for isa in ("avx512_bf16", "amx_tile"))
     return "bfloat16" if device.type == "cpu" and fast else "float32"
 
@@ -302,7 +303,7 @@ def preserve_torch_state():  # restores torch's global switches at the end, for 
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
-def use_device(device):  # -> how float32 products are computed, in words
+def use_device(device):  # -> how float32 matmuls are computed, in words
     """Makes a GPU the current one, to which streams and graphs belong. On x86, precision "medium" hands float32
     products to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where oneDNN would round the
     operands to bfloat16 (AMX, ARM), a test product shows it, and the precision stays "highest"."""
@@ -310,16 +311,16 @@ def use_device(device):  # -> how float32 products are computed, in words
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type != "cpu":
-        return "float32 products exact"
+        return "float32 matmuls in full precision"
     tune_malloc()
     a = torch.randn(256, 256, generator=make_rng("probe"))
     torch.set_float32_matmul_precision("medium")
     exact = a.double() @ a.double()
     error = float((a @ a - exact).norm() / exact.norm())
     if error < 1e-5:
-        return f"float32 products by oneDNN, exact to {error:.0e}"
+        return f"float32 matmuls by oneDNN, relative error {error:.0e}"
     torch.set_float32_matmul_precision("highest")
-    return "float32 products exact"
+    return "float32 matmuls in full precision"
 
 
 def tune_malloc():

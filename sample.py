@@ -75,8 +75,8 @@ FLAGS = {
         "stride": Flag(0, "with --score: bytes scored per window; 0 for half a block", 0, 1 << 24),
     },
     "how": {
-        "max_new_tokens": Flag(300, "bytes to write at most; ul2 fills its holes as long ones where this is given and "
-                                    "leaves each more than 16", 0, 1 << 40),
+        "max_new_tokens": Flag(300, "bytes to write at most; where it is given and more than 16 for each hole, ul2 is "
+                                    "asked for long spans", 0, 1 << 40),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
         "temperature": Flag(0.8, "randomness; 0 always takes the most likely byte (the default for holes and repairs); "
                                  "mdlm and sedd write at .65 by default", 0.0, 1e6),
@@ -149,8 +149,8 @@ def last_document(ids):  # list of n ids -> where its last document begins; EOT 
 
 
 def block_start(start, n, T, document):  # -> where in n ids the block begins that the next pass reads
-    """start: of the last pass's block, None before the first; the same again: the pass continues it. document: where a
-    document begins, or None."""
+    """start: where the last pass's block began, None before the first pass; it is returned where the next pass
+    continues that block. document: where a document begins, or None."""
     if start is None:
         return max(0, n - T)
     if n - 1 == document:                       # its first byte: nothing before it is read
@@ -166,7 +166,7 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, stop_id=None, pos
     step of compile_step, which takes over after the prompt.
 
     prefix 0: causal; when the block is full, its last half is encoded again. prefix P: the first P positions
-    of the prompt are read both ways; it ends with the block, so the prompt must leave space in it.
+    of the prompt are read both ways; generation ends where the block is full, so the prompt must leave space in it.
 
     doc_mask: as in training. Each position then sees its own document alone, so nothing before the prompt's last
     document is read: RoPE depends on distances only, so positions may count from its start. All rows must end their
@@ -198,8 +198,11 @@ def generate(model, prompt, max_new_tokens, T, gens, prefix=0, stop_id=None, pos
         if compiled is not None and not is_new_block:
             logits = compiled.run(byte[:, None])    # not a view of ids, whose strides grow
         else:
-            at = None if positions is None else positions(ids, torch.full((N,), prefix, device=device))
-            at = None if at is None else at[:, -new.size(1):]
+            at = None                           # 0, 1, 2, ...
+            if positions is not None:
+                at = positions(ids, torch.full((N,), prefix, device=device))
+            if at is not None:
+                at = at[:, -new.size(1):]
             h = model(new, prefix if is_new_block else 0, cache=cache, positions=at)
             logits = model.logits(h[:, -1])
         if stop_id is None:
@@ -337,9 +340,9 @@ def unmask(model, ids, gens, use, steps=0, order="confident", doc_mask=False, **
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
     confident: where the model is most confident (MaskGIT, Chang et al. 2022); left: from the left. ancestral: MDLM's
-    sampler, which at time t on its way from 1 to 0 unmasks each with probability (t - s) / t, in 64 passes. analytic:
-    SEDD's (its Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that probability.
-    The last pass unmasks all. revise: see unmask_and_revise."""
+    sampler, which between the times t and s < t of two passes unmasks each with probability (t - s) / t, in 64 passes.
+    analytic: SEDD's (its Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that
+    probability. The last pass unmasks all. revise: see unmask_and_revise."""
     ids = ids.clone()
     at_random = order in ("ancestral", "analytic")
     if not steps:
@@ -389,7 +392,8 @@ def unmask_and_revise(model, ids, gens, use, steps, doc_mask, **how):  # (N, n) 
 
 
 def fill(model, ids, *args, **kwargs):  # -> the last state of unmask
-    return [ids, *unmask(model, ids, *args, **kwargs)][-1]
+    states = [ids, *unmask(model, ids, *args, **kwargs)]
+    return states[-1]
 
 
 def fill_long(model, ids, T, gens, use, on_pass=None, **how):  # (1, n) of any length, window by window -> (1, n)
@@ -472,7 +476,8 @@ def score(model, data, T, stride, doc_mask=False, on_bytes=no_progress):  # data
         x = x.long().to(model.embed.weight.device)
         logits = model.logits(model(x[:, :-1], 0, document_ids(x[:, :-1]) if doc_mask else None))
         nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), -1)
-        bits += sum(float(row[at - a:].double().sum()) for row, (a, at, _) in zip(nats.cpu(), rows)) / math.log(2)
+        for row, (a, at, _) in zip(nats.cpu(), rows):
+            bits += float(row[at - a:].double().sum()) / math.log(2)
         on_bytes(sum(end - at for _, at, end in rows))
     return bits
 
@@ -820,7 +825,7 @@ def nearest_bytes(left, right, space):  # -> left, right: of a long text the byt
 
 
 def repair_mode(model, objective, hp, flags, held_out):
-    """Writes the target of a source, piece by piece of a long text; [MASK] may stand in it."""
+    """Writes the clean text of a noisy one, piece by piece of a long text; [MASK] may stand in it."""
     T = hp.block_size
     n = objective.n_bytes(T, hp)
     in_place = find_use(objective, Repair).in_place
@@ -942,7 +947,10 @@ def follow_mode(model, objective, hp, flags, held_out):
 
 def embed_texts(model, embed, texts, T):  # list of ids -> (N, C) float32 of length 1
     """By embed(model, x (B, n)) -> (B, C). A long text gets the mean over its blocks, weighed by length."""
-    blocks = [(i, text[a:a + T] or [EOT]) for i, text in enumerate(texts) for a in range(0, max(1, len(text)), T)]
+    blocks = []                                 # (number of its text, ids)
+    for i, text in enumerate(texts):
+        for a in range(0, max(1, len(text)), T):
+            blocks.append((i, text[a:a + T] or [EOT]))          # an empty text is one EOT
 
     def length(block):
         return len(block[1])

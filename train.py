@@ -265,10 +265,12 @@ def prepare(objective, corpus, hp):  # -> State before the first step
 def load_step_inputs(s, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
-    key = f"{hp.seed},{hp.init_step + step}"    # a run from another's weights reads the windows after its
+    key = f"{hp.seed},{hp.init_step + step}"    # --init_from: continues after the windows of its parent
     new = draw_windows(s.objective, s.corpus, "train", hp.batch_size * hp.accum, key, hp)
     for a, b in zip(s.windows, new):            # copied, not replaced: a captured graph reads addresses
-        a.copy_(b.contiguous().pin_memory() if a.is_cuda else b, non_blocking=True)
+        if a.is_cuda:
+            b = b.contiguous().pin_memory()
+        a.copy_(b, non_blocking=True)
     reseed(s.g, f"{key},{s.objective.name}")
     s.opt["lr"].fill_(learning_rate(step, hp))
     s.ngram_drop.fill_(ngram_drop_rate(step, s.corpus, s.objective, hp))
@@ -687,7 +689,7 @@ def resume(ckpt, s, sources):  # -> {step, seconds, best, best_step, val, metric
     except (RuntimeError, KeyError, ValueError, TypeError, AttributeError, IndexError) as e:
         fail(f"{hp.resume}: its optimizer's state does not fit its settings ({type(e).__name__}). "
              f"Try --init_from {hp.out_dir}")
-    for group in adamw.param_groups:            # of this device, not of the checkpoint's
+    for group in adamw.param_groups:            # the checkpoint may be from another device
         group.update(lr=s.opt["lr"], capturable=s.opt["lr"].is_cuda)
     return {k: ckpt[k] for k in ("step", "seconds", "best", "best_step", "val", "metrics_bytes")}
 
@@ -730,14 +732,14 @@ def announce(s, sources, precision, metrics):  # the first line of metrics.jsonl
     passes = hp.max_iters * most_passes_per_step(s.corpus, s.objective, hp)
     print(f"{hp.max_iters:,} steps, which read the text {passes:.2g} times")
     if hp.warmup_iters > hp.max_iters > 0:
-        print(f"--warmup_iters {hp.warmup_iters}: longer than the run, whose rate never reaches its peak")
+        print(f"--warmup_iters {hp.warmup_iters}: longer than the run, so the learning rate never reaches its peak")
 
 
 def announce_parent(parent, hp):  # where the weights come from
     objective = parent["config"]["objective"]
     print(f"weights of {checkpoint_path(hp.init_from)}: {objective} at step {parent['step']:,}")
     if objective == hp.objective and hp.learning_rate >= parent["config"]["learning_rate"]:
-        print(f"hint: {objective} continues at its parent's full rate, which unlearns at first. "
+        print(f"hint: {objective} starts at its parent's peak learning rate, so its loss rises at first. "
               f"Try --learning_rate {0.3 * hp.learning_rate:g}")
 
 

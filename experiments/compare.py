@@ -148,7 +148,7 @@ def check_sweep(flags, rest, setting, values, owners):  # fails on a sweep that 
     if flags.first_steps and setting != "start":
         fail("--first_steps: is for --sweep start. Try without it")
     takes_value = {name for name, flag in flag_specs().items() if not isinstance(flag.default, bool)}
-    # runs on different devices have one name
+    # the device is no part of a run's name
     known = owners or setting == "start" or setting in takes_value - RESERVED - {"device"}
     if flags.sweep and not (all(values) and known):
         fail(f"--sweep {flags.sweep}: wants a setting of train.py's, replay or start, and values, as in "
@@ -243,7 +243,7 @@ def run_cell(cell, out_dir, data):  # -> {metric: number}, {} where the run dive
         first = train_cell(cell.first_argv, crcs[:1], out_dir)
         if not first:
             return {}
-        # its own, which --init_from would take from the first run
+        # --init_from would copy these two from the first run
         argv = [*argv, "--init_from", first, "--block_size", str(cell.hp.block_size), "--attn_scale",
                 str(cell.hp.attn_scale)]
     folder = train_cell(argv, crcs, out_dir)

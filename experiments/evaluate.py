@@ -223,12 +223,14 @@ def line_figures(rows):  # (N, n) -> of whole lines: share of their bytes in lin
         stripped = [line.strip() for line in bytes(row).split(b"\n")[1:-1]]
         lines += [line for line in stripped if line]
     n_good = sum(len(line) for line in lines if byte_classes(line) is not None)
-    return n_good / max(1, sum(map(len, lines))), len(set(lines)) / max(1, len(lines)), len(lines)
+    tokenizes = n_good / max(1, sum(map(len, lines)))
+    distinct = len(set(lines)) / max(1, len(lines))
+    return tokenizes, distinct, len(lines)
 
 
 def eval_infill_exact_match(model, objective, hp, text):
     """Share of holes of 4 bytes that are restored, byte for byte, as sample.py fills and trims them, with at most 5
-    bytes for each that is missing. Baseline: blanks. ends: of holes of 16 bytes, the share that ends by itself."""
+    bytes for each that is missing. Baseline: four spaces. ends: of holes of 16 bytes, the share that ends by itself."""
     use = trained_use(objective, Infill, hp)
     if hp.block_size < MIN_BLOCK or not use:
         return {}
@@ -342,7 +344,7 @@ class Task:
 TASKS = {                                       # of an objective's first use, which decides sample.py's mode
     Continue: Task("bits per byte of the second half of a window (lzma)", eval_second_half),
     Fill: Task("bytes in written lines that tokenize (bytes by their frequency)", eval_tokenizable_lines),
-    Infill: Task("holes of 4 bytes restored (blanks)", eval_infill_exact_match),
+    Infill: Task("holes of 4 bytes restored (four spaces)", eval_infill_exact_match),
     Repair: Task("edit distance left (of the noisy text)", eval_repairs),
     Mark: Task("typos that are the most suspicious byte (the rarest two pairs of bytes)", eval_typos),
     Search: Task("recall of 256 other halves (histograms of bytes)", eval_retrieval),
@@ -420,7 +422,7 @@ def balanced_accuracy(guess, y):  # (N,), (N,) -> the mean over classes of the s
     return statistics.fmean(float((guess[y == k] == k).float().mean()) for k in y.unique().tolist())
 
 
-FITTED, CHOOSING, SCORED = range(3)             # which part of the probe a document serves
+PROBE_TRAIN, PROBE_VAL, PROBE_TEST = range(3)
 
 
 def probe_accuracy(layers, y, part, K):  # layers (L, N, C), y (N,), part (N,) -> balanced accuracy
@@ -428,12 +430,12 @@ def probe_accuracy(layers, y, part, K):  # layers (L, N, C), y (N,), part (N,) -
     best = None
     best_accuracy = -1.0
     for x in layers:
-        classify = fit_classifier(x[part == FITTED], y[part == FITTED], K)
-        accuracy = balanced_accuracy(classify(x[part == CHOOSING]), y[part == CHOOSING])
+        classify = fit_classifier(x[part == PROBE_TRAIN], y[part == PROBE_TRAIN], K)
+        accuracy = balanced_accuracy(classify(x[part == PROBE_VAL]), y[part == PROBE_VAL])
         if accuracy > best_accuracy:
             best_accuracy = accuracy
-            best = classify(x[part == SCORED])
-    return balanced_accuracy(best, y[part == SCORED])
+            best = classify(x[part == PROBE_TEST])
+    return balanced_accuracy(best, y[part == PROBE_TEST])
 
 
 @dataclass
@@ -441,22 +443,22 @@ class ProbeData:
     x: torch.Tensor                             # (N, n) bytes
     classes: torch.Tensor                       # (N, n) index into CLASSES
     chosen: torch.Tensor                        # (N, n) bool: which bytes to probe
-    part: torch.Tensor                          # (N,) FITTED, CHOOSING or SCORED
+    part: torch.Tensor                          # (N,) PROBE_TRAIN, PROBE_VAL or PROBE_TEST
 
 
 def probe_data(n):  # -> ProbeData of windows of n bytes
-    """Of the standard library. SCORED are the documents that data.py holds out: up to 9 windows of each, evenly spaced,
-    and up to 3 of the others."""
+    """Of the standard library. PROBE_TEST are the documents that data.py holds out: up to 9 evenly spaced windows of
+    each, and up to 3 of the others."""
     x, classes, parts = [], [], []
     for i, text in enumerate(read_stdlib().values()):
         labels = byte_classes(text)
         if labels is None or len(text) < n:
             continue
         if i % 10 == 9:
-            part = SCORED
+            part = PROBE_TEST
         else:
-            part = CHOOSING if i % 5 == 0 else FITTED
-        count = min(9 if part == SCORED else 3, len(text) // n)
+            part = PROBE_VAL if i % 5 == 0 else PROBE_TRAIN
+        count = min(9 if part == PROBE_TEST else 3, len(text) // n)
         for k in range(count):
             a = (len(text) - n) * k // max(1, count - 1)
             x.append(from_bytes(text[a:a + n]).long())
@@ -464,7 +466,7 @@ def probe_data(n):  # -> ProbeData of windows of n bytes
             parts.append(part)
     x = torch.stack(x)
     part = torch.tensor(parts)
-    is_scored = (part == SCORED)[:, None].expand_as(x)
+    is_scored = (part == PROBE_TEST)[:, None].expand_as(x)
     rate = torch.where(is_scored, 0.4, 8000 / float((~is_scored).sum()))            # 8000 bytes fit and choose
     chosen = torch.rand(x.shape, generator=make_rng("compare,positions")) < rate
     return ProbeData(x, torch.stack(classes), chosen, part)
@@ -487,12 +489,12 @@ N_PACKAGES = 10                                 # those with the most files
 class PassageData:
     x: torch.Tensor                             # (N, n) bytes
     package: torch.Tensor                       # (N,) index of its package
-    part: torch.Tensor                          # (N,) FITTED, CHOOSING or SCORED
+    part: torch.Tensor                          # (N,) PROBE_TRAIN, PROBE_VAL or PROBE_TEST
 
 
 def passage_data(n):  # -> PassageData of windows of n bytes
     """Of the standard library's packages: up to 6 evenly spaced windows of each file. Every third file of a package is
-    SCORED, most of which the models were trained on, as text without labels. encodings is left out: its files are
+    PROBE_TEST, most of which the models were trained on, as text without labels. encodings is left out: its files are
     tables that hardly differ."""
     top = sysconfig.get_paths()["stdlib"]
     files = {}                                  # {package: [text]}

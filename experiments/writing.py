@@ -11,7 +11,7 @@ table shows for each, and for the held-out text itself:
   distinct    share of the lines that differ from all others before them
   lines       number of whole lines
   copied      share of the pieces of 48 bytes that occur in the training text
-  judge       bits per byte that another model needs for what was written
+  judge       generative perplexity: bits per byte that another model needs for what was written
 
 A text that repeats itself tokenizes and is cheap to a judge: no number means much without the others. The judge
 favors texts that it would write itself. All is computed on the CPU, in float32.
@@ -47,20 +47,20 @@ COPIED_LENGTH = 48                              # bytes of a piece that is looke
 RESERVED_IDS = 4                                # positions of a row that are left to what stands around a text
 
 
-def list_ways(objective, hp):  # -> [LEFT_TO_RIGHT and orders of sample.unmask]
-    ways = [LEFT_TO_RIGHT] if trained_use(objective, Continue, hp) else []
+def list_orders(objective, hp):  # -> [LEFT_TO_RIGHT and orders of sample.unmask]
+    orders = [LEFT_TO_RIGHT] if trained_use(objective, Continue, hp) else []
     fill_use = trained_use(objective, Fill, hp)
     if fill_use:
-        ways += fill_use.orders
-    return ways
+        orders += fill_use.orders
+    return orders
 
 
-def write(model, objective, hp, way, x, flags):  # windows (N, n) -> (N, n): the same prompts, continued
+def write(model, objective, hp, order, x, flags):  # windows (N, n) -> (N, n): the same prompts, continued
     n_new = x.size(1) - PROMPT
     ids = x[:, :PROMPT]
     gens = sample.sample_generators(flags.seed, len(x))
     how = dict(gens=gens, doc_mask=hp.doc_mask, temperature=flags.temperature)
-    if way == LEFT_TO_RIGHT:
+    if order == LEFT_TO_RIGHT:
         use = find_use(objective, Continue)
         row = torch.tensor([[*use.before, *prompt, *use.after] for prompt in ids.tolist()])
         prefix = row.size(1) if use.both_ways else 0
@@ -70,10 +70,10 @@ def write(model, objective, hp, way, x, flags):  # windows (N, n) -> (N, n): the
     use = find_use(objective, Fill)
     if use.trained_at_any_rate:
         row = F.pad(ids, (0, n_new), value=MASK)
-        return sample.fill(model, row, use=use, order=way, steps=flags.steps, **how)
+        return sample.fill(model, row, use=use, order=order, steps=flags.steps, **how)
     while ids.size(1) < x.size(1):
         row = F.pad(ids, (0, min(PIECE, x.size(1) - ids.size(1))), value=MASK)
-        ids = sample.fill(model, row, use=use, order=way, **how)
+        ids = sample.fill(model, row, use=use, order=order, **how)
     return ids
 
 
@@ -114,7 +114,7 @@ def main(argv=None):  # -> exit code
     members, sources = load(flags.judge)
     judge = next((member for member in members if trained_use(member[1], Continue, member[2])), None)
     if not judge or "-" in judge[2].data:
-        fail(f"--judge {flags.judge}: must be a run that continues texts, of text in a file. Try a run of clm")
+        fail(f"--judge {flags.judge}: must continue texts, and be trained on files. Try a run of clm")
     n = judge[2].block_size
     writers = []
     for path in flags.runs:
@@ -128,8 +128,8 @@ def main(argv=None):  # -> exit code
         fail(f"rows of {n + RESERVED_IDS} positions are too short. Try runs and a judge with --block_size 128")
     corpus = open_corpus(judge[2].data)
     if [(source["name"], source["size"], source["crc"]) for source in corpus] != [source[:3] for source in sources]:
-        fail(f"--judge {flags.judge}: its text has changed since, and may hold out what it was trained on. "
-             "Try the text of then")
+        fail(f"--judge {flags.judge}: its text has changed, so what is held out now may have been trained on. "
+             "Try the original text")
     [source, *_] = corpus
     train_text = to_bytes(source["train"][:judge[2].train_bytes or None])
     x = evaluate.windows(source["val"], n, flags.windows, "writing")
@@ -139,12 +139,12 @@ def main(argv=None):  # -> exit code
     head = ["", "order", "tokenizes", "distinct", "lines", "copied", "judge"]
     print(markdown([head, ["held-out text", "", *measure(x, judge, train_text)]]), end="", flush=True)
     for path, model, objective, hp in writers:
-        ways = list_ways(objective, hp)
-        if not ways:
+        orders = list_orders(objective, hp)
+        if not orders:
             print(f"{path}: {objective.name} writes no text from a prompt", file=sys.stderr)
-        for way in tqdm(ways, desc=path, disable=None, leave=False, dynamic_ncols=True):
-            written = write(model, objective, hp, way, x, flags)
-            cells = [f"{objective.name} ({path})", way, *measure(written, judge, train_text)]
+        for order in tqdm(orders, desc=path, disable=None, leave=False, dynamic_ncols=True):
+            written = write(model, objective, hp, order, x, flags)
+            cells = [f"{objective.name} ({path})", order, *measure(written, judge, train_text)]
             tqdm.write(f"| {' | '.join(cells)} |")              # at once: a run takes minutes
             sys.stdout.flush()
     return 0

@@ -382,8 +382,8 @@ def test_what_the_probe_scores_no_model_was_trained_on(monkeypatch):
     train_text, held_out = (to_bytes(t) for t in split_documents([*some.values()]))
     for i in range(0, len(data.x), 17):
         window = bytes(data.x[i].tolist())
-        assert window in (held_out if data.part[i] == evaluate.SCORED else train_text)
-    scored = data.chosen[data.part == evaluate.SCORED].float().mean()
+        assert window in (held_out if data.part[i] == evaluate.PROBE_TEST else train_text)
+    scored = data.chosen[data.part == evaluate.PROBE_TEST].float().mean()
     assert set(data.part.tolist()) == {0, 1, 2} and 0.38 < scored < 0.42
 
 
@@ -493,12 +493,12 @@ def test_a_layer_is_fit_chosen_and_scored_on_different_bytes():
     noise = torch.randn(900, 1, generator=g)
     shows = (2.0 * y - 1)[:, None] + 0.1 * noise
 
-    def layer(*signs):  # how it shows the class in FITTED, CHOOSING and SCORED; 0: not at all
+    def layer(*signs):  # how it shows the class in PROBE_TRAIN, PROBE_VAL and PROBE_TEST; 0: not at all
         sign = torch.tensor(signs)[part][:, None]
         return torch.where(sign == 0, noise, sign * shows)
     layers = torch.stack((layer(1.0, 1.0, 0.0), layer(1.0, 0.0, 1.0)))
-    assert evaluate.probe_accuracy(layers, y, part, 2) < 0.7, "not chosen on SCORED"
-    assert evaluate.probe_accuracy(layer(-1.0, 9.0, 1.0)[None], y, part, 2) < 0.1, "not fit on CHOOSING"
+    assert evaluate.probe_accuracy(layers, y, part, 2) < 0.7, "not chosen on PROBE_TEST"
+    assert evaluate.probe_accuracy(layer(-1.0, 9.0, 1.0)[None], y, part, 2) < 0.1, "not fit on PROBE_VAL"
 
 
 def test_a_rare_class_weighs_as_much_as_a_frequent_one():

@@ -684,13 +684,13 @@ def own_loss(model, batch, hp):
 
 FORKS = {
     "unshuffle": Objective(
-        "unshuffle", corrupt=unshuffle, help="", use="", attention="bidirectional", n_bytes=O.aligned_window,
+        "unshuffle", corrupt=unshuffle, help="", use_help="", attention="bidirectional", n_bytes=O.aligned_window,
         target_hidden=False, uses=(Repair(in_place=True),)),
     "block_diffusion": Objective(
-        "block_diffusion", corrupt=block_diffusion, help="", use="", attention="blocks", n_bytes=twice,
+        "block_diffusion", corrupt=block_diffusion, help="", use_help="", attention="blocks", n_bytes=twice,
         positions=block_positions, uses=(Fill(orders=("left",)),)),
     "own_terms": Objective(
-        "own_terms", corrupt=O.clm, help="", use="", attention="causal", is_random=False, terms=own_terms,
+        "own_terms", corrupt=O.clm, help="", use_help="", attention="causal", is_random=False, terms=own_terms,
         loss=own_loss, uses=(Continue(),))}
 
 

@@ -936,7 +936,7 @@ def test_where_training_kept_documents_apart_only_the_prompt_s_last_one_is_read(
 
 
 def fork(monkeypatch, run, **fields):  # a run of an objective that this repository does not have -> its name
-    monkeypatch.setitem(OBJECTIVES, "fork", Objective("fork", help="", use="", attention="", **fields))
+    monkeypatch.setitem(OBJECTIVES, "fork", Objective("fork", help="", use_help="", attention="", **fields))
     return changed_run(run, "fork", dict(objective="fork"))
 
 

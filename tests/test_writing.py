@@ -21,14 +21,14 @@ def write(name, way, model, x, **changes):
 
 
 def test_each_objective_writes_in_its_own_ways():
-    ways = {name: writing.list_ways(objective, settings(name, 80)) for name, objective in OBJECTIVES.items()}
+    ways = {name: writing.list_orders(objective, settings(name, 80)) for name, objective in OBJECTIVES.items()}
     for name in ("clm", "prefix", "mtp", "fim", "ul2"):
         assert ways[name] == ["left to right"], name
     assert ways["hybrid"] == ["left to right", *ways["mlm"]] and "left" in ways["mlm"] and "revise" in ways["mlm"]
     assert "ancestral" in ways["mdlm"] and "analytic" in ways["sedd"]
     for name in ("span", "bart", "electra", "contrastive", "rotation"):
         assert ways[name] == [], name
-    assert writing.list_ways(OBJECTIVES["fim"], settings("fim", 80, fim_rate=1.0)) == [], "never saw a plain row"
+    assert writing.list_orders(OBJECTIVES["fim"], settings("fim", 80, fim_rate=1.0)) == [], "never saw a plain row"
 
 
 @pytest.mark.parametrize("name, way", [("clm", "left to right"), ("prefix", "left to right"), ("ul2", "left to right"),
