@@ -1,6 +1,6 @@
 """Train every objective for equally many steps and run the same evaluations, those of evaluate.py, on all of them.
 
-    python -m experiments.compare                       all objectives, one seed: an hour or more on a laptop CPU
+    python -m experiments.compare                       all objectives, one seed: one to five hours on a laptop CPU
     python -m experiments.compare --budgets 100         minutes: too short to conclude anything
     python -m experiments.compare --budgets 500,1000,2000,4000,8000 --objectives clm,mlm --seeds 1,2,3
     python -m experiments.compare --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3
