@@ -53,7 +53,7 @@ FLAGS = {
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # set here
-EVAL_VERSION = 4                                # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 5                                # raise it when an evaluation changes: finished runs are measured again
 CPP_HEADERS = os.path.join(torch.__path__[0], "include")
 MIN_HELD_OUT = 4096                                 # held-out bytes that the evaluations need
 

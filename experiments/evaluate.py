@@ -32,7 +32,8 @@ import torch.nn.functional as F
 
 HOLE_LENGTHS = 4, 16, 64                        # bytes to infill
 OTHER_MODE = {4: 64, 64: 4}                     # a length, and one for which ul2 has another mode
-ROWS = 64                                       # windows of an evaluation
+ROWS = 64                                       # windows of an evaluation, or of a pass
+MIDDLE_BYTES = 4096                             # bytes to infill of each length
 REPLACED = 0.1                                  # share of bytes that are replaced
 PROMPT = 32                                     # bytes of a prompt
 MIN_BLOCK = 128                                 # positions that infilling, replaced bytes and written lines need
@@ -103,24 +104,33 @@ def bits_per_byte(logits, ids):  # (N, m, V), (N, m) -> float
 
 
 def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, infill_m_as_n: bits per byte}
-    """The middle of a held-out window, with as many bytes left as right of it. infill_m_as_n: a hole of m bytes whose
-    prompt asks for a hole of n bytes, where the objective has a mode for each (ul2)."""
+    """The middle of a held-out window, with as many bytes left as right of it; 4096 bytes in all for each m.
+    infill_m_as_n: a hole of m bytes whose prompt asks for a hole of n bytes, where the objective has a mode for each
+    (ul2)."""
     n = (hp.block_size - 16) // 2               # a row may hold the text twice
     out = {}
     for m in HOLE_LENGTHS:
         if m + 2 > n:
             continue
-        x = windows(text, n, ROWS, f"infill,{m}")
+        x = windows(text, n, MIDDLE_BYTES // m, f"infill,{m}")
         a = (n - m) // 2
-        for name, predict in (("left", left_logits), ("infill", infill_logits)):
-            logits = predict(model, objective, hp, x, a, m)
-            if logits is not None:
-                out[f"{name}_{m}"] = bits_per_byte(logits, x[:, a:a + m])
+        out[f"left_{m}"] = middle_bits(left_logits, model, objective, hp, x, a, m)
+        out[f"infill_{m}"] = middle_bits(infill_logits, model, objective, hp, x, a, m)
         other = OTHER_MODE.get(m)
         if other and reads_mode(objective, hp):
-            logits = infill_logits(model, objective, hp, x, a, m, other)
-            out[f"infill_{m}_as_{other}"] = bits_per_byte(logits, x[:, a:a + m])
-    return out
+            out[f"infill_{m}_as_{other}"] = middle_bits(infill_logits, model, objective, hp, x, a, m, other)
+    return {name: bits for name, bits in out.items() if bits is not None}
+
+
+def middle_bits(predict, model, objective, hp, x, a, m, *expected):  # predict: left_logits or infill_logits
+    """-> bits per byte of the middles of x (N, n), or None where predict has none."""
+    bits = []
+    for rows in x.split(ROWS):
+        logits = predict(model, objective, hp, rows, a, m, *expected)
+        if logits is None:
+            return None
+        bits.append(bits_per_byte(logits, rows[:, a:a + m]))
+    return statistics.fmean(bits)
 
 
 def reads_mode(objective, hp):  # -> does a prompt name the length of its hole (ul2)?

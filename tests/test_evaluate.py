@@ -266,8 +266,23 @@ def test_the_infilled_bytes_are_in_the_middle_of_the_window(monkeypatch):
     seen = []
     monkeypatch.setattr(evaluate, "infill_logits", lambda m, o, hp, x, a, n: seen.append((x.size(1), a, n)))
     monkeypatch.setattr(evaluate, "left_logits", lambda *args: None)
-    evaluate.eval_infilling(None, OBJECTIVES["mlm"], settings("mlm", 256), sentences())
+    assert evaluate.eval_infilling(None, OBJECTIVES["mlm"], settings("mlm", 256), sentences()) == {}
     assert seen == [(120, 58, 4), (120, 52, 16), (120, 28, 64)], "as many bytes left as right of it"
+
+
+def test_holes_of_every_length_have_4096_bytes_which_weigh_alike(monkeypatch):
+    """Of holes of 4 bytes a model knows those of the first 64 windows."""
+    n_bytes = dict.fromkeys(evaluate.HOLE_LENGTHS, 0)
+
+    def logits_of(m, o, hp, x, a, n):
+        known = n_bytes[n] == 0
+        n_bytes[n] += x[:, a:a + n].numel()
+        return F.one_hot(x[:, a:a + n], 256).float() * (100.0 if known else 0.0)
+    monkeypatch.setattr(evaluate, "infill_logits", logits_of)
+    found = evaluate.eval_infilling(randomized(), OBJECTIVES["mlm"], settings("mlm", 256), sentences())
+    assert set(n_bytes.values()) == {4096}
+    assert found == {"infill_4": pytest.approx(15 / 16 * math.log2(255)), "infill_64": pytest.approx(0, abs=1e-6),
+                     "infill_16": pytest.approx(3 / 4 * math.log2(255))}
 
 
 # ---- document masks
@@ -440,7 +455,7 @@ def test_a_hole_is_also_asked_for_in_the_wrong_mode(monkeypatch):
     monkeypatch.setattr(evaluate, "target_logits", record)
     found = evaluate.eval_infilling(None, ul2, hp, sentences())
     short, long = MODE_R, MODE_X
-    assert [mode for m, mode in modes if m == 4] == [MODE_S, short, long]
+    assert [mode for m, mode in modes if m == 4] == [MODE_S] * 16 + [short] * 16 + [long] * 16
     assert [mode for m, mode in modes if m == 64] == [MODE_S, long, short]
     assert {"infill_4_as_64", "infill_64_as_4"} <= set(found) and "infill_16_as_4" not in found
 
