@@ -36,6 +36,7 @@ ID_SYMBOLS = {EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "�
               MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ"}
 
 N_CANDIDATES = 4                                # offsets that are tried for a window without a NUL
+MIN_BLOCK_SIZE = 32                             # positions of the shortest rows
 CRC_BYTES = 1 << 26                             # of a larger corpus, evenly spaced samples are checksummed
 COMPRESSED_BYTES = 1 << 24                      # the compressors read at most so many bytes
 TEXT_BYTES = 1 << 20                            # at the start of a source, checked for being text
@@ -124,7 +125,7 @@ def open_corpus(specs, out_dir=None, resume=False):  # ["a.txt:0.95", "folder:0.
                 train, val = split_documents([*documents.values()])
             else:
                 train, val = split_file(map_file(path))
-        except (OSError, RuntimeError) as e:    # torch reports a file that cannot be opened as a RuntimeError
+        except OSError as e:
             fail(f"--data {path}: cannot be read ({error_reason(e)}). Try another file")
         notes += [f"{path}: {what}" for what in text_warnings(to_bytes(train[:TEXT_BYTES]))]
         corpus.append(dict(name=path, weight=weight, train=train, val=val, size=len(train) + len(val),
@@ -167,7 +168,10 @@ def map_file(path, flag="--data"):  # -> (N,) uint8, memory-mapped: private memo
     size = os.path.getsize(path)
     if not size:
         fail(f"{flag} {path}: is empty. Try a file with text in it")
-    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    try:
+        return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError as e:                   # what torch makes of an OSError
+        fail(f"{flag} {path}: cannot be read ({error_reason(e)}). Try another file")
 
 
 def copy_stdin(out_dir, resume):  # -> path of the copy that lets the run be resumed
@@ -333,9 +337,11 @@ def check_sizes(corpus, n, T):
     for s in corpus:
         if min(len(s["train"]), len(s["val"])) < n:
             is_cut = len(s["val"]) >= n and len(s["train"]) + len(s["val"]) < s["size"]             # by --train_bytes
+            hint = "a larger --train_bytes" if is_cut else "more text"
+            if T > MIN_BLOCK_SIZE:
+                hint += ", or a smaller --block_size"
             fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, "
-                 f"but a row of --block_size {T} needs {n}. "
-                 f"Try a smaller --block_size, or {'a larger --train_bytes' if is_cut else 'more text'}")
+                 f"but a row of --block_size {T} needs {n}. Try {hint}")
 
 
 # ---- compressors, to compare bits per byte with

@@ -1315,8 +1315,9 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
         inp   t  h  e   c    tgt   h e   c a      causal row
 
     hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by hybrid_ratio. The first byte,
-    which no position predicts, is never masked. Departures: a quarter of the rows is masked, where the authors mask
-    nearly all of them (15 of 16); single bytes are masked, not short spans."""
+    which no position predicts, is never masked; under --doc_mask the first byte of a document is predicted without it.
+    Departures: a quarter of the rows is masked, where the authors mask nearly all of them (15 of 16); single bytes
+    are masked, not short spans."""
     B, T = x.size(0), x.size(1) - 1
     # masked rows are spread evenly: row i is one where i * n_masked / B passes a whole number
     n_masked = hybrid_rows(B, hp)
@@ -1334,10 +1335,11 @@ def hybrid_rows(B, hp):  # -> how many of B rows are masked
 
 
 def hybrid_bytes(T, hp):
-    for rows in (hp.batch_size * hp.accum, EVAL_ROWS):
+    for rows in (EVAL_ROWS, hp.batch_size * hp.accum):
         if not 0 < hybrid_rows(rows, hp) < rows and 0 < hp.hybrid_ratio < 1:
+            larger = "" if rows == EVAL_ROWS else ", or a larger --batch_size"
             fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
-                 "Try a ratio nearer to .5, or a larger --batch_size")
+                 f"Try a ratio nearer to .5{larger}")
     if round(hp.mask_rate * T) > T - 1:
         fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
     return T + 1

@@ -16,7 +16,7 @@ import sys
 import zipfile
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import STDIN_COPY, Flag, error_reason, fail, make_rng
+from data import MIN_BLOCK_SIZE, STDIN_COPY, Flag, error_reason, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer, prepack_weights
 from objectives import EVAL_ROWS, OBJECTIVES, get_objective
 import torch
@@ -36,7 +36,7 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders, - (standard input) or stdlib, each with an optional :weight"),
+        "data": Flag(["stdlib"], "files, folders or stdlib, each with an optional :weight, or - (standard input)"),
         "train_bytes": Flag(0, "train on only so many bytes of each source's training split; 0 for all", 0, 1 << 50),
         "out_dir": Flag("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
         "resume": Flag(False, "resume the run in --out_dir, without it the latest run under out/"),
@@ -47,7 +47,7 @@ SETTINGS = {
         "n_layer": Flag({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
         "n_head": Flag({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
         "n_embd": Flag({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
-        "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", 32, 1 << 24),
+        "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", MIN_BLOCK_SIZE, 1 << 24),
         "ngram_rows": Flag(65536, "rows of the hashed n-gram table for each length; 0 for no n-grams", 0, 1 << 26),
         "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.01, 100.0),
     },
@@ -247,9 +247,10 @@ def check_combinations(hp, given):  # fails where settings exclude each other
         fits = 2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
     objective = get_objective(hp)
-    for name, other in OBJECTIVES.items():
+    for other in OBJECTIVES.values():
         for flag in sorted(set(other.flags) & set(given) - set(objective.flags)):
-            fail(f"--{flag}: is a setting of {name}, but this run trains {hp.objective}. Try --objective {name}")
+            those = " ".join(name for name, owner in OBJECTIVES.items() if flag in owner.flags)
+            fail(f"--{flag}: {hp.objective} has no such setting. Try it with {those}")
     if hp.doc_mask and not objective.supports_doc_mask:
         those = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
         fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {those}")
@@ -568,6 +569,11 @@ def for_inference(model):  # casts weights to the activations' type, so that a p
 
 
 # ---- a program
+
+def is_out_of_memory(e):  # a RuntimeError -> bool; the CPU's lack of memory has no class of its own
+    lacks = "out of memory", "allocate memory", "not enough memory"
+    return isinstance(e, torch.OutOfMemoryError) or any(words in str(e) for words in lacks)
+
 
 def run_program(main):  # ends the process with main's exit code
     """Ctrl-C, a reader that goes away (as in | head), a full disk behind standard output and streams that were closed

@@ -47,7 +47,8 @@ from data import make_rng, map_file
 from model import Cache, StaticCache
 from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Continue, Draft, Fill, Follow, Infill, Mark, Repair, Seam
 from objectives import Search, find_use, get_objective, inverse_cdf, members_of, random_bytes, trained_use
-from run import DEVICE_FLAGS, GraphedStep, check, load_run, make_parser, newest_run, preserve_torch_state, run_program
+from run import DEVICE_FLAGS, GraphedStep, check, is_out_of_memory, load_run, make_parser, newest_run
+from run import preserve_torch_state, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -1015,13 +1016,10 @@ def score_mode(model, objective, hp, flags, held_out):
     name = objective.name
     T = hp.block_size
     fill_use = trained_use(objective, Fill, hp)
-    try:
-        data = from_bytes(read_text("score", "-")) if flags.score == "-" else map_file(flags.score, "--score")
-    except RuntimeError as e:
-        fail(f"--score {flags.score}: cannot be read ({str(e).splitlines()[0]}). Try another file")
+    data = from_bytes(read_text("score", "-")) if flags.score == "-" else map_file(flags.score, "--score")
     exact = objective.bpb in ("loss", "causal") and trained_use(objective, Continue, hp) is not None
     if not exact and not objective.nelbo and not fill_use:
-        those = " ".join(n for n, o in OBJECTIVES.items() if n != name and (o.bpb or trained_use(o, Fill, hp)))
+        those = " ".join(n for n, o in OBJECTIVES.items() if o.nelbo or find_use(o, Continue) or find_use(o, Fill))
         fail(f"--score: {name} defines no probability of a text. Try a run trained as {those}")
     stride = flags.stride or max(1, T // 2)
     if flags.stride and not exact:
@@ -1071,7 +1069,8 @@ def choose_mode(objective, hp, flags):  # -> mode, the flags that it reads
     if flags.score is not None:
         return score_mode, {"score", "stride"}
     if not objective.uses:
-        fail(f"--objective {objective.name}: has no use here but a likelihood. Try --score with a text file")
+        hint = "--score with a text file" if objective.nelbo else "adding one in objectives.py"
+        fail(f"--objective {objective.name}: has no use. Try {hint}")
     use = objective.uses[0]
     kind = type(use)
     has_hole = flags.prompt is not None and re.search(MASKS if kind is Fill else HOLES, bytes(flags.prompt))
@@ -1144,13 +1143,20 @@ def main(argv=None):
         if mode is score_mode:
             fail(f"--{flag}: --score takes no {flag}. Try one of the two")
         users = [n for n, o in OBJECTIVES.items() if o.uses and flag in MODES[type(o.uses[0])][1] and n != name]
+        hint = f"a run trained as {' or '.join(users)}" if users else "without it"
+        for other in users:
+            if other in members:
+                hint = f"--objective {other}"
         if flag == "stride":
             hint = "with --score"
-        else:
-            hint = f"a run trained as {' or '.join(users)}" if users else "without it"
         fail(f"--{flag}: not used by {name} here. Try {hint}")
     report_unread_markers(mode, name, members, flags)
-    mode(model, objective, hp, flags, ckpt["held_out"])
+    try:
+        mode(model, objective, hp, flags, ckpt["held_out"])
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        fail(f"not enough memory ({str(e).splitlines()[0][:80]}). Try a smaller --num_samples, or less text")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from model import NGRAM_DIM, NGRAMS, NgramLookups, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, Continue, get_objective, member_batch, members_of, n_targets
 from objectives import trained_use
 from run import RANK, VERSION, WORLD, GraphedStep, build, checkpoint_path, choose_out_dir, defaults, get_config
-from run import discard_stdout, load_checkpoint, load_weights, open_metrics, preserve_torch_state, run_program
-from run import save_checkpoint, use_device, write_line
+from run import discard_stdout, is_out_of_memory, load_checkpoint, load_weights, open_metrics, preserve_torch_state
+from run import run_program, save_checkpoint, use_device, write_line
 import torch
 from tqdm import tqdm
 
@@ -360,8 +360,8 @@ def validation_list(objective, corpus, hp):  # -> [(source, weight, member, batc
 
 @torch.no_grad()
 def evaluate(model, validation, hp):  # -> one record for each source and member
-    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window without context before
-    it; an upper bound where the objective has one; None where it has neither. targets: targets per row position,
+    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window after one byte of
+    context; an upper bound where the objective has one; None where it has neither. targets: targets per row position,
     whatever their weight. terms: the loss's terms and metrics."""
     records = []
     for source, _, m, batches, causal in validation:
@@ -467,14 +467,16 @@ def main(argv=None, with_sample=True):  # -> exit code
             if s and with_sample and RANK == 0:
                 finish(s)
             return code
-        except RuntimeError as e:               # the CPU's lack of memory has no class of its own
-            lacks = "out of memory", "allocate memory", "not enough memory"
-            if not isinstance(e, torch.OutOfMemoryError) and not any(words in str(e) for words in lacks):
+        except RuntimeError as e:
+            if not is_out_of_memory(e):
                 raise
-            half = f"--batch_size {hp.batch_size // 2} --accum {2 * hp.accum}, or " if hp.batch_size > 1 else ""
+            hint = "a smaller model, or fewer --ngram_rows"
+            if hp.batch_size > 1:
+                hint = f"--batch_size {hp.batch_size // 2} --accum {2 * hp.accum}, or " + hint
+            if hp.resume:                       # which takes none of these flags
+                hint = "a device with more memory"
             fail(f"a model of {hp.n_layer} layers and width {hp.n_embd}, or a batch of {hp.batch_size} rows of "
-                 f"{hp.block_size}, does not fit here ({str(e).splitlines()[0][:80]}). "
-                 f"Try {'a device with more memory' if hp.resume else half + 'a smaller model'}")
+                 f"{hp.block_size}, does not fit here ({str(e).splitlines()[0][:80]}). Try {hint}")
 
 
 def train(hp, stop, stack):  # -> exit code, State of a run that is done or None

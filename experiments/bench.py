@@ -334,7 +334,7 @@ def bench_decode(flags, hp, names):
 
 
 def bench_loss(flags, hp, names):
-    """Seconds to nats per byte of the validation split, in disjoint windows of a block, each without context before it;
+    """Seconds to nats per byte of the validation split, in disjoint windows of a block, each after one byte of context;
     our seeds, then nanoGPT once, and whether our median loss is no worse than its."""
     exact = [name for name, objective in OBJECTIVES.items() if objective.bpb == "loss"]
     if len(hp.data) > 1 or hp.data == ["-"] or hp.objective not in exact:
@@ -343,8 +343,8 @@ def bench_loss(flags, hp, names):
     source["train"] = source["train"][:hp.train_bytes or None]
     T = hp.block_size
 
-    def nats(model, text):
-        return sample.score(model, text, T, T) * math.log(2) / len(text)
+    def nats(model, text, doc_mask=False):
+        return sample.score(model, text, T, T, doc_mask) * math.log(2) / len(text)
     print(f"{'loss':12s} {'nats':>8s} {'process, s':>11s} {'loop, s':>8s}")
     ours = []                                   # (nats, seconds of the process, of the loop)
     for seed in range(1, flags.repeats + 1):
@@ -352,7 +352,7 @@ def bench_loss(flags, hp, names):
             out = os.path.join(folder, "run")
             seconds = train_process(flags, hp, seed, out)
             model, _, ckpt = load_run(out, hp.device, "float32")
-            ours.append((nats(model, source["val"]), seconds, ckpt["seconds"]))
+            ours.append((nats(model, source["val"], hp.doc_mask), seconds, ckpt["seconds"]))
             print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {seconds:11.1f} {ckpt['seconds']:8.1f}", flush=True)
     loss, process, loop = (statistics.median(column) for column in zip(*ours))
     print(f"{'median':12s} {loss:8.4f} {process:11.1f} {loop:8.1f}")

@@ -32,7 +32,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import Flag, check_sizes, fail, open_corpus
+from data import Flag, check_sizes, error_reason, fail, open_corpus
 from experiments import bench, evaluate
 from experiments.flags import parse_with_train_flags
 import train
@@ -52,7 +52,8 @@ FLAGS = {
     "first_steps": Flag(0, "for --sweep start: steps of the runs to start from; 0: as many again", 0, 1 << 40),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
-RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "eval_interval", "init_from"}    # set here
+# flags of train.py that are set here
+RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "eval_interval", "init_from"}
 EVAL_VERSION = 5                                # raise it when an evaluation changes: finished runs are measured again
 CPP_HEADERS = os.path.join(torch.__path__[0], "include")
 MIN_HELD_OUT = 4096                                 # held-out bytes that the evaluations need
@@ -528,6 +529,15 @@ def check_folders(flags):
             fail(f"--out_dir {flags.out_dir}: lies inside the corpus {folder}. Try a folder outside it")
 
 
+def make_folder(path):  # fails where it cannot be written to
+    try:
+        os.makedirs(path, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError("not writable")
+    except OSError as e:
+        fail(f"--out_dir {path}: cannot be written to ({error_reason(e)}). Try another folder")
+
+
 def open_sources(flags, cells):  # -> the corpora; fails where they are too short for a cell or an evaluation
     names = [flags.data]
     if flags.sweep.startswith("replay="):
@@ -551,6 +561,7 @@ def main(argv=None):  # -> exit code
     cells = plan_cells(flags, rest)
     check_folders(flags)
     sources = open_sources(flags, cells)
+    make_folder(flags.out_dir)
     probe = passages = None
     if flags.data == "stdlib":
         probe = evaluate.probe_data(256)

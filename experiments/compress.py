@@ -150,6 +150,8 @@ def main(argv=None):
     members = [objective for _, objective in members_of(get_objective(hp))]
     if not any(m.bpb in ("loss", "causal") and trained_use(m, Continue, hp) for m in members):
         fail(f"--out_dir: {hp.objective} gives a text no left-to-right probability. Try a run trained as clm")
+    if hp.doc_mask:                             # byte_frequencies attends to all documents
+        fail("--out_dir: was trained with --doc_mask. Try a run without it")
     begin = time.perf_counter()
     data = map_file(path, "--file")
     try:

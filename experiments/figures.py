@@ -7,7 +7,7 @@ B rows, T positions
 from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import EOT, ID_NAMES, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
+from data import EOT, ID_NAMES, MASK, PAD, SENTINEL, Flag, error_reason, fail, from_bytes, make_rng
 from experiments.flags import parse_own_flags
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES, get_objective
@@ -195,7 +195,10 @@ def draw(rows, path):
     for k, text in enumerate(legend_texts(rows)):
         figure.text(0.5, 1 - share * (1.2 + 0.55 * k), text, ha="center", va="top", fontsize=6.5)
     figure.tight_layout(h_pad=0.3, rect=(0, 0, 1, 1 - share * head))
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as e:          # ValueError: no such format
+        fail(f"--out {path}: cannot be written ({error_reason(e)}). Try another folder, or a name that ends with .png")
     pyplot.close(figure)
 
 

@@ -3,10 +3,11 @@
     python -m experiments.compare --objectives clm --sweep n_embd=32,48,64,96,128
     python -m experiments.scaling --curves out/compare/sweep-n_embd-clm.csv
 
-Reads a table of compare's with one row for each size: bits per byte (left to right) and training FLOPs, means over
-seeds, of the runs of --steps. It fits bits = a FLOPs^-b to all sizes but the largest (the form of Kaplan et al. 2020),
-from five sizes on also bits = floor + a FLOPs^-b (the form of Hoffmann et al. 2022), and prints how far each is off for
-the largest. All sizes take equally many steps, so the exponent and the floor hold for that number of steps alone.
+Reads a table of compare's with one row for each size: bits per byte (left to right) and FLOPs of the forward and
+backward passes (without Newton-Schulz), means over seeds, of the runs of --steps. It fits bits = a FLOPs^-b to all
+sizes but the largest (the form of Kaplan et al. 2020), from five sizes on also bits = floor + a FLOPs^-b (the form of
+Hoffmann et al. 2022), and prints how far each is off for the largest. All sizes take equally many steps, so the
+exponent and the floor hold for that number of steps alone.
 """
 import csv
 import math

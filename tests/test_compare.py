@@ -240,7 +240,9 @@ def test_a_killed_run_is_resumed_or_begins_again_if_it_had_no_checkpoint(saved, 
     (["--objectives", "clm", "--sweep", "block_size=64,200000"], "200000"),
     (["--sweep", "mask_rate=.1", "--mask_rate", ".2"], "what --sweep sets"),
     (["--budget", "2"], "--budgets"), (["--n_layr", "2"], "--n_layer"),
-    (["--objectives", "clm", "--tau", ".1"], "--tau")])
+    (["--objectives", "clm", "--tau", ".1"], "Try it with contrastive"), (["--max_passes", "2"], "itself"),
+    (["--objectives", "clm", "--sweep", "max_passes=1,2"], "wants a setting"),
+    (["--objectives", "clm", "--out_dir", "text.txt/out"], "cannot be written to")])
 def test_bad_flags_are_one_line_before_anything_runs(flags, hint, text, capsys):
     os.makedirs("corpus")
     for path, n in (("short.txt", 500), ("corpus/a.txt", 9000)):

@@ -83,3 +83,11 @@ def test_a_model_without_a_probability_is_refused(text, capsys):
     with pytest.raises(SystemExit):
         compress.main(["--out_dir", "run", "--file", text])
     assert "no left-to-right probability" in capsys.readouterr().err
+
+
+def test_a_model_of_single_documents_is_refused(text, capsys):
+    flags = ["--data", text, "--doc_mask", "--max_iters", "1", "--out_dir", "run"]
+    train.main([*TINY, *flags], with_sample=False)
+    with pytest.raises(SystemExit):
+        compress.main(["--out_dir", "run", "--file", text])
+    assert "--doc_mask" in capsys.readouterr().err

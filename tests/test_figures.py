@@ -55,6 +55,15 @@ def test_the_picture_is_drawn(tmp_path):
     assert os.path.getsize(path) > 5000
 
 
+@pytest.mark.parametrize("path", ["nowhere/rows.png", "rows.xyz"])
+def test_a_picture_that_cannot_be_written_is_one_line(path, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as e:
+        figures.draw(figures.rows_of("fim"), path)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and path in err
+
+
 @pytest.mark.parametrize("module", [bench, compare, evaluate, figures])
 def test_no_objective_is_named_in_the_code(module):
     """What these need to know of an objective stands in its struct. Docstrings may show an example."""

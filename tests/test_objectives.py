@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from conftest import TINY, NoWaiting, Recording, clean_windows, randomize, randomized, settings
 
 import objectives as O
+import run
 import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
@@ -583,6 +584,17 @@ def test_a_recorded_step_that_draws_from_another_generator_would_be_noticed(fork
         check_replay(replay_settings("mlm"))
 
 
+# ---- generic: flags
+
+@every
+def test_a_flag_of_several_objectives_is_the_same_for_all(name):
+    """Else its default or its range in one objective would be another's; flag_defaults hold an objective's own."""
+    for flag, spec in OBJECTIVES[name].flags.items():
+        assert not any(flag in group for group in run.SETTINGS.values()), f"--{flag} is a flag of train.py"
+        for other in OBJECTIVES.values():
+            assert other.flags.get(flag, spec) == spec, (flag, other.name)
+
+
 # ---- generic: uses
 
 ORDERS = {"confident", "left", "revise", "ancestral", "analytic"}                # of sample.unmask
@@ -593,8 +605,8 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     _, batch, hp = make(name)
     objective = OBJECTIVES[name]
     assert objective.name == name
-    assert objective.uses or objective.bpb, "nothing can be done with it"
-    assert not objective.uses or type(objective.uses[0]) in sample.MODES
+    assert objective.uses, "sample.py can do nothing with it"
+    assert type(objective.uses[0]) in sample.MODES
     assert {type(use) for use in objective.uses} <= {*sample.MODES, Draft}
     assert (objective.bpb == "bound") == (objective.nelbo is not None)
     for use in objective.uses:

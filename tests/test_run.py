@@ -442,7 +442,7 @@ BAD = {  # name: flags, what the line says
     "shares of more than 1": ("--objective mlm --mask_token 1", "Try --mask_random 0"),
     "spans longer than a row": ("--objective span --span_mean 500", "--span_mean 500"),
     "no prefix": ("--objective prefix --prefix_max 0", "--prefix_max 0"),
-    "setting of another objective": ("--mask_rate .2", "--objective mlm"),
+    "setting of another objective": ("--mask_rate .2", "Try it with mlm"),
     "no layers": ("--n_layer 0", "--n_layer 0"),
     "odd width": ("--n_embd 15", "--n_embd 16"),
     "unknown negatives": ("--objective nsp --nsp_negatives hard", "Try random or swap"),

@@ -697,6 +697,19 @@ def test_without_a_prompt_every_objective_demonstrates_itself(name, runs, capsys
     assert not has_control_characters(stdout(capsys, run)), "a control character reached a terminal"
 
 
+def test_too_little_memory_is_one_line(runs, capsys, monkeypatch):
+    def mode(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setitem(sample.MODES, Continue, (mode, {"num_samples"}))
+    assert "Try a smaller --num_samples" in refusal(capsys, "clm", "--num_samples", "9")
+
+
+def test_of_a_mixture_the_member_is_named_that_reads_a_flag(runs, capsys):
+    assert refusal(capsys, "clm_.5+mlm_.5", "--steps", "3").endswith("Try --objective mlm\n")
+    hint = "Try a run trained as span or ul2 or fim or nsp\n"
+    assert refusal(capsys, "clm_.5+mlm_.5", "--prefix", "a").endswith(hint)
+
+
 def test_the_help_begins_with_an_example_of_every_mode(capsys):
     """Each below a line with its objectives' names and what they do."""
     with pytest.raises(SystemExit):
