@@ -407,8 +407,8 @@ def tables(rows):  # {row: {seed: metrics}} -> Markdown: what was learned, the t
         n = min(map(len, paired.values()))
         clear = STUDENT_T_975[min(n, len(STUDENT_T_975) + 1) - 2]
         parts += [f"Difference from {first}, paired by seed, on the same held-out text: mean ± standard error over the "
-                  f"runs; the error over texts comes on top. With {n} seeds a single difference, chosen beforehand, is significant (95%) from {clear} "
-                  "standard errors on; of 20 such differences one is so by chance.\n",
+                  f"runs; the error over texts comes on top. With {n} seeds a single difference, chosen beforehand, is "
+                  f"significant (95%) from {clear} standard errors on; of 20 such differences one is so by chance.\n",
                   metric_table(paired, difference)]
     return "\n".join(part for part in parts if part)
 
