@@ -48,6 +48,7 @@ class Row:
     lines: list
     prefix: int
     width: int                                  # positions that attend to each other
+    mask: object = None                         # (T, T) bool where the batch has one in place of the prefix
 
 
 def sign(i):  # id -> what stands in its cell
@@ -125,7 +126,8 @@ def rows_of(name):  # -> [Row]: one of each kind, the one with most special ids 
     rows = []
     for b in sorted(best.values(), key=lambda b: interest(batch, b), reverse=True):
         title = f"{name}, another kind of row" if rows else f"{name}: {objective.help}"
-        rows.append(Row(name, title, lines_of(batch, b), prefix_of(batch, b), batch["inp"].size(-1)))
+        mask = batch["mask"][b] if "mask" in batch else None
+        rows.append(Row(name, title, lines_of(batch, b), prefix_of(batch, b), batch["inp"].size(-1), mask))
     return rows
 
 
@@ -156,8 +158,8 @@ def draw_row(axis, row, rectangle):
 
 def draw_mask(axis, row):
     i = torch.arange(row.width)
-    mask = can_attend(i[:, None], i, row.prefix).tolist()
-    axis.imshow(mask, cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
+    mask = can_attend(i[:, None], i, row.prefix) if row.mask is None else row.mask
+    axis.imshow(mask.tolist(), cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
 
 
 def legend_texts(rows):  # -> lines of text that name every sign in the rows

@@ -1,7 +1,10 @@
 import ast
+import dataclasses
 import os
+from unittest import mock
 
 import pytest
+import torch
 
 from data import CLS, EOT, MASK, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL
 from experiments import bench, compare, evaluate, figures
@@ -53,6 +56,20 @@ def test_the_picture_is_drawn(tmp_path):
     path = str(tmp_path / "rows.png")
     figures.draw(figures.rows_of("fim"), path)
     assert os.path.getsize(path) > 5000
+
+
+def test_a_mask_of_its_own_is_drawn_as_it_is(monkeypatch):
+    own = torch.rand(figures.T, figures.T) < 0.5
+    clm = OBJECTIVES["clm"]
+
+    def corrupt(x, g, hp):
+        return clm.corrupt(x, g, hp) | {"mask": own.expand(len(x), -1, -1)}
+    monkeypatch.setitem(OBJECTIVES, "clm", dataclasses.replace(clm, corrupt=corrupt))
+    drawn = []
+    axis = mock.Mock(imshow=lambda mask, **how: drawn.append(mask))
+    for row in [*figures.rows_of("clm"), *figures.rows_of("mtp")]:
+        figures.draw_mask(axis, row)
+    assert drawn == [own.tolist(), torch.ones(figures.T, figures.T).tril().bool().tolist()]
 
 
 @pytest.mark.parametrize("path", ["nowhere/rows.png", "rows.xyz"])
