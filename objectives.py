@@ -661,7 +661,8 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
     sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (the model's, for the first) with the
     embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head.
     The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's. Gloeckle's plain sum,
-    --mtp_weight 3 for 4 heads, cost 0.18 bits per byte after 2,000 steps. With mtp_heads 1 both kinds equal clm."""
+    --mtp_weight 3 for 4 heads, cost 0.18 bits per byte after 2,000 steps (before n-grams). With mtp_heads 1 both
+    kinds equal clm."""
     T = x.size(1) - hp.mtp_heads
     ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                 # (B, T, n): bytes t + 1 .. t + n
     return dict(clm(x[:, :T + 1], g, hp), future_tgt=ahead[:, :, 1:])

@@ -98,8 +98,14 @@ class Parser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             fail(f"stray word {word!r}. Try quotes around what belongs together, or no space in it")
-        near = difflib.get_close_matches(word, self._option_string_actions, 1)
+        options = self._option_string_actions
+        near = [option for option in options if initials(option) == word.lstrip("-")]               # --lr
+        near = near or difflib.get_close_matches(word, options, 1)
         fail(f"unknown argument {word}. Try {near[0] if near else f'{self.prog} --help'}")
+
+
+def initials(option):  # --learning_rate -> lr
+    return "".join(part[:1] for part in option.lstrip("-").split("_"))
 
 
 def choose_default(default, *keys):  # a default, or a dict of them -> the value of the first key in it, else its first
@@ -152,7 +158,7 @@ def check(values, flags, where=""):  # values {name: value}, flags {name: Flag}
         if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool) or not is_words:
             fail(f"{where}--{name} {value!r}: wants {type(first).__name__}. Try the default")
         if flag.low is not None and not flag.low <= value <= flag.high:
-            is_percent = flag.high <= 1 < value and flag.low <= value / 100 <= flag.high
+            is_percent = flag.high <= 1 and value >= 5 and flag.low <= value / 100 <= flag.high
             hint = f"{value / 100:g}" if is_percent else "the default"
             fail(f"{where}--{name} {value}: must lie between {flag.low} and {flag.high}. Try {hint}")
         if flag.choices and value not in flag.choices:

@@ -10,11 +10,12 @@ table shows for each, and for the held-out text itself:
   tokenizes   share of the bytes that stand in whole lines which are tokens of Python, however wrong the program
   distinct    share of the lines that differ from all others before them
   lines       number of whole lines
-  copied      share of the pieces of 48 bytes that occur in the training text
+  copied      share of the pieces of 48 bytes, those of white space alone left out, that occur in the training text
+  space       share of the bytes that are white space
   judge       generative perplexity: bits per byte that another model needs for what was written
 
-A text that repeats itself tokenizes and is cheap to a judge: no number means much without the others. The judge
-favors texts that it would write itself. All is computed on the CPU, in float32.
+A text that repeats itself, or is blank, tokenizes and is cheap to a judge: no number means much without the others.
+The judge favors texts that it would write itself. All is computed on the CPU, in float32.
 
 N windows, n bytes of a window
 """
@@ -44,6 +45,7 @@ FLAGS = {
 LEFT_TO_RIGHT = "left to right"
 PIECE = 16                                      # MASKs filled at a time, where fully masked rows were not trained
 COPIED_LENGTH = 48                              # bytes of a piece that is looked up in the training text
+WHITE_SPACE = b" \t\n\r\f\v"
 RESERVED_IDS = 4                                # positions of a row that are left to what stands around a text
 
 
@@ -79,7 +81,7 @@ def write(model, objective, hp, order, x, flags):  # windows (N, n) -> (N, n): t
 
 def copied_share(written, train_text):  # (N, n), bytes -> share of the pieces that occur in the text
     pieces = [bytes(piece.tolist()) for row in written for piece in row.split(COPIED_LENGTH)]
-    pieces = [piece for piece in pieces if len(piece) == COPIED_LENGTH and EOT not in piece]
+    pieces = [piece for piece in pieces if len(piece) == COPIED_LENGTH and EOT not in piece and piece.strip()]
     return sum(piece in train_text for piece in pieces) / max(1, len(pieces))
 
 
@@ -89,9 +91,10 @@ def measure(x, judge, train_text):  # prompts and their continuations (N, n) -> 
     written = x[:, PROMPT:]
     tokenizes, distinct, n_lines = evaluate.line_figures(written)
     copied = copied_share(written, train_text)
+    space = torch.isin(written, torch.tensor(list(WHITE_SPACE))).float().mean()
     logits = evaluate.left_logits(model, objective, hp, x, PROMPT, written.size(1))
     bits = evaluate.bits_per_byte(logits, written)
-    return [f"{tokenizes:.2f}", f"{distinct:.2f}", f"{n_lines}", f"{copied:.2f}", f"{bits:.2f}"]
+    return [f"{tokenizes:.2f}", f"{distinct:.2f}", f"{n_lines}", f"{copied:.2f}", f"{space:.2f}", f"{bits:.2f}"]
 
 
 def load(path):  # -> [(model, objective, settings)] of each member of the run's objective, its sources
@@ -136,7 +139,7 @@ def main(argv=None):  # -> exit code
     x = x[(x[:, :PROMPT] != EOT).all(1)]        # sample.generate wants documents to end at the same place in all rows
     if not len(x):
         fail("every window of the held-out text has the end of a document in its first bytes. Try other text")
-    head = ["", "order", "tokenizes", "distinct", "lines", "copied", "judge"]
+    head = ["", "order", "tokenizes", "distinct", "lines", "copied", "space", "judge"]
     print(markdown([head, ["held-out text", "", *measure(x, judge, train_text)]]), end="", flush=True)
     for path, model, objective, hp in writers:
         orders = list_orders(objective, hp)

@@ -432,11 +432,12 @@ def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):
 
 BAD = {  # name: flags, what the line says
     "unknown flag": ("--max_iter 3", "Try --max_iters"),
+    "initials of a flag": ("--lr .1", "Try --learning_rate"),
     "unknown objective": ("--objective mml", "Try mlm"),
     "empty objective": ("--objective ''", "Try one of clm"),
     "two words": ("--objective clm:.5, mlm:.5", "stray word 'mlm:.5'. Try quotes"),
     "not a number": ("--max_iters many", "max_iters"),
-    "rate too high": ("--objective mlm --mask_rate 1.5", "between 0.001 and 1.0. Try 0.015"),
+    "rate too high": ("--objective mlm --mask_rate 1.5", "between 0.001 and 1.0. Try the default"),
     "rate in percent": ("--objective mlm --mask_rate 15", "Try 0.15"),
     "rate in permille": ("--objective mlm --mask_rate 150", "Try the default"),
     "shares of more than 1": ("--objective mlm --mask_token 1", "Try --mask_random 0"),

@@ -68,8 +68,9 @@ def test_rows_that_ended_are_filled_with_eot(monkeypatch):
 
 def test_copied_pieces_are_counted():
     text = bytes(range(1, 201))
-    row = torch.tensor([*text[5:53], *([9] * 48), *text[:20]])  # a copy, another, a piece that is too short
-    assert writing.copied_share(row[None], text) == 0.5
+    # a copy, another, white space alone, a piece that is too short
+    row = torch.tensor([*text[5:53], *([3] * 48), *([32] * 48), *text[:20]])
+    assert writing.copied_share(row[None], text + b" " * 48) == 0.5
 
 
 def test_held_out_text_and_runs_have_a_row_each(text, capsys, monkeypatch):
@@ -86,8 +87,9 @@ def test_held_out_text_and_runs_have_a_row_each(text, capsys, monkeypatch):
     [judge], _ = writing.load("clm")
     x = evaluate.windows(from_bytes(b"import os\n" * 500), 76, 4, "any")
     monkeypatch.setattr(writing, "COPIED_LENGTH", 16)
-    tokenizes, distinct, lines, copied, bits = map(float, writing.measure(x, judge, b"import os\n" * 20))
+    tokenizes, distinct, lines, copied, space, bits = map(float, writing.measure(x, judge, b"import os\n" * 20))
     assert tokenizes == 1 and 0 < distinct < 0.1 and 12 <= lines <= 16 and copied == 1 and 7 < bits < 9
+    assert 0.15 < space < 0.25                  # 2 of 10 bytes
 
 
 @pytest.mark.parametrize("flags, hint", [
