@@ -1230,7 +1230,7 @@ OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, terms=bound_terms, loss=mdlm_loss, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
     supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
-    uses=(Fill(orders=("ancestral", "confident", "left", "revise"), trained_at_any_rate=True),))
+    uses=(Fill(orders=("ancestral", "confident", "left", "remask"), trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
@@ -1262,7 +1262,7 @@ OBJECTIVES["sedd"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=sedd_loss,
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
     bpb="bound", nelbo=sedd_nelbo,
-    uses=(Fill(orders=("ancestral", "analytic", "left", "revise"), trained_at_any_rate=True),))
+    uses=(Fill(orders=("ancestral", "analytic", "left", "remask"), trained_at_any_rate=True),))
 
 
 # ---- rotation: find the seam

@@ -55,6 +55,7 @@ from tqdm import tqdm
 
 MAX_ROWS = 64                                   # texts or windows that one pass reads
 BOUND_SAMPLES = 16                              # corruptions of a window for a bound
+REMASK_RATE = 0.05                              # probability of order remask to mask a written byte again in a pass
 DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
@@ -83,9 +84,9 @@ FLAGS = {
                                  "mdlm and sedd write at .65 by default", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
-        "order": Flag("", "in which [MASK]s are filled: confident, left, revise, ancestral or analytic"),
-        "steps": Flag(0, "passes in which [MASK]s are filled; 0: one for each, or 64 in order ancestral or analytic",
-                      0, 1 << 20),
+        "order": Flag("", "in which [MASK]s are filled: confident, left, revise, ancestral, remask or analytic"),
+        "steps": Flag(0, "passes that fill [MASK]s; 0: one for each, or 64 in order ancestral, remask or analytic", 0,
+                      1 << 20),
         "show": Flag(False, "print every pass that fills [MASK]s"),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
@@ -343,9 +344,10 @@ def unmask(model, ids, gens, use, steps=0, order="confident", doc_mask=False, **
     confident: where the model is most confident (MaskGIT, Chang et al. 2022); left: from the left. ancestral: MDLM's
     sampler, which between the times t and s < t of two passes unmasks each with probability (t - s) / t, in 64 passes.
     analytic: SEDD's (its Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that
-    probability. The last pass unmasks all. revise: see unmask_and_revise."""
-    ids = ids.clone()
-    at_random = order in ("ancestral", "analytic")
+    probability. remask: ReMDM's (Wang et al. 2025, capped), which also masks each byte that it has written again with
+    probability sigma, and unmasks as many more. The last pass unmasks all. revise: see unmask_and_revise."""
+    is_hole = ids == MASK
+    at_random = order in ("ancestral", "analytic", "remask")
     if not steps:
         steps = 64 if at_random else int((ids == MASK).sum(1).max())
     if order == "revise":
@@ -353,15 +355,22 @@ def unmask(model, ids, gens, use, steps=0, order="confident", doc_mask=False, **
         return
     for passes_left in range(steps, 0, -1):
         is_mask = ids == MASK
-        if not is_mask.any():
+        if not is_mask.any() and order != "remask":
             return
         logits = fill_logits(model, ids, use, doc_mask)         # (N, n, V)
         new = sample_bytes(logits, gens, **how)
+        again = torch.zeros_like(is_mask)
         if at_random:                           # (t - s) / t = 1 / passes_left
-            ratio_sum = torch.ones((), device=ids.device)
+            u = uniforms(ids.shape[1:], gens).float().to(ids.device)
+            rate = torch.ones((), device=ids.device)
             if order == "analytic" and passes_left > 1:
-                ratio_sum = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)       # near 1
-            chosen = uniforms(ids.shape[1:], gens).float().to(ids.device) * passes_left <= ratio_sum
+                rate = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)            # near 1
+            if order == "remask" and passes_left < steps:
+                passes_done = steps - passes_left
+                sigma = min(REMASK_RATE, (passes_left - 1) / passes_done)
+                rate = rate + sigma * passes_done
+                again = is_hole & ~is_mask & (u < sigma)
+            chosen = u * passes_left <= rate
         else:
             if order == "confident":
                 priority = logits[..., :N_BYTES].float().softmax(-1).amax(-1)                       # (N, n)
@@ -370,7 +379,7 @@ def unmask(model, ids, gens, use, steps=0, order="confident", doc_mask=False, **
             priority = priority.masked_fill(~is_mask, -torch.inf)
             rank = priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
             chosen = rank < (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left         # an equal share
-        ids = torch.where(is_mask & chosen, new, ids)
+        ids = torch.where(is_mask & chosen, new, ids).masked_fill(again, MASK)
         yield ids
 
 

@@ -597,7 +597,7 @@ def test_a_flag_of_several_objectives_is_the_same_for_all(name):
 
 # ---- generic: uses
 
-ORDERS = {"confident", "left", "revise", "ancestral", "analytic"}                # of sample.unmask
+ORDERS = {"confident", "left", "revise", "ancestral", "remask", "analytic"}      # of sample.unmask
 
 
 @every

@@ -376,7 +376,7 @@ def test_diffusion_samplers_reproduce_the_distribution_of_a_perfect_denoiser(ord
 
 
 @pytest.mark.parametrize("order, steps, passes", [("confident", 3, 3), ("left", 0, T), ("ancestral", 1, 1),
-                                                  ("revise", 4, 4)])
+                                                  ("revise", 4, 4), ("remask", 9, 9)])
 def test_filling_leaves_no_mask_and_changes_nothing_else(order, steps, passes):
     net = randomized()
     x = ids(T, 3)
@@ -408,6 +408,31 @@ def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_le
             i = max(left, key=lambda i: priority(p, i))
             expected[0, i] = byte[i]
         assert torch.equal(sample.fill(net, x, gens(), use, order=order, **GREEDY), expected)
+
+
+def test_order_remask_reproduces_the_distribution_of_a_perfect_denoiser():
+    """ReMDM keeps MDLM's marginals: after the pass to time s each byte is masked with probability s. Until the last
+    pass a written byte is masked again with probability sigma, at most s / (1 - t)."""
+    N, n, steps = 20, 100, 8
+    oracle = Stub(lambda ids: four(FOUR).expand(*ids.shape, -1) + math.log(256))
+    x = torch.full((N, n), MASK)
+    x[:, 0] = 65                                # not a hole
+    states = [x, *sample.unmask(oracle, x, gens(N), IN_PLACE, steps, "remask")]
+    assert len(states) == steps + 1
+    for i, (before, after) in enumerate(zip(states, states[1:])):
+        s, t = 1 - (i + 1) / steps, 1 - i / steps
+        assert abs(float((after[:, 1:] == MASK).float().mean()) - s) < 0.05
+        written = before[:, 1:] != MASK
+        if written.any():
+            sigma = min(sample.REMASK_RATE, s / (1 - t))
+            again = float((after[:, 1:] == MASK)[written].float().mean())
+            assert abs(again - sigma) < 5 * (0.05 / int(written.sum())) ** 0.5
+        changed = written & (after[:, 1:] != before[:, 1:])
+        assert (after[:, 1:][changed] == MASK).all(), "a byte changed without a MASK between"
+    assert (states[-1][:, 0] == 65).all()
+    counts = torch.bincount(states[-1][:, 1:].flatten(), minlength=MASK + 1)
+    assert counts[65:69].sum() == N * (n - 1)
+    assert chi2(counts[65:69], FOUR) < 25
 
 
 def test_order_revise_masks_the_least_certain_bytes_again():
@@ -744,7 +769,7 @@ INPUTS = {
     "mtp": [[""], ["x", "--max_new_tokens", "0"], ["x", "--num_samples", "2"]],
     "prefix": [[""], [LONG], ["x", "--max_new_tokens", "0"]],
     "hybrid": [["[MASK]" + LONG, "--order", "left"]],
-    "mdlm": [[""], ["", "--order", "left"], ["[MASK:90]", "--order", "confident"], ["[MASK:4]", "--show"], [LONG],
+    "mdlm": [[""], ["", "--order", "left"], ["a[MASK:9]", "--order", "remask"], ["[MASK:90]", "--order", "confident"], ["[MASK:4]", "--show"], [LONG],
              ["é\0"]],
     "sedd": [["import "], ["a[MASK:9]b", "--order", "analytic"], ["a[MASK:9]b", "--order", "left"]],
     "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]\udcff"], ["a__b[MASK]"],
