@@ -1301,7 +1301,7 @@ def rotation_loss(model, batch, hp):
 
 
 OBJECTIVES["rotation"] = Objective(
-    "rotation", corrupt=rotation, help="where a rotated text was cut", use_help="find the seam",
+    "rotation", corrupt=rotation, help="where a rotated text was cut", use_help="find where a text was cut",
     attention="bidirectional", n_bytes=aligned_window, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss,
     flag_defaults={"block_size": 64},           # 16 rows of 256 do not learn
     single_document=True, uses=(Seam(predict_seam),))
