@@ -38,6 +38,19 @@ def test_the_largest_size_is_predicted_from_the_others(tmp_path, capsys):
     assert "+0.100 bits per byte off" in out.splitlines()[-1], "it was not fitted to the largest"
 
 
+def test_the_longest_run_is_predicted_from_the_others(tmp_path, capsys):
+    path = write_curves(tmp_path / "a.csv", [("clm", 10 * n, n, law(n)) for n in (1, 2, 8, 4)] + [
+        ("mlm", 90, 9, 5.0), ("clm --doc_mask True", 100, 10, 5.0)], setting="objective")
+    assert scaling.main(["--curves", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:6]] == ["10", "20", "40", "80"]
+    slope = scaling.fit([(n, law(n)) for n in (1, 2, 4)], [0.0])
+    assert lines[-1].endswith(f"{law(8) - scaling.predict(slope, 8):+.3f} bits per byte off")
+    with pytest.raises(SystemExit):
+        scaling.main(["--curves", path, "--objective", "mlm"])
+    assert "holds 1 values of steps of mlm, 4 are needed" in capsys.readouterr().err
+
+
 def test_four_sizes_are_too_few_for_a_floor(tmp_path, capsys):
     scaling.main(["--curves", write_curves(tmp_path / "a.csv", FOUR), "--steps", "10"])
     out = capsys.readouterr().out
