@@ -1,6 +1,7 @@
 """The vocabulary, the corpus, windows of clean bytes; and the struct of a command-line flag, which all files share.
 
-The ids of a file are its bytes: no tokenizer, no preparation, no copy. Byte 0 (NUL) is also EOT, the end of a
+The ids of a file are its bytes: no tokenizer, no preparation. A file is mapped; several files, or a pipe, are copied
+into memory. Byte 0 (NUL) is also EOT, the end of a
 document. What a training step reads is a pure function of (seed, step), so a resumed run, another evaluation
 interval or another number of micro-batches sees the same bytes.
 
@@ -298,8 +299,8 @@ def sample_windows(corpus, split, n, B, g, single_document=False):  # -> source 
     """Samples B windows of n bytes, as long tensors on the CPU. Stratified: a batch holds each source's share to within
     a row, and its offsets come one from each of B equal parts of a source, in random order.
 
-    single_document: a row gets N_CANDIDATES offsets, so that read_windows can choose a window without a NUL; a bool,
-    or one for each row (b,), repeated over the batch."""
+    single_document: a row gets N_CANDIDATES offsets, so that read_windows can choose a window without a NUL. A bool, or
+    bools (b,), one for each row of a micro-batch."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
     n_offsets = torch.tensor([len(s[split]) - n + 1 for s in corpus])
     # u: one number from each B-th of [0, 1), in random order

@@ -420,9 +420,9 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     Departures: T5's own code always starts with a kept token and ends with a noise one, which makes the last position
     noise in every row; here both ends are free. Sentinels count up and, as in T5's code but not in the paper's figure,
     no final sentinel follows the last span. 30% of the bytes are noise, since T5's 15% teach less per row. Spans have
-    6 bytes on average, where T5's have 3 tokens and ByT5's (Xue et al. 2022) 20 bytes. GLM (Du et al. 2022) gives a
-    span's bytes a second kind of position; here they continue from their sentinel's, and a span that is longer than
-    what its sentinel reserves shares position numbers with what follows it."""
+    6 bytes on average, where T5's have 3 tokens and ByT5's (Xue et al. 2022) 20 bytes. A span's positions continue
+    from its sentinel's, where GLM (Du et al. 2022) gives its bytes a second kind of position. A span that is longer
+    than what its sentinel reserves shares position numbers with what follows it."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     batch = span_rows(x, N, S, hp.block_size, g)
     return dict(batch, positions=span_positions(batch["inp"], batch["prefix"], hp))
@@ -510,8 +510,8 @@ def span_prompt(pieces, m, hp, mode=()):
     return ids + [SEP, SENTINEL], len(ids) + 1
 
 
-def span_bytes(T, hp):
-    n, N, _ = fit_spans(T, hp.span_rate, hp.span_mean)
+def span_bytes(T, hp, extra=0):
+    n, N, _ = fit_spans(T, hp.span_rate, hp.span_mean, extra)
     if hp.span_mean > 2 * N:
         fail(f"--span_mean {hp.span_mean:g}: a row of --block_size {T} has only {N} bytes in spans. "
              f"Try --span_mean {N} or less, or a larger --block_size")
@@ -541,7 +541,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
         [X] source SEP spans EOT     a quarter: half of the text in spans of mean 32
 
     The shares are the same in every batch. The loss is one mean over the targets of all rows; a row of S or X has
-    about 1.5 times as many as one of R. Departures: three denoisers stand for the paper's seven, whose S removes a
+    about 1.7 times as many as one of R. Departures: three denoisers stand for the paper's seven, whose S removes a
     quarter of a text; half of the rows are R (in U-PaLM, Tay et al. 2022, half are S); spans as in span, but in X
     their sentinels reserve LONG_SPAN_POSITIONS."""
     T = hp.block_size
@@ -569,6 +569,7 @@ def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
 def ul2_bytes(T, hp):
     if hp.batch_size * hp.accum < 4:
         fail(f"--objective ul2: needs 4 rows a step, and has {hp.batch_size * hp.accum}. Try a larger --batch_size")
+    span_bytes(T, hp, extra=1)                  # fails where spans are too long
     return max(n for _, _, n, _, _ in denoisers(T, hp))
 
 
@@ -1071,7 +1072,7 @@ def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
         label   1 if B follows A, else 0             read at CLS
 
     A and B are h bytes each, NSP_GAP bytes apart in both classes, so that neither length nor a split word gives the
-    answer away. Exactly half the rows are negative: "random" takes another row's B, "swap" exchanges A and B
+    answer away. Half the rows are negative: "random" takes another row's B, "swap" exchanges A and B
     (sentence order prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for
     segment embeddings; NSP_GAP; no pooler (BERT's dense layer and tanh) before the scalar head."""
     B, T = x.size(0), hp.block_size

@@ -25,8 +25,8 @@ VERSION = 6                                     # of the checkpoint's layout
 CHECKPOINT_KEYS = {"config", "step", "seconds", "best", "best_step", "val", "sources", "metrics_bytes", "held_out",
                    "model", "adamw", "muon", "moments"}
 CLEARLY_WORSE = 1.01                            # sample.py uses best.pt where the last loss is so many times the best
-WORLD = int(os.environ.get("WORLD_SIZE", 1))    # torchrun's processes
-RANK = int(os.environ.get("RANK", 0)) if WORLD > 1 else 0
+RANK = int(os.environ.get("RANK", 0))           # torchrun's processes
+WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda where there is one, else cpu"),
     "dtype": Flag("auto", "of activations", choices=("auto", "float32", "bfloat16")),
@@ -40,7 +40,8 @@ SETTINGS = {
         "train_bytes": Flag(0, "train on only so many bytes of each source's training split; 0 for all", 0, 1 << 50),
         "out_dir": Flag("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
         "resume": Flag(False, "resume the run in --out_dir, without it the latest run under out/"),
-        "init_from": Flag("", "run (its last state) or checkpoint whose weights to start from, with a new optimizer"),
+        "init_from": Flag("", "run (its last state) or checkpoint whose weights, and objective if none is given, to start "
+                              "from, with a new optimizer"),
         "seed": Flag(1, "random seed of weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -198,7 +199,8 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
 
 
 def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to resume, or ""
-    """Defaults, then a checkpoint's settings under --resume, then the flags given. Has no side effects.
+    """Defaults, then a checkpoint's settings, then the flags given. --resume takes all settings from the checkpoint,
+    --init_from those of the model and, where the objective stays the same, of the objective. Has no side effects.
 
     Fails on an unknown flag, a value out of range, or one that contradicts the checkpoint."""
     given = parse(argv)
@@ -216,8 +218,11 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     elif given.get("init_from"):
         ckpt = load_checkpoint(given["init_from"])
         parent_config = ckpt["config"]
-        saved = {name: parent_config[name] for name in SETTINGS["model"]}
-        shapes = set(saved) - {"block_size", "attn_scale"}      # settings that determine the shapes of weights
+        inherited = set(SETTINGS["model"])
+        if given.get("objective", parent_config["objective"]) == parent_config["objective"]:
+            inherited |= {"objective", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
+        saved = {name: parent_config[name] for name in inherited}
+        shapes = set(SETTINGS["model"]) - {"block_size", "attn_scale"}              # settings that shape weights
         refuse_changes(given, saved, shapes, f"the model in {given['init_from']} has")
         saved["init_step"] = parent_config["init_step"] + ckpt["step"]
 
@@ -225,16 +230,15 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
     chosen = saved | given
     base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
-    name, _, weight = chosen.get("objective", base["objective"]).strip().partition(":")
-    if name in OBJECTIVES and "," not in weight:                # a mixture has no defaults of its own
-        own = OBJECTIVES[name].flag_defaults
-        if "block_size" in own and "block_size" not in chosen:
-            positions = base["batch_size"] * base["block_size"]                     # a step keeps their number
-            base["batch_size"] = max(1, positions // own["block_size"])
-        base |= own
-        if parent_config and name != parent_config["objective"] and "attn_scale" in own:
-            saved["attn_scale"] = own["attn_scale"]             # sharper than its parent's
-            chosen = saved | given
+    names = member_names(chosen.get("objective", base["objective"]))
+    own = shared_defaults(names)
+    if parent_config and names != member_names(parent_config["objective"]):
+        saved |= {name: own[name] for name in ("attn_scale", "block_size") if name in own}
+        chosen = saved | given
+    if "block_size" not in given:               # shorter rows are more rows, so that a step has as many positions
+        positions = base["batch_size"] * base["block_size"]
+        base["batch_size"] = max(1, positions // chosen.get("block_size", own.get("block_size", base["block_size"])))
+    base |= own
     if "max_iters" in chosen:
         base["max_passes"] = 0.0
     # init_step: steps that the weights had before this run; it reads the windows after theirs
@@ -244,6 +248,16 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
 
     check_combinations(hp, given)
     return hp
+
+
+def member_names(objective):  # "clm:0.5,mlm:0.5" -> ["clm", "mlm"]
+    return [part.partition(":")[0].strip() for part in objective.split(",")]
+
+
+def shared_defaults(names):  # -> {flag: default} that all these objectives have of their own
+    if not set(names) <= set(OBJECTIVES):       # get_objective refuses it
+        return {}
+    return dict(set.intersection(*(set(OBJECTIVES[name].flag_defaults.items()) for name in names)))
 
 
 def check_combinations(hp, given):  # fails where settings exclude each other

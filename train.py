@@ -24,7 +24,7 @@ from data import reseed, sample_windows, to_symbol
 from model import NGRAM_DIM, NGRAMS, NgramLookups, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, Continue, get_objective, member_batch, members_of, n_targets
 from objectives import trained_use
-from run import RANK, VERSION, WORLD, GraphedStep, build, checkpoint_path, choose_out_dir, defaults, get_config
+from run import RANK, VERSION, WORLD, GraphedStep, build, checkpoint_path, choose_out_dir, get_config
 from run import discard_stdout, is_out_of_memory, load_checkpoint, load_weights, open_metrics, preserve_torch_state
 from run import run_program, save_checkpoint, use_device, write_line
 import torch
@@ -157,7 +157,7 @@ def muon_step(params, momentum, lr, found_inf, hp):  # momentum (N, r, c), r <= 
     def transpose_tall(t):  # the shorter side first: the iteration multiplies r x r matrices
         return t if t.size(1) <= t.size(2) else t.mT                                # (n, r, c)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]     # None: no term depends on it
-    # where found_inf, a gradient equal to the momentum and a rate of 0 leave everything as it is
+    # where found_inf, the momentum is the gradient and the rate is 0, so that nothing changes
     grad = torch.where(found_inf, momentum, torch.cat([transpose_tall(g) for g in grads]))          # (N, r, c)
     lr = lr * ~found_inf
     # Nesterov: average the gradient into the momentum, then look ahead
@@ -198,7 +198,7 @@ def plan_steps(corpus, objective, hp):
     most = max(MIN_ITERS, math.ceil(hp.max_passes / most_passes_per_step(corpus, objective, hp)))
     if most < hp.max_iters:
         hp.max_iters = most
-        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
+        if hp.eval_interval > most:
             hp.eval_interval = math.ceil(most / 4)
 
 
@@ -531,8 +531,8 @@ def train(hp, stop, stack):  # -> exit code, State of a run that is done or None
     handlers = catch_signals(stop)
     stack.callback(restore_handlers, handlers)
     step, stopped = run_steps(s, log, validation, sources, progress["step"], stop)
-    if int(s.first_nonfinite_step) < 0:         # else end_run saves once more
-        restore_handlers(handlers)              # what is left can be interrupted anywhere
+    if int(s.first_nonfinite_step) < 0:         # else end_run saves, which Ctrl-C must not interrupt
+        restore_handlers(handlers)
     signal_number = None
     if stopped:
         signal_number = stop[0] if stop else signal.SIGTERM     # empty where another process received it
@@ -670,7 +670,7 @@ def resume(ckpt, s, sources):  # -> {step, seconds, best, best_step, val, metric
              "Try a larger number")
     if hp.max_iters != ckpt["config"]["max_iters"]:
         print(f"resume: {ckpt['config']['max_iters']} steps were planned, now {hp.max_iters}: "
-              "the learning rate follows the new plan")
+              "the learning rate and the n-grams' drop rate follow the new plan")
     load_weights(s.model, ckpt, hp.resume)
     adamw = s.opt["adamw"]
     moments = s.opt["moments"]

@@ -405,6 +405,36 @@ def test_an_objective_may_have_longer_rows_of_its_own(monkeypatch):
     assert rows == {512: 8, 1 << 20: 1}
 
 
+def test_a_mixture_has_the_defaults_that_all_its_members_share():
+    own = {"electra:.5,nsp:.5": {"attn_scale": 2.0, "mask_rate": 0.15}, "bart,span": {"attn_scale": 2.0},
+           "bart,clm": {"attn_scale": 1.0, "block_size": 256}}
+    for mixture, expected in own.items():
+        hp = get_config(["--objective", mixture, "--device", "cpu"])
+        assert {name: getattr(hp, name) for name in expected} == expected
+
+
+def test_what_starts_from_a_run_goes_on_with_its_objective(text, tmp_path):
+    out, more = str(tmp_path / "a"), ["--init_from", str(tmp_path / "a")]
+    fit(text, out, "--objective", "mlm", "--mask_rate", ".5", "--doc_mask", "--max_iters", "0")
+    for flags in [], ["--objective", "mlm"]:
+        hp = get_config([*more, *flags])
+        assert (hp.objective, hp.mask_rate, hp.doc_mask) == ("mlm", 0.5, True)
+    hp = get_config([*more, "--objective", "mlm", "--mask_rate", ".2", "--no-doc_mask"])
+    assert (hp.mask_rate, hp.doc_mask) == (0.2, False)
+    hp = get_config([*more, "--objective", "hybrid"])
+    assert (hp.mask_rate, hp.doc_mask) == (0.3, False), "another objective has its own settings"
+
+
+@pytest.mark.parametrize("parent, child, block_size, rows", [
+    ("rotation", "clm", 64, 64), ("clm", "rotation", 64, 64), ("bart", "clm", 128, 32), ("clm", "bart", 128, 32),
+    ("clm", "mlm", 256, 16)])
+def test_what_starts_from_a_run_reads_as_many_positions_a_step(parent, child, block_size, rows, text, tmp_path):
+    out, small = str(tmp_path / "a"), ["--n_layer", "1", "--n_head", "1", "--n_embd", "8", "--ngram_rows", "0"]
+    train.main(["--objective", parent, "--data", text, "--out_dir", out, "--max_iters", "0", *small], with_sample=False)
+    hp = get_config(["--init_from", out, "--objective", child])
+    assert (hp.block_size, hp.batch_size) == (block_size, rows)
+
+
 def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):
     """A checkpoint from before the setting has 1, whatever its objective's default; what starts from a run of the same
     objective, or of one without a default of its own, has the run's, but may be told another."""
@@ -414,6 +444,9 @@ def test_attention_is_as_sharp_as_it_was_in_training(text, tmp_path):
         assert get_config(["--objective", name, "--device", "cpu"]).attn_scale == scale
     fit(text, out, *span, "1")
     assert run.load_run(out)[0].config.attn_scale == 2.0
+    same = ["--objective", "span:1", "--attn_scale", "1", "--max_iters", "1"]
+    fit(text, str(tmp_path / "same"), *same)
+    assert get_config([*TINY, *span, "1", "--init_from", str(tmp_path / "same")]).attn_scale == 1.0
     for flags, scale in ([], 2.0), (["--attn_scale", "3"], 3.0), (["--objective", "clm"], 2.0):
         assert get_config([*TINY, *span, "1", "--init_from", out, *flags]).attn_scale == scale
     plain = str(tmp_path / "plain")
@@ -442,6 +475,7 @@ BAD = {  # name: flags, what the line says
     "rate in permille": ("--objective mlm --mask_rate 150", "Try the default"),
     "shares of more than 1": ("--objective mlm --mask_token 1", "Try --mask_random 0"),
     "spans longer than a row": ("--objective span --span_mean 500", "--span_mean 500"),
+    "short spans longer than a row": ("--objective ul2 --span_mean 1000000", "bytes in spans"),
     "no prefix": ("--objective prefix --prefix_max 0", "--prefix_max 0"),
     "setting of another objective": ("--mask_rate .2", "Try it with mlm"),
     "no layers": ("--n_layer 0", "--n_layer 0"),

@@ -824,7 +824,7 @@ def test_the_end_says_when_validation_loss_was_lowest(text, monkeypatch, capsys)
 def test_a_byte_head_starts_from_the_outputs_that_both_objectives_have(text):
     fit(text, "span", "--objective", "span", "--max_iters", "3")
     wide = load_checkpoint("span")["model"]["head.weight"]
-    fit(text, "clm", "--init_from", "span", "--max_iters", "0")
+    fit(text, "clm", "--objective", "clm", "--init_from", "span", "--max_iters", "0")
     narrow = load_checkpoint("clm")["model"]["head.weight"]
     assert wide.shape == (1, 512, 16) and torch.equal(narrow, wide[:, :256]) and narrow.any()
     fit(text, "wide", "--objective", "span", "--init_from", "clm", "--max_iters", "0")
