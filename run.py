@@ -40,8 +40,8 @@ SETTINGS = {
         "train_bytes": Flag(0, "train on only so many bytes of each source's training split; 0 for all", 0, 1 << 50),
         "out_dir": Flag("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
         "resume": Flag(False, "resume the run in --out_dir, without it the latest run under out/"),
-        "init_from": Flag("", "run (its last state) or checkpoint to start from: its weights, its objective unless another "
-                              "is given, a new optimizer"),
+        "init_from": Flag("", "run (its last state) or checkpoint to start from: its weights, its objective "
+                              "unless another is given, a new optimizer"),
         "seed": Flag(1, "random seed of weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
