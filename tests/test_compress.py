@@ -13,7 +13,7 @@ T = 32
 
 def source_code(n):
     with open(compress.__file__, "rb") as f:
-        return (f.read() * 10)[:n]
+        return (f.read() * 20)[:n]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,17 @@ RANDOM = to_bytes(torch.randint(0, 256, (900,), generator=make_rng("random")).by
 def test_a_text_comes_back(model, text):
     blob = compress.compress(model, from_bytes(text), T)
     assert to_bytes(compress.decompress(model, blob, T)) == text
+
+
+@pytest.mark.slow
+def test_a_long_text_comes_back(model):
+    data = from_bytes(source_code(100_000))
+    blob = compress.compress(model, data, T)
+    assert torch.equal(compress.decompress(model, blob, T), data)
+    changed = bytearray(blob)
+    changed[50_000] ^= 1
+    with pytest.raises(ValueError):
+        compress.decompress(model, bytes(changed), T)
 
 
 def test_several_streams_come_back(model, monkeypatch):
