@@ -297,7 +297,7 @@ def resolve_device(name):
         fail(f"--device {name}: unknown device. Try cuda, or --device cpu")
     try:
         probe = torch.zeros(1, device=name)
-        probe.cpu()                             # there are devices that hold nothing
+        probe.cpu()                             # the meta device has no data
         return probe.device
     except (RuntimeError, AssertionError, NotImplementedError):
         fail(f"--device {name}: not on this machine. Try --device cpu")

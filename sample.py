@@ -56,7 +56,7 @@ from tqdm import tqdm
 MAX_ROWS = 64                                   # texts or windows that one pass reads
 BOUND_SAMPLES = 16                              # corruptions of a window for a bound
 REMASK_RATE = 0.05                              # probability of order remask to mask a written byte again in a pass
-DIFFUSION_TEMPERATURE = 0.65                    # the default for text that mdlm and sedd write
+DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # the default for text that mdlm and sedd write
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 REPORT_SECONDS = 10                             # between progress lines
@@ -81,7 +81,7 @@ FLAGS = {
                                     "asked for long spans", 0, 1 << 40),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
         "temperature": Flag(0.8, "randomness; 0 always takes the most likely byte (the default for holes and repairs); "
-                                 "mdlm and sedd write at .65 by default", 0.0, 1e6),
+                                 "without these three flags mdlm and sedd write at 1, --top_p .8", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "in which [MASK]s are filled: confident, left, revise, ancestral, remask or analytic"),
@@ -94,7 +94,7 @@ FLAGS = {
     } | DEVICE_FLAGS,
 }
 COMMON = {"out_dir", "objective", "seed", "device", "dtype"}
-SAMPLING_FLAGS = {"num_samples", "temperature", "top_k", "top_p"}
+SAMPLING_FLAGS = {"temperature", "top_k", "top_p"}
 
 
 # ---- sampling a byte
@@ -670,18 +670,15 @@ def to_tensor(ids, hp):  # list or (n,) of any integers -> (1, n) long on the mo
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
 
-def sampling_settings(flags, temperature=None):
-    """-> keyword arguments of sample_bytes. temperature: the mode's own default, which --temperature replaces."""
-    if temperature is None or "temperature" in flags.given:
-        temperature = flags.temperature
-    return dict(temperature=temperature, top_k=flags.top_k, top_p=flags.top_p)
+def sampling_settings(flags):  # -> keyword arguments of sample_bytes
+    return dict(temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p)
 
 
 def greedy_settings(flags):  # the same for holes and repairs, which take the most likely byte by default
     # at temperature 0 several samples would be alike, and top_k and top_p have no effect
-    if flags.num_samples > 1 or flags.given & {"temperature", "top_k", "top_p"}:
+    if flags.num_samples > 1 or flags.given & SAMPLING_FLAGS:
         return sampling_settings(flags)
-    return sampling_settings(flags, temperature=0.0)
+    return dict(temperature=0.0)
 
 
 # ---- modes: (model, objective, hp, flags, held-out bytes) -> prints
@@ -765,7 +762,7 @@ def fill_mode(model, objective, hp, flags, held_out):
         if T - len(ids) < flags.max_new_tokens and "max_new_tokens" in flags.given:
             note(f"writes {T - len(ids)} bytes, which fill the block of {T}")
         ids += [MASK] * min(flags.max_new_tokens, T - len(ids))
-        how = sampling_settings(flags, DIFFUSION_TEMPERATURE)
+        how = sampling_settings(flags) if flags.given & SAMPLING_FLAGS else DIFFUSION_SAMPLING
     on_pass = show_pass if flags.show else None
     for gens in each_sample(flags):
         out = fill_long(model, to_tensor(ids, hp), T, gens, use, on_pass, steps=flags.steps, order=order,
@@ -1061,10 +1058,10 @@ def score_mode(model, objective, hp, flags, held_out):
 # ---- which mode, and the flags that it reads in addition to COMMON
 
 MODES = {
-    Continue: (continue_mode, {"prompt", "max_new_tokens", "compile"} | SAMPLING_FLAGS),
-    Fill: (fill_mode, {"prompt", "order", "steps", "show"} | SAMPLING_FLAGS),
-    Infill: (infill_mode, {"prompt", "prefix", "suffix", "max_new_tokens"} | SAMPLING_FLAGS),
-    Repair: (repair_mode, {"prompt", "max_new_tokens"} | SAMPLING_FLAGS),
+    Continue: (continue_mode, {"prompt", "num_samples", "max_new_tokens", "compile"} | SAMPLING_FLAGS),
+    Fill: (fill_mode, {"prompt", "num_samples", "order", "steps", "show"} | SAMPLING_FLAGS),
+    Infill: (infill_mode, {"prompt", "num_samples", "prefix", "suffix", "max_new_tokens"} | SAMPLING_FLAGS),
+    Repair: (repair_mode, {"prompt", "num_samples", "max_new_tokens"} | SAMPLING_FLAGS),
     Mark: (mark_mode, {"prompt"}),
     Follow: (follow_mode, {"prefix", "suffix"}),
     Search: (search_mode, {"query", "corpus"}),

@@ -219,7 +219,7 @@ def eval_tokenizable_lines(model, objective, hp, text):
     gaps = F.pad(x[:, :PROMPT], (0, x.size(1) - PROMPT), value=MASK)
     gens = sample.sample_generators(1, len(x))
     written = sample.fill(model, gaps, gens, use, order=use.orders[0], doc_mask=hp.doc_mask,
-                          temperature=sample.DIFFUSION_TEMPERATURE)
+                          **sample.DIFFUSION_SAMPLING)
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
     baseline, *_ = line_figures(drawn)

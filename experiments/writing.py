@@ -3,9 +3,9 @@
     python -m experiments.writing --judge out/clm-8000 --runs out/clm out/hybrid out/mdlm
 
 Each run continues the first 32 bytes of the same held-out windows: an objective that continues texts from left to
-right, one that fills [MASK] in each of its orders. mdlm and sedd fill the rest of a window in --steps passes;
-objectives that are not trained on fully masked rows (mlm, hybrid, nsp) fill 16 MASKs at a time, a byte a pass. The
-table shows for each, and for the held-out text itself:
+right, one that fills [MASK] in each of its orders. mdlm and sedd fill the rest of a window in --steps passes, sampled
+as sample.py does by default. Objectives that are not trained on fully masked rows (mlm, hybrid, nsp) fill 16 MASKs at a
+time, a byte a pass. The table shows for each, and for the held-out text itself:
 
   tokenizes   share of the bytes that stand in whole lines which are tokens of Python, however wrong the program
   distinct    share of the lines that differ from all others before them
@@ -38,7 +38,7 @@ FLAGS = {
     "judge": Flag("", "run that judges; it must continue texts, best a clm of many steps"),
     "runs": Flag([], "folders of trained runs, of the judge's text"),
     "windows": Flag(64, "held-out windows to continue", 2, 1 << 20),
-    "temperature": Flag(0.8, "of all runs", 0.0, 1e6),
+    "temperature": Flag(0.8, "of all runs but those of mdlm and sedd", 0.0, 1e6),
     "steps": Flag(64, "passes in which mdlm and sedd fill a row, in every order", 1, 1 << 20),
     "seed": Flag(1, "of the samples", 0, 2 ** 31),
 }
@@ -61,21 +61,23 @@ def write(model, objective, hp, order, x, flags):  # windows (N, n) -> (N, n): t
     n_new = x.size(1) - PROMPT
     ids = x[:, :PROMPT]
     gens = sample.sample_generators(flags.seed, len(x))
-    how = dict(gens=gens, doc_mask=hp.doc_mask, temperature=flags.temperature)
+    how = dict(gens=gens, doc_mask=hp.doc_mask)
     if order == LEFT_TO_RIGHT:
         use = find_use(objective, Continue)
         row = torch.tensor([[*use.before, *prompt, *use.after] for prompt in ids.tolist()])
         prefix = row.size(1) if use.both_ways else 0
-        written = list(sample.generate(model, row, n_new, hp.block_size, prefix=prefix, **how))
+        written = list(sample.generate(model, row, n_new, hp.block_size, prefix=prefix, temperature=flags.temperature,
+                                       **how))
         written = torch.stack(written, dim=1)
         return torch.cat((ids, F.pad(written, (0, n_new - written.size(1)), value=EOT)), dim=1)             # all ended
     use = find_use(objective, Fill)
     if use.trained_at_any_rate:
         row = F.pad(ids, (0, n_new), value=MASK)
+        how |= sample.DIFFUSION_SAMPLING
         return sample.fill(model, row, use=use, order=order, steps=flags.steps, **how)
     while ids.size(1) < x.size(1):
         row = F.pad(ids, (0, min(PIECE, x.size(1) - ids.size(1))), value=MASK)
-        ids = sample.fill(model, row, use=use, order=order, **how)
+        ids = sample.fill(model, row, use=use, order=order, temperature=flags.temperature, **how)
     return ids
 
 

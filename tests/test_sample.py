@@ -832,8 +832,8 @@ def test_each_objective_has_its_own_default_order_and_shift(runs, capsys, monkey
 
 
 @pytest.mark.parametrize("name, flags, expected", [
-    ("mlm", ["a[MASK]"], 0), ("mlm", ["a[MASK]", "--num_samples", "2"], 0.8), ("mdlm", ["a"], 0.65),
-    ("mdlm", ["a", "--num_samples", "2"], 0.65), ("sedd", ["a", "--top_p", ".9"], 0.65),
+    ("mlm", ["a[MASK]"], 0), ("mlm", ["a[MASK]", "--num_samples", "2"], 0.8), ("mdlm", ["a"], 1.0),
+    ("mdlm", ["a", "--num_samples", "2"], 1.0), ("sedd", ["a", "--top_p", ".9"], 0.8),
     ("span", [HOLE], 0), ("span", [HOLE, "--top_k", "9"], 0.8), ("bart", ["a"], 0),
     ("bart", ["a", "--temperature", "0.3"], 0.3), ("clm", ["a"], 0.8)])
 def test_holes_and_repairs_take_the_most_likely_byte_by_default(name, flags, expected, runs, capsys, monkeypatch):
