@@ -54,7 +54,7 @@ FLAGS = {
 }
 # flags of train.py that are set here
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "eval_interval", "init_from"}
-EVAL_VERSION = 5                                # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 6                                # raise it when an evaluation changes: finished runs are measured again
 CPP_HEADERS = os.path.join(torch.__path__[0], "include")
 MIN_HELD_OUT = 4096                                 # held-out bytes that the evaluations need
 
