@@ -262,7 +262,8 @@ class Transformer(nn.Module):
         in attention, any (B or 1, T, T) bool, True where a query may attend. positions: for RoPE (B, T), where they
         are not 0, 1, 2, ... cache: a Cache or StaticCache, which idx continues. lookups: trains the n-gram table.
         inputs_embeds: (B, T, C) in place of the embeddings of idx, which may then be None."""
-        x, ngrams = inputs_embeds, None
+        x = inputs_embeds
+        ngrams = None
         if inputs_embeds is None:
             x, ngrams = self.embed_ids(idx, doc, cache, lookups)
         return norm(run_blocks(self.blocks, norm(x), self.config, prefix, doc, cache, positions, mask, ngrams))

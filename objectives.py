@@ -726,7 +726,9 @@ class ParallelDrafter:
     far, draw(logits (j, V)) returns j bytes and the distributions that they were drawn from (j, 256)."""
 
     def __init__(self, model, hp):
-        self.model, self.k, self.T = model, hp.mtp_heads - 1, hp.block_size
+        self.model = model
+        self.k = hp.mtp_heads - 1
+        self.T = hp.block_size
 
     def restart(self):  # a new block begins
         pass
@@ -934,8 +936,8 @@ def infill_noise(ids, keep, k, g, hp):  # spans of Poisson length become one MAS
     # byte i comes after all spans that start at or before it, span j after `start` bytes and the j spans before it
     before = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
     byte = torch.arange(L, device=g.device) + before.cumsum(1)[:, :L]               # (B, L)
-    span = torch.where(used, start + torch.arange(K, device=g.device), L + K)       # (B, K); unused: cut off below
-    slots = torch.cat((byte, span), dim=1)
+    infill = torch.where(used, start + torch.arange(K, device=g.device), L + K)     # (B, K); unused: cut off below
+    slots = torch.cat((byte, infill), dim=1)
     wide = torch.full((B, L + K + 1), PAD, dtype=ids.dtype, device=g.device)
     stays = torch.zeros_like(wide, dtype=torch.bool).scatter(1, slots, torch.cat((stays, used), dim=1))
     ids = wide.scatter(1, slots, torch.cat((ids, torch.full_like(start, MASK)), dim=1))

@@ -347,7 +347,8 @@ def use_device(device):  # -> how float32 matmuls are computed, in words
 def tune_malloc():
     """glibc returns large freed blocks to the system, and the next step's tensors fault their pages in again, which
     costs a tenth of a step. Makes it keep them for the rest of the process; other allocators are left alone."""
-    trim_threshold, mmap_threshold = -1, -3     # of malloc.h
+    trim_threshold = -1                         # of malloc.h
+    mmap_threshold = -3
     with contextlib.suppress(AttributeError, OSError, TypeError):   # no mallopt, or no libc by that name
         mallopt = ctypes.CDLL(None).mallopt
         if not mallopt(mmap_threshold, 1 << 30):
@@ -362,8 +363,12 @@ class GraphedStep:
     next replay."""
 
     def __init__(self, f, gens=(), warm=3):
-        self.f, self.gens, self.warm = f, gens, warm
-        self.stream, self.graph, self.out = torch.cuda.Stream(), None, None
+        self.f = f
+        self.gens = gens
+        self.warm = warm
+        self.stream = torch.cuda.Stream()
+        self.graph = None
+        self.out = None
 
     def __call__(self):
         if self.warm > 0:

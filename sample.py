@@ -270,7 +270,8 @@ def speculate(model, drafter, prompt, max_new_tokens, T, g, stats=None, compiled
     if doc_mask:
         ids = ids[last_document(ids):]
     document = len(ids) if doc_mask and ids[-1] == EOT else None                    # begins after the prompt
-    drafts, q = [], None                        # of what follows ids[-1]
+    drafts = []                                 # of what follows ids[-1]
+    q = None                                    # the distributions that they were drawn from
     cache = Cache(model, 1, T) if compiled is None else compiled.cache
     start = None
     end = len(ids) + max_new_tokens
@@ -505,7 +506,8 @@ def score_bound(model, objective, data, hp, seed, on_bytes=no_progress):
     ordered by their number of targets, since each has one sample. It assumes that an objective's only strata are
     numbers of targets, as mdlm's are; where corrupt stratifies something else too, the error comes out too large."""
     g = make_rng(f"{seed},bound")
-    bits, variance = 0.0, 0.0
+    bits = 0.0
+    variance = 0.0
     device = model.embed.weight.device
     for x in data.split(objective.n_bytes(hp.block_size, hp)):
         batch = objective.corrupt(x.long().expand(BOUND_SAMPLES, -1), g, hp)
@@ -614,7 +616,8 @@ def split_by(ids, flags):  # n ids, n bools -> [(ids, flag)]: runs of characters
 
 def stream(prompt, steps):  # ids, what yields more -> the ids that it yielded
     """Prints bytes as they come, a character once all its bytes are there."""
-    ids, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
+    ids = []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for i in map(int, itertools.chain(prompt, steps)):
         ids.append(i)
         print(escape_control(decoder.decode(bytes([i] if i != EOT else []))), end="", flush=True)
@@ -827,8 +830,8 @@ def pieces_around_holes(flags, held_out):  # -> the texts before, between and af
 def nearest_bytes(left, right, space):  # -> left, right: of a long text the bytes nearest to its one hole
     """Half of the space for each side, more where the other is shorter."""
     space = max(2, space)
-    keep = max(space // 2, space - len(right))
-    return [left[-keep:], right[:space - min(len(left), keep)]]
+    n_left = max(space // 2, space - len(right))
+    return [left[-n_left:], right[:space - min(len(left), n_left)]]
 
 
 def repair_mode(model, objective, hp, flags, held_out):

@@ -602,8 +602,13 @@ class Log:
     """A run's output while it trains: lines of metrics.jsonl, the bar or plain lines; and its clock."""
 
     def __init__(self, s, metrics, progress):
-        self.s, self.hp, self.metrics, self.seconds = s, s.hp, metrics, progress["seconds"]
-        self.best, self.best_step, self.val = progress["best"], progress["best_step"], progress["val"]
+        self.s = s
+        self.hp = s.hp
+        self.metrics = metrics
+        self.seconds = progress["seconds"]
+        self.best = progress["best"]
+        self.best_step = progress["best_step"]
+        self.val = progress["val"]
         self.bar = tqdm(total=self.hp.max_iters, initial=progress["step"], disable=True if RANK else None, unit="step",
                         dynamic_ncols=True)
         self.printed = 0.0
@@ -625,7 +630,8 @@ class Log:
             self.val = math.inf
         better = self.val < self.best
         if better:
-            self.best, self.best_step = self.val, step
+            self.best = self.val
+            self.best_step = step
         return better
 
     def write_step(self, step, batch, loss, norm):
@@ -815,7 +821,8 @@ class PipeSafeStdout:
     and what it still prints is discarded."""
 
     def __init__(self, stop):
-        self.stream, self.stop = sys.stdout, stop
+        self.stream = sys.stdout
+        self.stop = stop
 
     def write(self, text):
         try:
