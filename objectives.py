@@ -888,10 +888,10 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
 
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
-    bart_noise names any of NOISES, which are applied in the order below. Each row draws one rate, uniform from 0 (a
-    clean text) to bart_rate, which mask, delete, infill, replace and insert divide equally among them. L = (T - 1) // 2
-    bytes fit a row, fewer under insert. Half of the rows hold as many and the others fewer: if every row were full, EOT
-    would always stand at the same position.
+    bart_noise names any of NOISES, which are applied in the order below. Each row draws one rate, uniform up to
+    bart_rate, which mask, delete, infill, replace and insert divide equally among them. L = (T - 1) // 2 bytes fit a
+    row, fewer under insert. Half of the rows hold as many and the others fewer: if every row were full, EOT would
+    always stand at the same position.
     Departures: the rate varies, since a model trained at BART's constant 30% spoils texts with less noise; sentences
     are not permuted by default, since BART's ablation loses little without it and small models do not learn it;
     replace and insert are added, since a model trained with infilling alone copies typos. Infilled spans never
@@ -1018,7 +1018,7 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
 def bart_counts(m, hp, g):  # bytes of the rows (B, 1) -> bytes that each noise with a rate corrupts (B, 1)
     n_rated = len(set(NOISES_WITH_RATE) & set(hp.bart_noise.split(",")))
     most = (m * (hp.bart_rate / max(1, n_rated)) + 0.5).long().clamp(min=1)
-    return (torch.rand(m.shape, generator=g, device=g.device) * (most + 1)).long()
+    return 1 + (torch.rand(m.shape, generator=g, device=g.device) * most).long()
 
 
 def bart_bytes(T, hp):

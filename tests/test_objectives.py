@@ -1260,19 +1260,11 @@ def all_that_bart_strikes(m, hp, g):
 
 @pytest.mark.parametrize("noise, rate, most", [
     ("infill", 0.3, 30), ("infill,replace", 0.3, 15), ("mask,delete,permute", 0.3, 15), ("mask", 0.001, 1)])
-def test_of_barts_rows_some_are_clean_some_struck_much(noise, rate, most):
+def test_of_barts_rows_some_are_struck_little_some_much(noise, rate, most):
     k = O.bart_counts(torch.full((3000, 1), 100), settings("bart", T, bart_noise=noise, bart_rate=rate), make_rng("k"))
     seen = torch.bincount(k[:, 0], minlength=most + 1)
-    assert len(seen) == most + 1 and k.shape == (3000, 1)
-    assert chi2(seen.double(), 3000 / (most + 1)) < most + 5 * (2 * most) ** 0.5
-
-
-def test_a_row_of_bart_without_noise_is_the_text():
-    _, batch, hp = make("bart", B=64, bart_rate=0.001)
-    clean = 0
-    for source, target in all_parts(batch):
-        clean += source == target
-    assert 16 < clean < 48
+    assert seen[0] == 0 and len(seen) == most + 1 and k.shape == (3000, 1)
+    assert chi2(seen[1:].double(), 3000 / most) < most + 5 * (2 * most) ** 0.5
 
 
 def test_barts_largest_count_is_rounded():
@@ -1682,9 +1674,7 @@ def test_a_prompt_of_spans_is_laid_out_as_in_training():
 def test_a_prompt_of_bart_is_laid_out_as_in_training(noise):
     """With one byte struck the source has one hole; the answer follows what is written of the left side."""
     _, batch, hp = make("bart", B=100, bart_noise=noise, bart_rate=0.001)
-    struck = [(z, parts) for z, parts in zip(batch["inp"].tolist(), all_parts(batch)) if MASK in parts[0]]
-    assert len(struck) > 25
-    for z, (source, target) in struck:
+    for z, (source, target) in zip(batch["inp"].tolist(), all_parts(batch)):
         a = source.index(MASK)
         ids, P = O.bart_prompt([source[:a], source[a + 1:]], 1, hp)
         assert P == len(source) + 1
