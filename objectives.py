@@ -541,7 +541,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
         [X] source SEP spans EOT     a quarter: half of the text in spans of mean 32
 
     The shares are the same in every batch. The loss is one mean over the targets of all rows; a row of S or X has
-    about 1.7 times as many as one of R. Departures: three denoisers stand for the paper's seven, whose S removes a
+    about 1.6 times as many as one of R. Departures: three denoisers stand for the paper's seven, whose S removes a
     quarter of a text; half of the rows are R (in U-PaLM, Tay et al. 2022, half are S); spans as in span, but in X
     their sentinels reserve LONG_SPAN_POSITIONS."""
     T = hp.block_size

@@ -25,8 +25,8 @@ VERSION = 6                                     # of the checkpoint's layout
 CHECKPOINT_KEYS = {"config", "step", "seconds", "best", "best_step", "val", "sources", "metrics_bytes", "held_out",
                    "model", "adamw", "muon", "moments"}
 CLEARLY_WORSE = 1.01                            # sample.py uses best.pt where the last loss is so many times the best
-RANK = int(os.environ.get("RANK", 0))           # torchrun's processes
-WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # torchrun's processes
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda where there is one, else cpu"),
     "dtype": Flag("auto", "of activations", choices=("auto", "float32", "bfloat16")),
@@ -219,7 +219,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         ckpt = load_checkpoint(given["init_from"])
         parent_config = ckpt["config"]
         inherited = set(SETTINGS["model"])
-        if given.get("objective", parent_config["objective"]) == parent_config["objective"]:
+        parent_names = member_names(parent_config["objective"])
+        if member_names(given.get("objective", parent_config["objective"])) == parent_names:
             inherited |= {"objective", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
         saved = {name: parent_config[name] for name in inherited}
         shapes = set(SETTINGS["model"]) - {"block_size", "attn_scale"}              # settings that shape weights
@@ -232,7 +233,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     base = defaults("cuda" if device.type == "cuda" else "cpu", chosen.get("optimizer", "muon"))
     names = member_names(chosen.get("objective", base["objective"]))
     own = shared_defaults(names)
-    if parent_config and names != member_names(parent_config["objective"]):
+    if parent_config and names != parent_names:
         saved |= {name: own[name] for name in ("attn_scale", "block_size") if name in own}
         chosen = saved | given
     if "block_size" not in given:               # shorter rows are more rows, so that a step has as many positions

@@ -24,7 +24,7 @@ from data import reseed, sample_windows, to_symbol
 from model import NGRAM_DIM, NGRAMS, NgramLookups, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, Continue, get_objective, member_batch, members_of, n_targets
 from objectives import trained_use
-from run import RANK, VERSION, WORLD, GraphedStep, build, checkpoint_path, choose_out_dir, get_config
+from run import RANK, VERSION, WORLD, GraphedStep, build, checkpoint_path, choose_out_dir, defaults, get_config
 from run import discard_stdout, is_out_of_memory, load_checkpoint, load_weights, open_metrics, preserve_torch_state
 from run import run_program, save_checkpoint, use_device, write_line
 import torch
@@ -198,7 +198,7 @@ def plan_steps(corpus, objective, hp):
     most = max(MIN_ITERS, math.ceil(hp.max_passes / most_passes_per_step(corpus, objective, hp)))
     if most < hp.max_iters:
         hp.max_iters = most
-        if hp.eval_interval > most:
+        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
             hp.eval_interval = math.ceil(most / 4)
 
 

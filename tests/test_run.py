@@ -416,9 +416,9 @@ def test_a_mixture_has_the_defaults_that_all_its_members_share():
 def test_what_starts_from_a_run_goes_on_with_its_objective(text, tmp_path):
     out, more = str(tmp_path / "a"), ["--init_from", str(tmp_path / "a")]
     fit(text, out, "--objective", "mlm", "--mask_rate", ".5", "--doc_mask", "--max_iters", "0")
-    for flags in [], ["--objective", "mlm"]:
+    for flags in [], ["--objective", "mlm"], ["--objective", "mlm:1"]:
         hp = get_config([*more, *flags])
-        assert (hp.objective, hp.mask_rate, hp.doc_mask) == ("mlm", 0.5, True)
+        assert (hp.objective[:3], hp.mask_rate, hp.doc_mask) == ("mlm", 0.5, True)
     hp = get_config([*more, "--objective", "mlm", "--mask_rate", ".2", "--no-doc_mask"])
     assert (hp.mask_rate, hp.doc_mask) == (0.2, False)
     hp = get_config([*more, "--objective", "hybrid"])
