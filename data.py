@@ -1,9 +1,9 @@
 """The vocabulary, the corpus, windows of clean bytes; and the struct of a command-line flag, which all files share.
 
-The ids of a file are its bytes: no tokenizer, no preparation. A file is mapped; several files, or a pipe, are copied
-into memory. Byte 0 (NUL) is also EOT, the end of a
-document. What a training step reads is a pure function of (seed, step), so a resumed run, another evaluation
-interval or another number of micro-batches sees the same bytes.
+The ids of a file are its bytes: no tokenizer, no preparation. A file is mapped; the standard library and the files of a
+folder are joined in memory, and a pipe is copied to the run's folder. Byte 0 (NUL) is also EOT, the end of a document.
+What a training step reads is a pure function of (seed, step), so a resumed run, another evaluation interval or another
+number of micro-batches sees the same bytes.
 
 B rows, n raw bytes in a row, N bytes in a split of a source, S sources
 """

@@ -1384,8 +1384,8 @@ OBJECTIVES["hybrid"] = Objective(
 def get_objective(hp, where=""):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> Objective
     """Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible. where:
     of an unknown name, the file whose settings they are."""
+    names = member_names(hp.objective)
     parts = [part.strip().partition(":") for part in hp.objective.split(",")]
-    names = [name for name, _, _ in parts]
     for name in names:
         if name not in OBJECTIVES:
             near = difflib.get_close_matches(name, OBJECTIVES, 1)
@@ -1400,6 +1400,10 @@ def get_objective(hp, where=""):  # hp.objective, such as "clm" or "clm:0.5,mlm:
     objective = mix(members, hp) if len(members) > 1 else members[0][1]
     objective.n_bytes(hp.block_size, hp)        # fails where rows are impossible
     return objective
+
+
+def member_names(objective):  # hp.objective, such as "clm:0.5,mlm:0.5" -> ["clm", "mlm"]
+    return [part.partition(":")[0].strip() for part in objective.split(",")]
 
 
 def members_of(objective):  # -> [(weight, objective)], of itself alone where it is no mixture

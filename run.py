@@ -18,7 +18,7 @@ import zipfile
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import MIN_BLOCK_SIZE, STDIN_COPY, Flag, error_reason, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer, prepack_weights
-from objectives import EVAL_ROWS, OBJECTIVES, get_objective
+from objectives import EVAL_ROWS, OBJECTIVES, get_objective, member_names
 import torch
 
 VERSION = 6                                     # of the checkpoint's layout
@@ -159,6 +159,7 @@ def check(values, flags, where=""):  # values {name: value}, flags {name: Flag}
         if not isinstance(value, kind) or isinstance(value, bool) != isinstance(first, bool) or not is_words:
             fail(f"{where}--{name} {value!r}: wants {type(first).__name__}. Try the default")
         if flag.low is not None and not flag.low <= value <= flag.high:
+            # 15 is a percentage, 1.5 hardly
             is_percent = flag.high <= 1 and value >= 5 and flag.low <= value / 100 <= flag.high
             hint = f"{value / 100:g}" if is_percent else "the default"
             fail(f"{where}--{name} {value}: must lie between {flag.low} and {flag.high}. Try {hint}")
@@ -249,10 +250,6 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
 
     check_combinations(hp, given)
     return hp
-
-
-def member_names(objective):  # "clm:0.5,mlm:0.5" -> ["clm", "mlm"]
-    return [part.partition(":")[0].strip() for part in objective.split(",")]
 
 
 def shared_defaults(names):  # -> {flag: default} that all these objectives have of their own

@@ -81,7 +81,7 @@ FLAGS = {
                                     "asked for long spans", 0, 1 << 40),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
         "temperature": Flag(0.8, "randomness; 0 always takes the most likely byte (the default for holes and repairs); "
-                                 "without these three flags mdlm and sedd write at 1, --top_p .8", 0.0, 1e6),
+                                 "mdlm and sedd write at 1 with top_p .8 where none of the three is given", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "in which [MASK]s are filled: confident, left, revise, ancestral, remask or analytic"),
@@ -366,9 +366,9 @@ def unmask(model, ids, gens, use, steps=0, order="confident", doc_mask=False, **
             rate = torch.ones((), device=ids.device)
             if order == "analytic" and passes_left > 1:
                 rate = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)            # near 1
-            if order == "remask" and passes_left < steps:
+            if order == "remask":
                 passes_done = steps - passes_left
-                sigma = min(REMASK_RATE, (passes_left - 1) / passes_done)
+                sigma = min(REMASK_RATE, (passes_left - 1) / max(1, passes_done))
                 rate = rate + sigma * passes_done
                 again = is_hole & ~is_mask & (u < sigma)
             chosen = u * passes_left <= rate

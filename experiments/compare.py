@@ -244,9 +244,9 @@ def run_cell(cell, out_dir, data):  # -> {metric: number}, {} where the run dive
         first = train_cell(cell.first_argv, crcs[:1], out_dir)
         if not first:
             return {}
-        # --init_from would copy these two from the first run
-        argv = [*argv, "--init_from", first, "--block_size", str(cell.hp.block_size), "--attn_scale",
-                str(cell.hp.attn_scale)]
+        argv = [*argv, "--init_from", first]
+        for name in ("block_size", "batch_size", "attn_scale"):                     # else the first run's count
+            argv += [f"--{name}", str(getattr(cell.hp, name))]
     folder = train_cell(argv, crcs, out_dir)
     if not folder:
         return {}
