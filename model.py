@@ -4,18 +4,14 @@ B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabul
 W ids of context, N lengths of n-grams, R rows of the n-gram table for each length
 
 Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021),
-QK-norm (Henry et al. 2020), ReLU^2 (So et al. 2021), no biases; output projections and the byte head start
-at zero. Before the first block each byte's embedding is added to those of the three bytes before it (similar to
+QK-norm (Henry et al. 2020; here a layer norm), ReLU^2 (So et al. 2021), no biases; output projections and the byte head
+start at zero. Before the first block each byte's embedding is added to those of the three bytes before it (similar to
 the Canon layers of Allen-Zhu 2025) and to hashed n-gram embeddings (Pagnoni et al. 2024). The model returns
 hidden states; the objective turns them into a loss.
 """
 import functools
-import importlib.util
-import os
-import shutil
 import warnings
 from dataclasses import dataclass
-from typing import NamedTuple
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")                     # NumPy is not required
 import torch  # noqa: E402
@@ -29,6 +25,7 @@ NGRAM_DIM = 32                                  # width of an n-gram embedding
 CONTEXT_WIDTH = max(CONV_WIDTH, *NGRAMS)        # W: a position's input depends on so many ids, its own included
 NGRAM_IDS = 258                                 # bytes, PAD and MASK; an n-gram with any other id has no embedding
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed number
+HALVE_ABOVE = 128                               # causal rows of more positions are attended in two halves
 
 
 @dataclass
@@ -43,7 +40,6 @@ class ModelConfig:
 
 
 # ---- the mask rule
-
 def can_attend(q, k, prefix, doc_q=None, doc_k=None):
     """The one mask rule, on positions that broadcast: True where query q may attend to key k.
 
@@ -59,24 +55,60 @@ def can_attend(q, k, prefix, doc_q=None, doc_k=None):
     return allowed if doc_q is None else allowed & (doc_q == doc_k)
 
 
-def dense_mask(prefix, q, T_k, doc=None):  # prefix (B,), positions q (T_q,) -> (B, 1, T_q, T_k) bool
-    k = torch.arange(T_k, device=prefix.device)
+def dense_mask(prefix, q, T_k, doc=None):  # prefix an int or (B,), positions q (T_q,) -> (1 or B, 1, T_q, T_k) bool
+    k = torch.arange(T_k, device=q.device)
+    if isinstance(prefix, int):
+        prefix = torch.full((1,), prefix, device=q.device)
     prefix = prefix[:, None, None, None]
     if doc is None:
         return can_attend(q[:, None], k, prefix)
     return can_attend(q[:, None], k, prefix, doc[:, None, q, None], doc[:, None, None, :])
 
 
+def choose_attention(prefix, q, T_k, n_head, dtype, doc=None, mask=None):
+    """-> attend(q (B, H, T_q, D), k, v (B, H, T_k, D)) -> (B, H, T_q, D), for all blocks of a forward pass. Each equals
+    attend_dense under can_attend, or under mask. q: positions of the queries (T_q,)."""
+    cuda = q.device.type == "cuda"
+    is_uniform = isinstance(prefix, int) and doc is None and mask is None
+    is_causal = is_uniform and prefix == 0 and len(q) == T_k
+    if cuda and is_causal:
+        return functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    if mask is not None:
+        allowed = mask[:, None]                 # (B or 1, 1, T_q, T_k)
+    elif is_uniform and prefix >= T_k:
+        allowed = None                          # every key
+    else:
+        allowed = dense_mask(prefix, q, T_k, doc)
+    if cuda or len(q) < T_k:
+        return functools.partial(F.scaled_dot_product_attention, attn_mask=allowed)
+    if allowed is None:
+        bias = torch.zeros(1, 1, 1, dtype=dtype, device=q.device)
+    else:
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=q.device).masked_fill(~allowed, -torch.inf)
+        heads = n_head if len(bias) > 1 else 1
+        bias = bias.expand(-1, heads, -1, -1).flatten(0, 1)     # (1 or B H, T_q, T_k)
+    halves = is_causal and T_k > HALVE_ABOVE
+    return functools.partial(attend_causal_halves if halves else attend_dense, bias=bias)
+
+
 def attend_dense(q, k, v, bias):  # q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
-    """softmax(q k^T / sqrt(D) + bias) v. bias (1 or B H, T_q, T_k): 0 where a query may attend, else -inf.
-    Faster versions of attention are at the end of this file."""
+    """softmax(q k^T / sqrt(D) + bias) v. bias (1 or B H, T_q, T_k): 0 where a query may attend, else -inf. On a CPU its
+    backward pass is faster than that of scaled_dot_product_attention."""
     # one kernel computes the product, the scale and the bias
     att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5)
     return (att.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])            # att (B H, T_q, T_k)
 
 
-# ---- blocks
+def attend_causal_halves(q, k, v, bias):  # = attend_dense, of causal rows
+    """The first half of the queries never reads the second half of the keys, which skips a quarter of the scores.
+    More pieces are slower up to 1,024 positions: backward, each adds to the gradients of all its keys."""
+    h = q.size(2) // 2
+    first = attend_dense(q[:, :, :h], k[:, :, :h], v[:, :, :h], bias[:, :h, :h])
+    second = attend_dense(q[:, :, h:], k, v, bias[:, h:])
+    return torch.cat((first, second), dim=2)
 
+
+# ---- blocks
 def norm(x):  # (..., C) -> (..., C) with mean 0 and variance 1
     return F.layer_norm(x, (x.size(-1),))       # one kernel on the CPU, where F.rms_norm takes eight
 
@@ -103,11 +135,8 @@ class StackedLinear(nn.Module):
         super().__init__()
         weight = torch.zeros(stack, n_out, n_in) if zero else torch.randn(stack, n_out, n_in) * n_in ** -0.5
         self.weight = nn.Parameter(weight)
-        self.prepacked_weight = None            # see prepack_weights
 
     def forward(self, x):  # (..., n_in) -> (..., stack * n_out)
-        if self.prepacked_weight is not None and not torch.compiler.is_compiling():
-            return torch.ops.mkldnn._linear_pointwise(x, self.prepacked_weight, None, "none", [], "")
         return F.linear(x, self.weight.flatten(0, 1).to(x.dtype))
 
 
@@ -115,8 +144,7 @@ class Block(nn.Module):
     """Attention, then an MLP, each added to the residual stream.
 
     A block of your own must mask only through `attend`, keep x's dtype, and with a cache pass its new keys and
-    values to `append_kv` and attend over what that returns (with a StaticCache unused slots too, which `attend`
-    hides)."""
+    values to `append_kv` and attend over what that returns, empty slots too, which `attend` hides."""
 
     def __init__(self, config):
         super().__init__()
@@ -146,25 +174,27 @@ class Block(nn.Module):
 def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, mask=None, ngrams=None):
     """x (B, T, C) -> (B, T, C). prefix, doc, positions, mask: as in Transformer.forward. ngrams: embeddings
     (B, T, C) and one gain (C,) a block; their product is added to each block's input."""
-    B, T, _ = x.shape
-    q = torch.arange(T, device=x.device) if cache is None else cache.positions(T)                   # (T,)
-    T_k = T if cache is None else cache.n_keys(T)
-    attend = choose_attention(prefix, q, T_k, B, config, x.dtype, doc, cache, mask)
+    T = x.size(1)
+    q = torch.arange(T, device=x.device)                                            # (T,): positions
+    T_k = T
+    if cache is not None:
+        q = q + cache.length
+        T_k = cache.k[0].size(2)
+    attend = choose_attention(prefix, q, T_k, config.n_head, x.dtype, doc, mask)
     positions = q if positions is None else positions[:, None]                      # (B, 1, T): all heads alike
     cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype, config.attn_scale)
     for i, block in enumerate(blocks):
         if ngrams is not None:
             e, gains = ngrams
             x = x + e * gains[i]
-        append_kv = None if cache is None else functools.partial(cache.update, i, q)
+        append_kv = None if cache is None else functools.partial(cache.append_kv, i, q)
         x = block(x, cos, sin, attend, append_kv)
     if cache is not None:
-        cache.advance(T)
+        cache.length += T
     return x
 
 
 # ---- the input of the first block
-
 def context_ids(idx, previous, doc=None):  # ids (B, T), the W - 1 before them (B, W - 1) -> (B, T, W)
     """The last W ids at each position, its own first. EOT (0) stands for what lies before the row or, with document
     ids, in another document. Every layer outside of attention that mixes positions reads these ids. They look back
@@ -199,42 +229,51 @@ def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): table row of each
     return (code ^ (code >> 32)) % rows + first_row
 
 
-class NgramLookups(NamedTuple):
-    """The lookups of one training step in the n-gram table."""
-    scale: torch.Tensor                         # (B, T, N): factor of each lookup, 0 where it is dropped
-    row: torch.Tensor                           # (B, T, N): rows that were looked up, written by the model
-    delta: torch.Tensor                         # (B, T, N, NGRAM_DIM): zeros added to them, to receive their gradient
+def hash_uniform(key, seed):  # keys (...), 0-D -> (...) in [0, 1): random numbers that need no generator
+    x = key * HASH_MULTIPLIER + seed
+    for _ in range(2):                          # after one round, seeds would still give shifted copies
+        x = (x ^ (x >> 32)) * HASH_MULTIPLIER
+    return (x >> 40 & 0xFFFFFF) / 2 ** 24
+
+
+@torch.compiler.disable                         # it takes no sparse gradient
+def look_up(table, row):
+    return F.embedding(row, table, sparse=True)
 
 
 class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, DeepSeek-AI 2026): for each
     length one row of a table, then one matrix over all lengths. Rows start at zero. Sentinels and separators stand
-    between unrelated pieces of text, so an n-gram that holds one counts as zero. The table takes no gradient, which
-    would be as large as the table: train.ngram_step updates only the rows in NgramLookups. gain: each block's
-    weights for the embeddings that are added to its input."""
+    between unrelated pieces of text, so an n-gram that holds one counts as zero. Training drops a share of the lookups,
+    as dropout does; which, depends on row, position and seed alone. The table's gradient is sparse: it holds the
+    gradient of each lookup, which train.ngram_step applies. gain: each block's weights for the embeddings that are
+    added to its input."""
 
     def __init__(self, config):
         super().__init__()
         self.rows = config.ngram_rows
-        table = torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM)
-        self.table = nn.Parameter(table, requires_grad=False)                       # (N R, NGRAM_DIM)
+        self.table = nn.Parameter(torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))  # (N R, NGRAM_DIM)
         self.proj = StackedLinear(len(NGRAMS) * NGRAM_DIM, config.n_embd)
         self.gain = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
+        # set by every training step: share of the lookups that it drops, and its seed
+        self.register_buffer("drop", torch.zeros(()), persistent=False)
+        self.register_buffer("seed", torch.zeros((), dtype=torch.long), persistent=False)
 
-    def forward(self, context, dtype, lookups=None):  # ids (B, T, W) -> (B, T, C)
+    def forward(self, context, dtype):  # ids (B, T, W) -> (B, T, C)
         row = hash_ngrams(context, self.rows)                                       # (B, T, N)
         largest_id = context.cummax(dim=2).values                                   # of the last 1, 2, ... ids
         scale = torch.stack([largest_id[..., n - 1] for n in NGRAMS], dim=2) < NGRAM_IDS            # (B, T, N)
-        x = F.embedding(row, self.table)                                            # (B, T, N, NGRAM_DIM)
-        if lookups is not None:
-            lookups.row.copy_(row)
-            x = x + lookups.delta
-            scale = scale * lookups.scale
+        if self.training:
+            place = torch.arange(row.size(1), device=row.device)[:, None]
+            u = hash_uniform(row * row.size(1) + place, self.seed)
+            scale = scale * (u >= self.drop) / (1 - self.drop)
+            x = look_up(self.table, row)                                            # (B, T, N, NGRAM_DIM)
+        else:
+            x = F.embedding(row, self.table)
         return self.proj((x * scale[..., None]).flatten(2).to(dtype))
 
 
 # ---- the network
-
 class Transformer(nn.Module):
     """dtype: of the activations. Weights, logits and losses are float32. heads: modules that an objective needs
     beyond the byte head, by name."""
@@ -254,184 +293,54 @@ class Transformer(nn.Module):
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
         self.heads = nn.ModuleDict()
 
-    def forward(self, idx, prefix=0, doc=None, cache=None, positions=None, lookups=None, mask=None, inputs_embeds=None):
+    def forward(self, idx, prefix=0, doc=None, cache=None, positions=None, mask=None):
         """idx (B, T) -> hidden states (B, T, C), normalized.
 
         prefix: the first `prefix` positions attend to each other both ways; an int (0 causal, T bidirectional) or
         one for each row (B,). doc: document ids (B, T); attention stays inside a document. mask: in place of both
         in attention, any (B or 1, T, T) bool, True where a query may attend. positions: for RoPE (B, T), where they
-        are not 0, 1, 2, ... cache: a Cache or StaticCache, which idx continues. lookups: trains the n-gram table.
-        inputs_embeds: (B, T, C) in place of the embeddings of idx, which may then be None."""
-        x = inputs_embeds
-        ngrams = None
-        if inputs_embeds is None:
-            x, ngrams = self.embed_ids(idx, doc, cache, lookups)
-        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, doc, cache, positions, mask, ngrams))
-
-    def embed_ids(self, idx, doc=None, cache=None, lookups=None):
-        """idx (B, T) -> (B, T, C), and what run_blocks takes as ngrams."""
+        are not 0, 1, 2, ... cache: a Cache, which idx continues; it takes no doc and no mask."""
         previous = idx.new_zeros(len(idx), CONTEXT_WIDTH - 1) if cache is None else cache.append_ids(idx)
         context = context_ids(idx, previous, doc)                                   # (B, T, W)
         x = causal_conv(context, self.embed.weight, self.conv_weight).to(self.dtype)
-        if self.ngrams is None:
-            return x, None
-        e = self.ngrams(context, self.dtype, lookups)                               # (B, T, C)
-        return x + e, (norm(e), self.ngrams.gain.to(self.dtype).unbind())
+        ngrams = None
+        if self.ngrams is not None:
+            e = self.ngrams(context, self.dtype)                                    # (B, T, C)
+            x = x + e
+            ngrams = norm(e), self.ngrams.gain.to(self.dtype).unbind()
+        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, doc, cache, positions, mask, ngrams))
 
     def logits(self, h):  # hidden (..., C) -> (..., n_outputs) float32
         return self.head(h).float()
 
 
 # ---- KV cache
-
 class Cache:
     """Keys and values of the positions so far in every layer, and their ids, which the inputs of the next positions
-    depend on. It has space for T positions of B rows. n_layer: number of layers, by default the model's."""
+    depend on. It has space for T positions of B rows. To forget the last n positions: cache.length -= n.
 
-    def __init__(self, model, B, T, n_layer=None):
-        config = model.config
-        device = model.embed.weight.device
-        L = n_layer or config.n_layer
-        shape = B, config.n_head, T, config.n_embd // config.n_head                 # (B, H, T, D), each layer
-        self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
-        self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(L)]
-        self.ids = torch.zeros(B, CONTEXT_WIDTH - 1 + T, dtype=torch.long, device=device)       # EOT before the first
-        self.length = 0
-
-    def positions(self, T):  # -> (T,): of the next T ids
-        return self.length + torch.arange(T, device=self.k[0].device)
-
-    def n_keys(self, T):  # -> number of keys that the next T queries are given
-        return self.length + T
-
-    def update(self, i, positions, k, v):  # layer i's new keys and values -> all of them (B, H, T_k, D)
-        end = self.length + k.size(2)
-        assert end <= self.k[i].size(2), f"the cache has space for {self.k[i].size(2)} positions, not {end}"
-        self.k[i][:, :, self.length:end] = k
-        self.v[i][:, :, self.length:end] = v
-        return self.k[i][:, :, :end], self.v[i][:, :, :end]
-
-    def append_ids(self, idx):  # the next ids (B, T) -> the W - 1 before them (B, W - 1)
-        start = self.length + CONTEXT_WIDTH - 1
-        self.ids[:, start:start + idx.size(1)] = idx
-        return self.ids[:, self.length:start]
-
-    def advance(self, n):
-        self.length += n
-
-    def rewind(self, n):  # forgets the last n positions
-        self.length -= n
-
-
-class StaticCache(Cache):
-    """A Cache whose length is a tensor on the device. Every query is given all T positions and masks those that are
-    not filled: no shape depends on the length, so a decoding step can be compiled and captured."""
+    The length is a tensor on the device, and every query is given all T slots, of which the mask hides those that are
+    empty. So no shape depends on the length, and a decoding step can be compiled and captured."""
 
     def __init__(self, model, B, T):
-        super().__init__(model, B, T)
-        # += and -= change it in place: a captured step reads its address
-        self.length = torch.zeros((), dtype=torch.long, device=self.k[0].device)
+        config = model.config
+        device = model.embed.weight.device
+        shape = B, config.n_head, T, config.n_embd // config.n_head                 # (B, H, T, D), each layer
+        self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(config.n_layer)]
+        self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(config.n_layer)]
+        self.ids = torch.zeros(B, CONTEXT_WIDTH - 1 + T, dtype=torch.long, device=device)       # EOT before the first
+        self.length = torch.zeros((), dtype=torch.long, device=device)              # changed in place alone
 
-    def n_keys(self, T):
-        return self.k[0].size(2)
-
-    def update(self, i, positions, k, v):
+    def append_kv(self, i, positions, k, v):  # layer i's new keys and values -> all of them (B, H, T, D)
         return self.k[i].index_copy_(2, positions, k), self.v[i].index_copy_(2, positions, v)
 
-    def append_ids(self, idx):
-        self.ids.index_copy_(1, self.positions(idx.size(1)) + CONTEXT_WIDTH - 1, idx)
-        return self.ids.index_select(1, self.positions(CONTEXT_WIDTH - 1))
+    def append_ids(self, idx):  # the next ids (B, T) -> the W - 1 before them (B, W - 1)
+        i = self.length + torch.arange(CONTEXT_WIDTH - 1 + idx.size(1), device=idx.device)
+        self.ids.index_copy_(1, i[CONTEXT_WIDTH - 1:], idx)
+        return self.ids.index_select(1, i[:CONTEXT_WIDTH - 1])
 
 
-# ---- faster versions for each device, and what each equals
-
-HALVE_ABOVE = 128                               # causal rows of more positions are attended in two halves
-# FlexAttention compiles with Triton and a C compiler, which small images lack
-COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-TRITON = bool(COMPILER and importlib.util.find_spec("triton"))
-
-
-def choose_attention(prefix, q, T_k, B, config, dtype, doc=None, cache=None, mask=None):
-    """-> attend(q (B, H, T_q, D), k, v (B, H, T_k, D)) -> (B, H, T_q, D), for all blocks of a forward pass.
-
-    All of these equal attend_dense under can_attend, or under mask. q: positions of the queries (T_q,), which are
-    the last of the T_k keys unless the cache is static."""
-    T_q, H = len(q), config.n_head
-    cuda = q.device.type == "cuda"
-    is_uniform = isinstance(prefix, int) and (prefix == 0 or prefix >= T_k)         # all causal or all bidirectional
-    if cuda and doc is not None:                # FlexAttention masks documents and prefixes together
-        is_uniform = False
-    if isinstance(prefix, int) and not is_uniform:
-        prefix = torch.full((B,), prefix, device=q.device)
-    assert is_uniform or prefix.shape == (B,), prefix
-    causal = is_uniform and prefix == 0 and mask is None
-    if cuda and causal and cache is None:
-        return functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    flex = cuda and TRITON and torch.is_grad_enabled() and cache is None and 16 <= config.n_embd // H <= 256
-    if flex and not is_uniform and mask is None:
-        return functools.partial(flex_attention(), block_mask=block_mask(prefix, T_q, doc))
-
-    allowed = None                              # (B or 1, 1, T_q, T_k); None where every key may be attended to
-    last_query = T_q == 1 and not isinstance(cache, StaticCache)                    # no key lies after it
-    hides_keys = causal and not last_query
-    if mask is not None:
-        allowed = mask[:, None]
-    elif not is_uniform:
-        allowed = dense_mask(prefix, q, T_k, doc)
-    elif doc is not None or hides_keys:
-        allowed = dense_mask(torch.full((1,), prefix, device=q.device), q, T_k, doc)
-    if T_q == 1 and not cuda:
-        return functools.partial(attend_single_query, allowed=allowed)
-    if T_q < T_k or cuda:
-        return functools.partial(F.scaled_dot_product_attention, attn_mask=allowed)
-    if allowed is None:
-        return functools.partial(attend_dense, bias=torch.zeros(1, 1, 1, dtype=dtype, device=q.device))
-    bias = torch.zeros(allowed.shape, dtype=dtype, device=q.device).masked_fill(~allowed, -torch.inf)
-    bias = bias[0] if len(allowed) == 1 else bias.expand(-1, H, -1, -1).flatten(0, 1)           # (1 or B H, T_q, T_k)
-    halves = causal and T_q > HALVE_ABOVE
-    return functools.partial(attend_causal_halves if halves else attend_dense, bias=bias)
-
-
-def attend_causal_halves(q, k, v, bias):  # = attend_dense, of causal rows
-    """The first half of the queries never reads the second half of the keys, which skips a quarter of the scores.
-    More pieces skip more, but are slower up to 1,024 positions: backward, each adds to the gradients of all its
-    keys."""
-    h = q.size(2) // 2
-    first = attend_dense(q[:, :, :h], k[:, :, :h], v[:, :, :h], bias[:, :h, :h])
-    second = attend_dense(q[:, :, h:], k, v, bias[:, h:])
-    return torch.cat((first, second), dim=2)
-
-
-def attend_single_query(q, k, v, allowed):  # = attend_dense, of T_q = 1
-    """Elementwise sums are faster than matmuls with one row."""
-    att = (q * k).sum(-1, dtype=torch.float32) * q.size(-1) ** -0.5                 # (B, H, T_k)
-    if allowed is not None:
-        att = att.masked_fill(~allowed[:, :, 0], -torch.inf)
-    return (att.softmax(-1)[..., None].to(v.dtype) * v).sum(2, keepdim=True)
-
-
-def block_mask(prefix, T, doc=None):  # prefix (B,) -> BlockMask for FlexAttention, made from can_attend
-    from torch.nn.attention.flex_attention import create_block_mask  # here: its import takes a third of a second
-
-    def rule(b, h, q, k):
-        if doc is None:
-            return can_attend(q, k, prefix[b])
-        return can_attend(q, k, prefix[b], doc[b, q], doc[b, k])
-    return create_block_mask(rule, len(prefix), None, T, T, device=prefix.device)
-
-
-def flex_attention():
-    """FlexAttention is one kernel only when it is compiled, alone or with what is around it; eager, it writes out all
-    scores."""
-    from torch.nn.attention.flex_attention import flex_attention
-    return flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-
-
-@functools.cache
-def compiled(f):
-    return torch.compile(f, dynamic=False)
-
-
+# ---- a faster version
 class SquaredReLU(torch.autograd.Function):
     """= F.relu(x).square(). Its gradient takes two passes over memory, where autograd's takes four. It has no second
     derivative."""
@@ -446,16 +355,3 @@ class SquaredReLU(torch.autograd.Function):
     def backward(ctx, grad):
         [r] = ctx.saved_tensors
         return (grad * r).mul_(2)
-
-
-def prepack_weights(module):
-    """For decoding in bfloat16 on a CPU: keeps a second copy of every matrix in oneDNN's own memory layout. A product
-    with a single row, which is all that a decoding step consists of, then takes half the time."""
-    for layer in [m for m in module.modules() if isinstance(m, StackedLinear)]:
-        if layer.weight.dtype != torch.bfloat16 or layer.weight.device.type != "cpu":
-            continue
-        weight = layer.weight.detach().flatten(0, 1)
-        try:
-            layer.prepacked_weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        except (AttributeError, RuntimeError):                  # a build of torch without oneDNN
-            return

@@ -1,7 +1,7 @@
 """Every pre-training objective: how clean windows become a batch, and how a batch becomes a loss.
 
 B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V outputs of the byte
-head; k chosen positions, S spans, N noise bytes, L bytes of a text, of which m are present
+head, W ids in a row before it is packed; k chosen positions, S spans, N noise bytes, L bytes of a text
 
 An objective is a few functions and, below them, one Objective, whose fields are described where they are declared.
 hp holds every setting, as run.get_config returns them.
@@ -12,8 +12,9 @@ B rows. `corrupt` draws from its generator g alone and has static shapes: no loo
 the device. Where papers draw each position by itself, the counts here are exact (k masked bytes, S spans of N bytes
 in a full row), so that no row is without a target.
 
-A loss returns sums, `terms` the counts: the total is the sum over terms of coefficient * sum / count, over the whole
-global batch. A mean of micro-batch means would give targets unequal weights.
+A loss may have several terms, such as a generator's and a discriminator's. The function `loss` returns their sums,
+the function `terms` their counts: the total is the sum over terms of coefficient * sum / count, over the whole global
+batch. A mean of micro-batch means would give targets unequal weights.
 """
 import dataclasses
 import difflib
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
 from data import Flag, fail
-from model import Block, Cache, StackedLinear, Transformer, norm, run_blocks
+from model import Block, StackedLinear, Transformer, norm, run_blocks
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -35,100 +36,146 @@ N_BYTES = 256
 EVAL_ROWS = 32                                  # rows of a validation batch, whatever the batch size
 
 
-# ---- building blocks: random numbers
-
-def random_positions(B, T, k, g):  # -> (B, k) long: k distinct positions of each row, all subsets equally likely
-    return torch.rand(B, T, generator=g, device=g.device).topk(k, dim=1).indices
-
-
-def random_composition(B, m, k, g):  # -> (B, k) long: positive parts that add up to m, all equally likely
-    cuts = random_positions(B, m - 1, k - 1, g).sort(dim=1).values + 1              # k - 1 of the m - 1 places
-    return F.pad(F.pad(cuts, (1, 0)), (0, 1), value=m).diff(dim=1)
-
-
-def stratified(B, g):  # -> (B,) in [0, 1): one number from each B-th of the range, in random order
-    order = torch.rand(B, generator=g, device=g.device).argsort()
-    return (order + torch.rand(B, generator=g, device=g.device)) / B
+# ---- what a model is used for: each mode of sample.py asks for one of these
+@dataclass(frozen=True)
+class Continue:
+    """Continues a prompt."""
+    mode = "continue"
+    both_ways: bool = False                     # is the prompt read both ways?
+    before: tuple = ()                          # ids before the prompt
+    after: tuple = ()                           # ids after it
+    drafter: Callable | None = None             # (hp) -> None, or a function that sample.generate_drafted drafts with:
+    # (model, states (m, C)) -> logits (m, k, V) of the k bytes after the next
 
 
-def random_lengths(B, low, high, g, full=0.5):  # -> (B, 1) long: high in a share `full` of the rows, else low..high
-    """If every row were full, EOT would always stand at the same position, and the model would never learn to stop
-    early."""
-    u = torch.rand(2, B, 1, generator=g, device=g.device)
-    return torch.where(u[0] < full, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
+@dataclass(frozen=True)
+class Fill:
+    """Fills MASKs in a text."""
+    mode = "fill"
+    before: tuple = ()                          # ids before the text
+    after: tuple = ()                           # ids after it
+    shift: int = 0                              # 1: a byte is predicted one position earlier, as by clm; 0: in place
+    orders: tuple = ("confident", "left")       # of sample.unmask; the first is the default
+    trained_at_any_rate: bool = False           # at every share of MASKs, so that it can write a whole text
 
 
-def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, never a special id
-    return torch.randint(1, N_BYTES, shape, generator=g, device=g.device)
+@dataclass(frozen=True)
+class Infill:
+    """Writes what belongs in holes of unknown length. prompt(pieces, m, hp) -> (ids up to the first answer, length of
+    their prefix); pieces: the texts around the holes, m: bytes expected in a hole."""
+    mode = "infill"
+    prompt: Callable
+    stop_ids: tuple                             # the id that ends the answer for each hole: so many holes at most
 
 
-def inverse_cdf(p, u):  # p (..., M) of any positive sum, u (...) in [0, 1) -> index (...), sampled from p
-    cdf = p.cumsum(-1)
-    return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
+@dataclass(frozen=True)
+class Repair:
+    """Writes the clean text of a noisy one, in rows of seq2seq."""
+    mode = "repair"
+    max_bytes: Callable | None = None           # (hp) -> bytes that are repaired at once; None: as many as fit a row
 
 
-def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row are smaller
-    return key.argsort(dim=1).argsort(dim=1)    # the second argsort inverts the first
+@dataclass(frozen=True)
+class Predict:
+    """Answers the question of one mode:
+
+        mark     (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
+        follow   (model, first ids, second ids, hp) -> log-odds (0-D) that the second text follows the first
+        search   (model, x (B, n)) -> embeddings (B, C) of length 1, alike for similar texts
+        seam     (model, x (B, T)) -> scores (B, T) of the positions: where did a rotated text begin?
+    """
+    mode: str
+    predict: Callable
 
 
-def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest remainder
-    shares = [w / sum(weights) * total for w in weights]
-    rows = [int(share) for share in shares]
-    by_remainder = sorted(range(len(rows)), key=lambda i: rows[i] - shares[i])
-    for i in by_remainder[:total - sum(rows)]:
-        rows[i] += 1
-    return rows
+def find_use(objective, mode):  # -> the objective's use of that mode, or None
+    return next((use for use in objective.uses if use.mode == mode), None)
 
 
-# ---- building blocks: the layout of rows
-
-def constant_column(x, value):  # -> (B, 1) of one id
-    return x.new_full((x.size(0), 1), value)
-
-
-def pack_left(ids, keep, T):  # ids, keep (B, W) -> (B, T): the kept ids moved to the left, PAD after them
-    column = torch.where(keep, keep.cumsum(1) - 1, T).clamp(max=T)                  # dropped ids go to column T
-    return ids.new_full((ids.size(0), T + 1), PAD).scatter(1, column, ids)[:, :T]
+# ---- an objective
+def shifted_window(T, hp):  # n_bytes of objectives that predict the next byte
+    return T + 1
 
 
-def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W), (B, W2) -> batch of (B, T)
-    """One prefix row in place of an encoder and a decoder: [mode] source SEP target EOT PAD.
-
-    Source and SEP attend both ways; each position from SEP on predicts the next id, up to EOT."""
-    sep = constant_column(source, SEP)
-    eot = constant_column(source, EOT)
-    is_kept = torch.ones_like(sep, dtype=torch.bool)
-    if mode is not None:
-        source = torch.cat((constant_column(source, mode), source), dim=1)
-        keep = torch.cat((is_kept, keep), dim=1)
-    P = keep.sum(1) + 1                                                             # positions up to SEP
-    end = P + keep_target.sum(1)                                                    # the position of EOT
-    ids = torch.cat((source, sep, target, eot), dim=1)
-    z = pack_left(ids, torch.cat((keep, is_kept, keep_target, is_kept), dim=1), T + 1)
-    i = torch.arange(T, device=z.device)
-    has_loss = (i >= P[:, None] - 1) & (i < end[:, None])
-    return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
+def aligned_window(T, hp):  # n_bytes of objectives that predict bytes in place
+    return T
 
 
-def mask_bytes(x, positions, g, masked=0.8, random=0.1):
-    """x (B, T), positions (B, k) -> noisy (B, T), targets (B, T) with IGNORE_INDEX. Of the bytes at these positions a
-    share becomes MASK, another a random byte, the rest stays; all are targets."""
-    clean = x.gather(1, positions)                                                  # (B, k)
-    u = torch.rand(positions.shape, generator=g, device=g.device)
-    noise = random_bytes(positions.shape, g).where(u < masked + random, clean)
-    noise = noise.masked_fill(u < masked, MASK)
-    return x.scatter(1, positions, noise), torch.full_like(x, IGNORE_INDEX).scatter(1, positions, clean)
+def no_heads(config, hp):
+    return {}
 
 
-# ---- building blocks: losses
+def token_terms(batch, hp):
+    return {"nll": (count_token_targets(batch), 1.0)}
 
-def cross_entropy_sum(logits, tgt):  # logits (..., V), tgt (...) -> nats, summed over positions with a target
-    return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+def token_loss(model, batch, hp):
+    """Cross-entropy of the byte head at every position with a target, in nats."""
+    h = hidden_states(model, batch)                                                 # (B, T, C)
+    nll, _ = target_nll(model, h, batch["tgt"])
+    return {"nll": nll.sum()}
+
+
+@dataclass(frozen=True)
+class Objective:
+    name: str
+    corrupt: Callable                           # (x (B, n), g, hp) -> batch
+    help: str                                   # for --help: what is predicted from what
+    use_help: str                               # and what the model is used for
+    attention: str                              # in words: causal, bidirectional, prefix or both
+
+    # training
+    # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on settings that allow no row
+    n_bytes: Callable = shifted_window
+    heads: Callable = no_heads                  # (config, hp) -> {name: module} beyond the byte head, in model.heads
+    terms: Callable = token_terms               # (batch, hp) -> {term: (count, coefficient)}, before the forward pass
+    # (model, batch, hp) -> {term: sum}, in nats; metrics have coefficient 0. A term named "nll" is of the byte head,
+    # and its mean is also printed as perplexity
+    loss: Callable = token_loss
+    n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
+    flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
+    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
+    single_document: bool = False               # prefers windows without a NUL inside
+    supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
+    positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, where they are not 0, 1, 2, ...
+    # (batch) -> positions with loss, where the counts of terms are of something else: mdlm's are of all bytes
+    count_targets: Callable | None = None
+
+    # evaluation
+    # bits per byte: "loss" (its loss / ln 2, as clm's), "causal" (its loss on clm's rows, as fim's), "bound" (its loss
+    # / ln 2 is an upper bound, as mdlm's), None where it defines none
+    bpb: str | None = None
+    nelbo: Callable | None = None               # (model, batch, hp) -> (B,) upper bound on a row's -log p(x), in nats
+    compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
+    is_random: bool = True                      # corrupt draws random numbers
+    target_hidden: bool = True                  # no input holds the target of a position, but for what BERT leaves
+
+    # use: the first is sample.py's mode
+    uses: tuple = ()
+
+
+OBJECTIVES = {}                                 # name: Objective, in the order of this file
+
+
+# ---- clm: causal language modeling
+def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
+    """Causal language modeling: each byte from those before it (Radford et al. 2018).
+
+        inp   t h e   c a      attention: causal
+        tgt   h e   c a t      loss at all T positions
+    """
+    return dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0)
+
+
+def hidden_states(model, batch):  # -> (B, T, C)
+    """The model's states of a batch, under its prefix (or mask), documents and positions."""
+    return model(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"),
+                 mask=batch.get("mask"))
 
 
 def select_targets(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), rows (N,)
-    """Keeps only positions with a target, since no other needs logits. On a GPU it keeps all: their number depends on
-    the data, and reading it would stall the device. A compiler needs constant shapes and keeps all, too."""
+    """On a CPU only positions with a target, since no other needs logits. On a GPU all positions: the number with a
+    target depends on the data, and reading it would stall the device. A compiler needs constant shapes, too."""
     row = torch.arange(len(tgt), device=tgt.device).repeat_interleave(tgt.size(1))
     h = h.flatten(0, 1)
     tgt = tgt.flatten()
@@ -143,195 +190,8 @@ def target_nll(model, h, tgt):  # states (B, T, C), tgt (B, T) -> (N,) nats of t
     return F.cross_entropy(model.logits(h), tgt, ignore_index=IGNORE_INDEX, reduction="none"), row
 
 
-def bce_sum(logits, labels):  # logits, labels (...) of 0 and 1 -> nats, summed
-    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
-
-
 def count_token_targets(batch):
     return (batch["tgt"] != IGNORE_INDEX).sum()
-
-
-def token_terms(batch, hp):
-    return {"nll": (count_token_targets(batch), 1.0)}
-
-
-def hidden_states(model, batch):  # -> (B, T, C)
-    """The model's states of a batch: under its prefix (or mask), documents and positions. Also passes on the n-gram
-    lookups, without which a training step does not train the n-gram table."""
-    return model(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"),
-                 lookups=batch.get("lookups"), mask=batch.get("mask"))
-
-
-def token_loss(model, batch, hp):
-    """Cross-entropy of the byte head at every position with a target, in nats."""
-    h = hidden_states(model, batch)                                                 # (B, T, C)
-    nll, _ = target_nll(model, h, batch["tgt"])
-    return {"nll": nll.sum()}
-
-
-def evaluating():  # training skips metrics that cost time
-    return not torch.is_grad_enabled()
-
-
-def scalar_head(C):  # one number for each state; starts at zero, so that an untrained model is at chance
-    layer = nn.Linear(C, 1)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-# ---- what a model is used for: each mode of sample.py asks for one of these
-
-def always(hp):  # is_trained(hp): False where the settings do not train a use, such as fim's Infill at fim_rate 0
-    return True
-
-
-@dataclass(frozen=True)
-class Continue:
-    """Continues a prompt."""
-    both_ways: bool = False                     # is the prompt read both ways?
-    before: tuple = ()                          # ids before the prompt
-    after: tuple = ()                           # ids after it
-    is_trained: Callable = always
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Fills MASKs in a text."""
-    before: tuple = ()                          # ids before the text
-    after: tuple = ()                           # ids after it
-    shift: int = 0                              # byte i is predicted at its position - shift
-    is_trained: Callable = always
-    orders: tuple = ("confident", "left", "revise")             # of sample.unmask; the first is the default
-    trained_at_any_rate: bool = False           # at every share of MASKs, so that it can write a whole text
-
-
-@dataclass(frozen=True)
-class Infill:
-    """Writes what belongs in holes of unknown length. prompt(pieces, m, hp) -> (ids up to the first answer, length of
-    their prefix); m: bytes expected in a hole."""
-    prompt: Callable
-    stop_ids: tuple                             # the id that ends the answer for each hole: so many holes at most
-    is_trained: Callable = always
-
-
-def no_limit(hp):
-    return None
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Writes the clean text of a noisy one."""
-    in_place: bool = False                      # in one pass, position by position; else rows are laid out by seq2seq
-    max_bytes: Callable = no_limit              # (hp) -> bytes that are repaired at once; None: as many as fit a row
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Marks suspicious bytes. predict(model, x (B, T)) -> log-odds (B, T) that a byte is wrong."""
-    predict: Callable
-
-
-@dataclass(frozen=True)
-class Follow:
-    """Judges whether one text follows another. predict(model, first ids, second ids, hp) -> log-odds (0-D)."""
-    predict: Callable
-
-
-@dataclass(frozen=True)
-class Search:
-    """Finds similar texts. embed(model, x (B, n)) -> (B, C) of length 1."""
-    embed: Callable
-
-
-@dataclass(frozen=True)
-class Seam:
-    """Finds where a rotated text was cut. predict(model, x (B, T)) -> scores (B, T) of the positions."""
-    predict: Callable
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Drafts bytes that sample.speculate verifies. make_drafter(model, hp) -> a drafter, or None; see
-    ParallelDrafter."""
-    make_drafter: Callable
-
-
-def find_use(objective, kind):  # -> the objective's use of that class, or None
-    return next((use for use in objective.uses if isinstance(use, kind)), None)
-
-
-def trained_use(objective, kind, hp):  # kind: Continue, Fill or Infill -> None where the settings do not train it
-    use = find_use(objective, kind)
-    return use if use and use.is_trained(hp) else None
-
-
-# ---- an objective
-
-def shifted_window(T, hp):  # n_bytes of objectives that predict the next byte
-    return T + 1
-
-
-def aligned_window(T, hp):  # n_bytes of objectives that predict bytes in place
-    return T
-
-
-def no_heads(config, hp):
-    return {}
-
-
-def default_positions(ids, P, hp):              # 0, 1, 2, ...
-    return None
-
-
-@dataclass(frozen=True)
-class Objective:
-    name: str
-    corrupt: Callable                           # (x (B, n), g, hp) -> batch
-    help: str                                   # for --help: what is predicted from what
-    use_help: str                               # and what the model is used for
-    attention: str                              # in words: causal, bidirectional, prefix or both
-
-    # training
-    n_bytes: Callable = shifted_window          # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on
-    # settings that allow no row
-    heads: Callable = no_heads                  # (config, hp) -> {name: module} beyond the byte head, in model.heads
-    terms: Callable = token_terms               # (batch, hp) -> {term: (count, coefficient)}, before the forward pass
-    loss: Callable = token_loss                 # (model, batch, hp) -> {term: sum}, in nats; metrics have coefficient 0
-    # a term named "nll" is of the byte head, and its mean is also printed as perplexity
-    n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
-    flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
-    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
-    single_document: object = False             # prefers windows without a NUL inside; a mixture: one bool a row
-    supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
-    positions: Callable = default_positions     # (ids, P (B,), hp) -> (B, T) for RoPE, None where they are 0, 1, 2, ...
-    count_targets: Callable | None = None       # (batch) -> positions with loss, where terms count something else
-    members: tuple = ()                         # of a mixture: (weight, objective) each
-
-    # evaluation
-    # where bits per byte come from: its own "loss", clm's "causal" rows, or a "bound"; None: undefined
-    bpb: str | None = None
-    nelbo: Callable | None = None               # (model, batch, hp) -> (B,) upper bound on a row's -log p(x), in nats
-    compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
-    is_random: bool = True                      # corrupt draws random numbers
-    target_hidden: bool = True                  # no input holds the byte that a position predicts
-
-    # use: the first is sample.py's mode
-    uses: tuple = ()
-
-
-OBJECTIVES = {}                                 # name: Objective, in the order of this file
-
-
-# ---- clm: causal language modeling
-
-def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
-    """Causal language modeling: each byte from those before it (Radford et al. 2018).
-
-        inp   t h e   c a      attention: causal
-        tgt   h e   c a t      loss at all T positions
-    """
-    return dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0)
 
 
 OBJECTIVES["clm"] = Objective(
@@ -341,7 +201,6 @@ CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per 
 
 
 # ---- mlm: masked language modeling
-
 def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
     """Masked language modeling: masked bytes from the unmasked ones (BERT, Devlin et al. 2019).
 
@@ -358,29 +217,35 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
     return dict(inp=inp, tgt=tgt, prefix=T)
 
 
-def mlm_bytes(T, hp):
-    if hp.mask_token + hp.mask_random > 1 + 1e-9:
-        fail(f"--mask_token {hp.mask_token:g} --mask_random {hp.mask_random:g}: add up to more than 1. "
-             f"Try --mask_random {1 - hp.mask_token:g}")
-    return T
+def random_positions(B, T, k, g):  # -> (B, k) long: k distinct positions of each row, all subsets equally likely
+    return torch.rand(B, T, generator=g, device=g.device).topk(k, dim=1).indices
 
 
-def mlm_sees_masks(hp):
-    return hp.mask_token > 0
+def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, never a special id
+    return torch.randint(1, N_BYTES, shape, generator=g, device=g.device)
+
+
+def mask_bytes(x, positions, g, masked=0.8, random=0.1):
+    """x (B, T), positions (B, k) -> noisy (B, T), targets (B, T) with IGNORE_INDEX. Of the bytes at these positions a
+    share becomes MASK, another a random byte, the rest stays; all are targets."""
+    clean = x.gather(1, positions)                                                  # (B, k)
+    u = torch.rand(positions.shape, generator=g, device=g.device)
+    noise = random_bytes(positions.shape, g).where(u < masked + random, clean)
+    noise = noise.masked_fill(u < masked, MASK)
+    return x.scatter(1, positions, noise), torch.full_like(x, IGNORE_INDEX).scatter(1, positions, clean)
 
 
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
 MORE_PASSES = {"max_passes": 16.0}              # where each pass corrupts the text anew, overfitting comes later
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
-    n_bytes=mlm_bytes,
+    n_bytes=aligned_window,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0)},
-    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(is_trained=mlm_sees_masks),))
+    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(),))
 
 
 # ---- prefix: prefix language modeling
-
 def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     """Prefix language modeling: a suffix from a prefix that attends both ways (T5, Raffel et al. 2020).
 
@@ -404,7 +269,6 @@ OBJECTIVES["prefix"] = Objective(
 
 
 # ---- span: span corruption
-
 def span(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     """Span corruption: a text's noise spans, from the text with a sentinel in place of each (T5, Raffel et
     al. 2020).
@@ -414,15 +278,14 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
 
     Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in a full row; all placements in
     which no two spans touch are equally likely. One row in eight is truncated after 8 bytes or more, perhaps inside a
-    span: if every row were full, EOT would always stand at the same position, and short texts would never be trained.
+    span (see random_lengths).
     Each sentinel in the source reserves position numbers, 4/3 of span_mean; its span's bytes in the target use them.
 
-    Departures: T5's own code always starts with a kept token and ends with a noise one, which makes the last position
-    noise in every row; here both ends are free. Sentinels count up and, as in T5's code but not in the paper's figure,
-    no final sentinel follows the last span. 30% of the bytes are noise, since T5's 15% teach less per row. Spans have
-    6 bytes on average, where T5's have 3 tokens and ByT5's (Xue et al. 2022) 20 bytes. A span's positions continue
-    from its sentinel's, where GLM (Du et al. 2022) gives its bytes a second kind of position. A span that is longer
-    than what its sentinel reserves shares position numbers with what follows it."""
+    Departures: T5's own code always starts with a kept token and ends with a noise one; here both ends are free.
+    Sentinels count up and, as in T5's code but not in the paper's figure, no final sentinel follows the last span. 30%
+    of the bytes are noise, since T5's 15% teach less per row. Spans have 6 bytes on average, where T5's have 3 tokens
+    and ByT5's (Xue et al. 2022) 20 bytes. A span's positions continue from its sentinel's, where GLM (Du et al. 2022)
+    gives its bytes a second kind of position; a span longer than reserved shares numbers with what follows it."""
     _, N, S = fit_spans(hp.block_size, hp.span_rate, hp.span_mean)
     batch = span_rows(x, N, S, hp.block_size, g)
     return dict(batch, positions=span_positions(batch["inp"], batch["prefix"], hp))
@@ -444,6 +307,58 @@ def span_rows(x, N, S, T, g, mode=None):  # x (B, n) -> batch of (B, T)
     target = torch.stack((sentinel, x), dim=2).flatten(1)                           # (B, 2 n)
     keep_target = torch.stack((first, noise), dim=2).flatten(1)
     return seq2seq(source, keep, target, keep_target, T, mode)
+
+
+def random_composition(B, m, k, g):  # -> (B, k) long: positive parts that add up to m, all equally likely
+    cuts = random_positions(B, m - 1, k - 1, g).sort(dim=1).values + 1              # k - 1 of the m - 1 places
+    return F.pad(F.pad(cuts, (1, 0)), (0, 1), value=m).diff(dim=1)
+
+
+def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N bytes in all, none touching another
+    length = random_composition(B, N, S, g)                                         # (B, S)
+    # S + 1 stretches of kept bytes around them; the first and last may be empty, so they are drawn one byte too long
+    kept = random_composition(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1         # (B, S): kept bytes before a span
+    start = kept + length.cumsum(1) - length
+    # +1 where a span starts, -1 after its end: the running sum is 1 inside
+    edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device)
+    edge = edge.scatter(1, start, 1).scatter(1, start + length, -1)
+    return edge[:, :n] == 1, edge[:, :n].cumsum(1) == 1
+
+
+def random_lengths(B, low, high, g, full=0.5):  # -> (B, 1) long: high in a share `full` of the rows, else low..high
+    """Lengths of the rows' texts. If every text filled its row, the EOT after it would always stand at the same
+    position, and the model would never learn to stop early."""
+    u = torch.rand(2, B, 1, generator=g, device=g.device)
+    return torch.where(u[0] < full, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
+
+
+def constant_column(x, value):  # -> (B, 1) of one id
+    return x.new_full((x.size(0), 1), value)
+
+
+def pack_left(ids, keep, T):  # ids, keep (B, W) -> (B, T): the kept ids moved to the left, PAD after them
+    column = torch.where(keep, keep.cumsum(1) - 1, T).clamp(max=T)                  # dropped ids go to column T
+    return ids.new_full((ids.size(0), T + 1), PAD).scatter(1, column, ids)[:, :T]
+
+
+def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W) each -> batch
+    """One row of T positions in place of an encoder and a decoder: [mode] source SEP target EOT PAD.
+
+    The prefix is everything up to SEP; each position from SEP on predicts the next id, up to EOT. keep: which ids
+    stand in the row; source and target need not have the same number."""
+    sep = constant_column(source, SEP)
+    eot = constant_column(source, EOT)
+    is_kept = torch.ones_like(sep, dtype=torch.bool)
+    if mode is not None:
+        source = torch.cat((constant_column(source, mode), source), dim=1)
+        keep = torch.cat((is_kept, keep), dim=1)
+    P = keep.sum(1) + 1                                                             # positions up to SEP
+    end = P + keep_target.sum(1)                                                    # the position of EOT
+    ids = torch.cat((source, sep, target, eot), dim=1)
+    z = pack_left(ids, torch.cat((keep, is_kept, keep_target, is_kept), dim=1), T + 1)
+    i = torch.arange(T, device=z.device)
+    has_loss = (i >= P[:, None] - 1) & (i < end[:, None])
+    return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
 
 
 LONG_SPAN_POSITIONS = 64                        # position numbers that a sentinel reserves in ul2's rows of long spans
@@ -472,17 +387,6 @@ def span_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     return torch.where(latest > 0, i + offset.gather(1, (latest - 1).clamp(min=0)), i)
 
 
-def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N bytes in all, none touching another
-    length = random_composition(B, N, S, g)                                         # (B, S)
-    # S + 1 stretches of kept bytes around them; the first and last may be empty, so they are drawn one byte too long
-    kept = random_composition(B, n - N + 2, S + 1, g)[:, :-1].cumsum(1) - 1         # (B, S): kept bytes before a span
-    start = kept + length.cumsum(1) - length
-    # +1 where a span starts, -1 after its end: the running sum is 1 inside
-    edge = torch.zeros(B, n + 1, dtype=torch.long, device=g.device)
-    edge = edge.scatter(1, start, 1).scatter(1, start + length, -1)
-    return edge[:, :n] == 1, edge[:, :n].cumsum(1) == 1
-
-
 def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and spans of a row
     """The most raw bytes whose source, SEP, target, EOT and `extra` ids fit T + 1 ids."""
     for n in range(T - 1 - extra, 1, -1):
@@ -490,12 +394,9 @@ def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and
         S = max(1, round(N / mean))
         if n + 2 * S + 2 + extra <= T + 1:
             break
-    if S > min(N, n - N + 1):
-        fail(f"--span_rate {rate:g} --span_mean {mean:g}: spans would touch in rows of --block_size {T}. "
-             "Try a lower --span_rate or a larger --span_mean")
-    if S > N_SENTINELS:
-        fail(f"--span_rate {rate:g} --span_mean {mean:g}: needs {S} sentinels, and there are {N_SENTINELS}. "
-             "Try a larger --span_mean or a smaller --block_size")
+    if S > min(N, n - N + 1, N_SENTINELS):
+        fail(f"--span_rate {rate:g} --span_mean {mean:g}: the {S} spans in a row of {T} would touch, or be more than "
+             f"the {N_SENTINELS} sentinels. Try a lower --span_rate or a larger --span_mean")
     return n, N, S
 
 
@@ -510,11 +411,10 @@ def span_prompt(pieces, m, hp, mode=()):
     return ids + [SEP, SENTINEL], len(ids) + 1
 
 
-def span_bytes(T, hp, extra=0):
-    n, N, _ = fit_spans(T, hp.span_rate, hp.span_mean, extra)
+def span_bytes(T, hp):
+    n, N, _ = fit_spans(T, hp.span_rate, hp.span_mean)
     if hp.span_mean > 2 * N:
-        fail(f"--span_mean {hp.span_mean:g}: a row of --block_size {T} has only {N} bytes in spans. "
-             f"Try --span_mean {N} or less, or a larger --block_size")
+        fail(f"--span_mean {hp.span_mean:g}: a row has {N} bytes in spans. Try {N}, or a larger --block_size")
     return n
 
 
@@ -529,8 +429,7 @@ OBJECTIVES["span"] = Objective(
 
 
 # ---- ul2: a mixture of denoisers
-
-UL2_X_RATE_AND_MEAN = 0.5, 32                                 # rate and mean length of the extreme denoiser's spans
+UL2_X_RATE_AND_MEAN = 0.5, 32                   # rate and mean length of the extreme denoiser's spans
 
 
 def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
@@ -561,15 +460,24 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     return dict(batch, positions=span_positions(batch["inp"], batch["prefix"], hp))
 
 
+def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest remainder
+    shares = [w / sum(weights) * total for w in weights]
+    rows = [int(share) for share in shares]
+    by_remainder = sorted(range(len(rows)), key=lambda i: rows[i] - shares[i])
+    for i in by_remainder[:total - sum(rows)]:
+        rows[i] += 1
+    return rows
+
+
 def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
     return [(0.5, MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)), (0.25, MODE_S, T - 2, 0, 0),
             (0.25, MODE_X, *fit_spans(T, *UL2_X_RATE_AND_MEAN, extra=1))]
 
 
 def ul2_bytes(T, hp):
-    if hp.batch_size * hp.accum < 4:
-        fail(f"--objective ul2: needs 4 rows a step, and has {hp.batch_size * hp.accum}. Try a larger --batch_size")
-    span_bytes(T, hp, extra=1)                  # fails where spans are too long
+    if round(hp.batch_size * hp.accum) < 4:
+        fail(f"--objective ul2: needs 4 rows a step, and has {hp.batch_size * hp.accum:g}. Try a larger --batch_size")
+    span_bytes(T, hp)                           # fails where spans are too long
     return max(n for _, _, n, _, _ in denoisers(T, hp))
 
 
@@ -585,7 +493,6 @@ OBJECTIVES["ul2"] = Objective(
 
 
 # ---- fim: fill in the middle
-
 def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     """Fill in the middle: a text rearranged so that its middle comes last (Bavarian et al. 2022).
 
@@ -624,19 +531,10 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 
 def fim_prompt(pieces, m, hp):
-    """SPM where it was trained, since the middle then directly follows the prefix."""
     prefix, suffix = pieces
-    if hp.fim_spm_rate > 0:
+    if hp.fim_spm_rate > 0:                     # in SPM the middle directly follows the prefix
         return [PRE, SUF, *suffix, MID, *prefix], 0
     return [PRE, *prefix, SUF, *suffix, MID], 0
-
-
-def fim_rearranges(hp):
-    return hp.fim_rate > 0
-
-
-def fim_has_plain_rows(hp):
-    return hp.fim_rate < 1
 
 
 OBJECTIVES["fim"] = Objective(
@@ -645,11 +543,10 @@ OBJECTIVES["fim"] = Objective(
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
     single_document=True, bpb="causal",
-    uses=(Infill(fim_prompt, (EOT,), fim_rearranges), Continue(is_trained=fim_has_plain_rows)))
+    uses=(Infill(fim_prompt, (EOT,)), Continue()))
 
 
 # ---- mtp: multi-token prediction
-
 def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
     """Multi-token prediction: the next n = mtp_heads bytes at once (Gloeckle et al. 2024; DeepSeek-AI 2024).
 
@@ -660,10 +557,10 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
     mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head. Departure: the paper's
     heads are a transformer layer each; on MBPP its linear heads score nearly the same.
     sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (the model's, for the first) with the
-    embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head.
-    The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's. Gloeckle's plain sum,
-    --mtp_weight 3 for 4 heads, cost 0.18 bits per byte after 2,000 steps (before n-grams). With mtp_heads 1 both
-    kinds equal clm."""
+    embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head. sample.py does
+    not draft with these modules: each draft is one more pass, and on a CPU drafts cost what they save.
+    The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's; --mtp_weight 3 for 4
+    heads is Gloeckle's plain sum. With mtp_heads 1 both kinds equal clm."""
     T = x.size(1) - hp.mtp_heads
     ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                 # (B, T, n): bytes t + 1 .. t + n
     return dict(clm(x[:, :T + 1], g, hp), future_tgt=ahead[:, :, 1:])
@@ -675,10 +572,10 @@ class MTPBlock(Block):
         self.join = StackedLinear(2 * config.n_embd, config.n_embd)
 
 
-def mtp_module(model, block, h, ids, doc=None, cache=None):  # states (B, T, C), ids (B, T) -> states (B, T, C)
+def mtp_module(model, block, h, ids, doc=None):  # states (B, T, C), ids (B, T) -> states (B, T, C)
     e = norm(model.embed(ids.clamp(min=0)).to(h.dtype))
     x = block.join(torch.cat((h, e), dim=-1))                   # h is normed already
-    return norm(run_blocks([block], x, model.config, 0, doc, cache))
+    return norm(run_blocks([block], x, model.config, 0, doc))
 
 
 def mtp_heads(config, hp):
@@ -691,8 +588,9 @@ def mtp_heads(config, hp):
     return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(n - 1))})}
 
 
-def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, C): what the byte head reads for bytes 2, 3, ... ahead
-    return norm(h[..., None, :] + model.heads["mtp"](h).unflatten(-1, (-1, h.size(-1))))
+def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, V): logits of the bytes 2, 3, ... ahead, by the parallel heads
+    ahead = norm(h[..., None, :] + model.heads["mtp"](h).unflatten(-1, (-1, h.size(-1))))
+    return model.logits(ahead)
 
 
 def mtp_terms(batch, hp):
@@ -704,100 +602,38 @@ def mtp_terms(batch, hp):
 
 def mtp_loss(model, batch, hp):
     h = hidden_states(model, batch)                             # (B, T, C)
-    future_tgt = batch["future_tgt"]                            # (B, T, n - 1)
+    tgt = torch.cat((batch["tgt"][:, :, None], batch["future_tgt"]), dim=2)         # (B, T, n)
     sums = {"nll": cross_entropy_sum(model.logits(h), batch["tgt"])}
-    if hp.mtp_heads == 1:
-        return sums
-    if hp.mtp_kind == "parallel":
-        logits = model.logits(mtp_ahead(model, h))              # (B, T, n - 1, V)
-        for k in range(future_tgt.size(2)):
-            sums[f"head{k + 2}"] = cross_entropy_sum(logits[:, :, k], future_tgt[:, :, k])
-        return sums
-    for k in range(future_tgt.size(2)):
-        ids = batch["tgt"] if k == 0 else future_tgt[:, :, k - 1]                   # byte i + k + 1 at position i
-        h = mtp_module(model, model.heads["mtp"]["blocks"][k], h, ids, batch.get("doc"))
-        sums[f"head{k + 2}"] = cross_entropy_sum(model.logits(h), future_tgt[:, :, k])
+    parallel = hp.mtp_kind == "parallel" and hp.mtp_heads > 1
+    logits = mtp_ahead(model, h) if parallel else None          # (B, T, n - 1, V)
+    for k in range(1, hp.mtp_heads):
+        if parallel:
+            head_logits = logits[:, :, k - 1]
+        else:                                   # byte i + k at position i
+            h = mtp_module(model, model.heads["mtp"]["blocks"][k - 1], h, tgt[:, :, k - 1], batch.get("doc"))
+            head_logits = model.logits(h)
+        sums[f"head{k + 1}"] = cross_entropy_sum(head_logits, tgt[:, :, k])
     return sums
 
 
-class ParallelDrafter:
-    """Drafts k bytes per pass for sample.speculate. draft_features: what a pass keeps of the model's states (m, C),
-    compiled with the model's step. draft: drafts from the features of the verified positions; ids are the block's so
-    far, draw(logits (j, V)) returns j bytes and the distributions that they were drawn from (j, 256)."""
-
-    def __init__(self, model, hp):
-        self.model = model
-        self.k = hp.mtp_heads - 1
-        self.T = hp.block_size
-
-    def restart(self):  # a new block begins
-        pass
-
-    def draft_features(self, h):  # (m, C) -> (m, k, V)
-        return self.model.logits(mtp_ahead(self.model, h))
-
-    def draft(self, features, ids, draw):
-        return draw(features[-1])
+def cross_entropy_sum(logits, tgt):  # logits (..., V), tgt (...) -> nats, summed over positions with a target
+    return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-class SequentialDrafter(ParallelDrafter):
-    """Module 1 reads the last byte, module 2 the byte that module 1 drafted, and so on, each with a cache of its own.
-    Positions that a module computed from drafts are computed again once the true bytes are known."""
-
-    def restart(self):
-        C = self.model.config.n_embd
-        device = self.model.embed.weight.device
-        self.caches = [Cache(self.model, 1, self.T, n_layer=1) for _ in range(self.k)]
-        # states[k]: of module k at every position so far; n_verified[k]: positions of module k + 1 with true bytes
-        self.states = [torch.zeros(0, C, dtype=self.model.dtype, device=device) for _ in range(self.k + 1)]
-        self.n_verified = [0] * self.k
-
-    def draft_features(self, h):
-        return h
-
-    def draft(self, features, ids, draw):
-        self.states[0] = torch.cat((self.states[0], features))  # (n, C); the last of the n + 1 ids has no state yet
-        n = len(self.states[0])
-        ids = list(ids)
-        drafts = []
-        q = []
-        for k, (block, cache) in enumerate(zip(self.model.heads["mtp"]["blocks"], self.caches)):
-            a = self.n_verified[k]
-            cache.rewind(cache.length - a)
-            new = torch.tensor([ids[a + k + 1:n + k + 1]], device=features.device)  # byte i + k + 1 at position i
-            h = mtp_module(self.model, block, self.states[k][None, a:n], new, cache=cache)[0]       # (n - a, C)
-            self.states[k + 1] = torch.cat((self.states[k + 1][:a], h))
-            draft, p = draw(self.model.logits(h[-1:]))
-            self.n_verified[k] = max(0, n - k)
-            ids += draft
-            drafts += draft
-            q.append(p)
-        return drafts, torch.cat(q)
-
-
-def mtp_drafter(model, hp):
-    if hp.mtp_heads == 1:
-        return None
-    if hp.mtp_kind == "parallel":
-        return ParallelDrafter(model, hp)
-    return SequentialDrafter(model, hp)
-
-
-def mtp_bytes(T, hp):
-    return T + hp.mtp_heads
+def mtp_drafter(hp):
+    return mtp_ahead if hp.mtp_kind == "parallel" and hp.mtp_heads > 1 else None
 
 
 OBJECTIVES["mtp"] = Objective(
     "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead", attention="causal",
-    n_bytes=mtp_bytes, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss,
+    n_bytes=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss,
     flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)},
-    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(), Draft(mtp_drafter)))
+    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(drafter=mtp_drafter),))
 
 
 # ---- electra: replaced token detection
-
 def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked_positions (B, k), uniforms (B, k)
     """Replaced token detection: which bytes did a small generator replace? (ELECTRA, Clark et al. 2020)
 
@@ -819,15 +655,22 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked_positions (B, k), 
     return dict(inp=inp, tgt=tgt, masked_positions=positions, uniforms=u[:, 1], prefix=T)
 
 
-def generator_config(config, hp):  # gen_scale times the width; heads keep their width where that divides
+def electra_heads(config, hp):
+    # gen_scale times the width; attention heads keep their width where that divides
     H = max(1, round(config.n_head * hp.gen_scale))
     C = 2 * H * max(1, round(config.n_embd * hp.gen_scale / (2 * H)))
-    return dataclasses.replace(config, n_head=H, n_embd=C, n_outputs=N_BYTES, ngram_rows=0)
+    small = dataclasses.replace(config, n_head=H, n_embd=C, n_outputs=N_BYTES, ngram_rows=0)
+    generator = Transformer(small, getattr(torch, hp.dtype))
+    return {"generator": generator} | scalar_heads("replaced")(config, hp)
 
 
-def electra_heads(config, hp):
-    generator = Transformer(generator_config(config, hp), getattr(torch, hp.dtype))
-    return {"generator": generator, "replaced": scalar_head(config.n_embd)}
+def scalar_heads(name):  # -> heads of an Objective: one number for each state
+    def heads(config, hp):
+        layer = nn.Linear(config.n_embd, 1)
+        nn.init.zeros_(layer.weight)            # an untrained model is at chance
+        nn.init.zeros_(layer.bias)
+        return {name: layer}
+    return heads
 
 
 def sample_replacements(generator, batch):  # -> generator's logits (B, k, V), clean bytes, sampled bytes (B, k)
@@ -839,8 +682,13 @@ def sample_replacements(generator, batch):  # -> generator's logits (B, k, V), c
     return logits, batch["tgt"].gather(1, positions), fake
 
 
-def predict_replaced(model, x, lookups=None):  # x (B, T) -> (B, T): log-odds that each byte was replaced
-    return model.heads["replaced"](model(x, x.size(1), lookups=lookups).float())[..., 0]
+def inverse_cdf(p, u):  # p (..., M) of any positive sum, u (...) in [0, 1) -> index (...), sampled from p
+    cdf = p.cumsum(-1)
+    return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
+
+
+def predict_replaced(model, x):  # x (B, T) -> (B, T): log-odds that each byte was replaced
+    return model.heads["replaced"](model(x, x.size(1)).float())[..., 0]
 
 
 def electra_terms(batch, hp):
@@ -854,12 +702,16 @@ def electra_loss(model, batch, hp):
     positions = batch["masked_positions"]
     labels = torch.zeros_like(batch["inp"]).scatter(1, positions, (fake != clean).long())           # (B, T)
     x = batch["inp"].scatter(1, positions, fake)                                    # (B, T)
-    replaced = predict_replaced(model, x, batch.get("lookups"))
+    replaced = predict_replaced(model, x)
     sums = {"generator": cross_entropy_sum(logits, clean), "discriminator": bce_sum(replaced, labels)}
-    if evaluating():
+    if not torch.is_grad_enabled():             # training skips metrics, which cost time
         area = auc(replaced.flatten(), labels.flatten())
         sums |= {"auc": area * labels.numel(), "replaced": labels.sum()}
     return sums
+
+
+def bce_sum(logits, labels):  # logits, labels (...) of 0 and 1 -> nats, summed
+    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
@@ -878,11 +730,10 @@ OBJECTIVES["electra"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, heads=electra_heads, terms=electra_terms, loss=electra_loss,
     flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0, 1e6),
                        "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
-    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15}, uses=(Mark(predict_replaced),))
+    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15}, uses=(Predict("mark", predict_replaced),))
 
 
 # ---- bart: denoising
-
 def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
     """Denoising: the whole clean text from a noisy one (BART, Lewis et al. 2020).
 
@@ -922,6 +773,7 @@ def bart_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
 
 
 # a noise: ids, keep (B, W), k (B, 1) bytes to corrupt -> ids, keep (B, W'), with another W' if it inserts ids
+
 
 def permute_noise(ids, keep, k, g, hp):  # sentences in another order; ids that are not kept come after them
     """A sentence ends with a newline, or with white space after a full stop, question or exclamation mark."""
@@ -979,6 +831,10 @@ NOISES_WITH_RATE = ("infill", "mask", "delete", "replace", "insert")       # noi
 def pick_bytes(ids, keep, k, g):  # -> (B, W) bool: k bytes of each row; never a MASK, so no byte is corrupted twice
     free = keep & (ids < N_BYTES)
     return free & (ranks(torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)) < k)
+
+
+def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row are smaller
+    return key.argsort(dim=1).argsort(dim=1)    # the second argsort inverts the first
 
 
 def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte belongs to
@@ -1039,10 +895,6 @@ def bart_prompt(pieces, m, hp):
     return source + left, len(source)
 
 
-def bart_sees_masks(hp):
-    return bool({"infill", "mask"} & set(hp.bart_noise.split(",")))
-
-
 def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
     """After an error of its own the model loses its place in the source, and finds it again where the next piece
     begins. Noises that move text can only be undone in the whole text."""
@@ -1058,11 +910,10 @@ OBJECTIVES["bart"] = Objective(
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES | BART_DEFAULTS, single_document=True, positions=bart_positions,
-    target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,), bart_sees_masks)))
+    target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,))))
 
 
 # ---- nsp: next sentence prediction
-
 NSP_GAP = 8                                         # bytes skipped between A and B, so that no split word links them
 
 
@@ -1098,7 +949,7 @@ def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
 
 
 def nsp_bytes(T, hp):
-    if hp.batch_size * hp.accum < 2:
+    if round(hp.batch_size * hp.accum) < 2:
         fail("--objective nsp: needs 2 rows a step, and has 1. Try a larger --batch_size, or weight in a mixture")
     return 2 * ((T - 3) // 2) + NSP_GAP
 
@@ -1113,35 +964,29 @@ def nsp_loss(model, batch, hp):
     follows = model.heads["nsp"](h[:, 0].float())[:, 0]                             # (B,)
     nll, _ = target_nll(model, h, batch["tgt"])
     sums = {"nll": nll.sum(), "nsp": bce_sum(follows, batch["labels"])}
-    if evaluating():
+    if not torch.is_grad_enabled():             # training skips metrics
         sums["accuracy"] = ((follows > 0) == (batch["labels"] == 1)).sum()
     return sums
 
 
 def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
-    """As in training, pieces have at most h bytes; a second text of more bytes loses its first NSP_GAP."""
-    h = (hp.block_size - 3) // 2
+    h = (hp.block_size - 3) // 2                # bytes of a piece; a longer second text loses its first NSP_GAP
     second = second[NSP_GAP:] if len(second) > h else second
     row = torch.tensor([[CLS, *first[-h:], SEP, *second[:h], SEP]], device=model.embed.weight.device)
     return model.heads["nsp"](model(row, row.size(1))[:, 0].float())[0, 0]
 
 
-def nsp_heads(config, hp):
-    return {"nsp": scalar_head(config.n_embd)}
-
-
 OBJECTIVES["nsp"] = Objective(
     "nsp", corrupt=nsp, help="whether B follows A, and masked bytes", use_help="compare two texts",
-    attention="bidirectional", n_bytes=nsp_bytes, heads=nsp_heads, terms=nsp_terms, loss=nsp_loss,
+    attention="bidirectional", n_bytes=nsp_bytes, heads=scalar_heads("nsp"), terms=nsp_terms, loss=nsp_loss,
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
-    uses=(Follow(predict_follows), Fill((CLS,), (SEP,))))
+    uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))))
 
 
 # ---- contrastive: InfoNCE over crops
-
 def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
     """Contrastive learning: which of the batch's crops comes from the same window? (Contriever, Izacard et
     al. 2022)
@@ -1162,22 +1007,17 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
 
 def contrastive_bytes(T, hp):
     if hp.batch_size < 2:
-        fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size}. "
+        fail(f"--objective contrastive: compares the rows of a micro-batch, and has {hp.batch_size:g}. "
              "Try a larger --batch_size, such as 8, or a larger weight in a mixture")
     return T
 
 
-def embed(model, x, lookups=None):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
-    return F.normalize(model(x, x.size(1), lookups=lookups).float().mean(1), dim=-1)
-
-
-def contrastive_terms(batch, hp):
-    B = len(batch["inp"])
-    return {"infonce": (2 * B, 1.0), "top1": (B, 0.0)}
+def embed(model, x):  # (N, Lc) -> (N, C) float32 of length 1: the mean of the states
+    return F.normalize(model(x, x.size(1)).float().mean(1), dim=-1)
 
 
 def contrastive_loss(model, batch, hp):
-    states = embed(model, batch["inp"].flatten(0, 1), batch.get("lookups"))         # (2 B, C)
+    states = embed(model, batch["inp"].flatten(0, 1))                                # (2 B, C)
     a, b = states.unflatten(0, (-1, 2)).unbind(1)
     sim = a @ b.T / hp.tau                                                          # (B, B)
     same = torch.arange(len(sim), device=sim.device)
@@ -1187,15 +1027,15 @@ def contrastive_loss(model, batch, hp):
 
 OBJECTIVES["contrastive"] = Objective(
     "contrastive", corrupt=contrastive, help="which crops share a window", use_help="embed and search",
-    attention="bidirectional", n_bytes=contrastive_bytes, terms=contrastive_terms, loss=contrastive_loss,
+    attention="bidirectional", n_bytes=contrastive_bytes, loss=contrastive_loss,
+    terms=lambda batch, hp: {"infonce": (2 * len(batch["inp"]), 1.0), "top1": (len(batch["inp"]), 0.0)},
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
     flag_defaults=MORE_PASSES | {"batch_size": 32},             # its rows are the negatives
-    single_document=True, compares_rows=True, uses=(Search(embed),))
+    single_document=True, compares_rows=True, uses=(Predict("search", embed),))
 
 
 # ---- mdlm: masked diffusion
-
 def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
     """Masked diffusion: bytes from any share of the others (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025).
 
@@ -1207,7 +1047,10 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
     exactly l bytes the weight is never larger than L, no row is empty, and the spread is far smaller. l is
     stratified over the batch. Only bytes are predicted, never MASK or another id (MDLM's SUBS)."""
     B, L = x.shape
-    count = 1 + (stratified(B, g) * L).long().clamp(max=L - 1)                      # (B,): l of each row
+    # l of each row, (B,): from one number of each B-th of [0, 1), in random order
+    order = torch.rand(B, generator=g, device=g.device).argsort()
+    u = (order + torch.rand(B, generator=g, device=g.device)) / B
+    count = 1 + (u * L).long().clamp(max=L - 1)
     masked = ranks(torch.rand(B, L, generator=g, device=g.device)) < count[:, None]                 # (B, L)
     inp = x.masked_fill(masked, MASK)
     tgt = x.where(masked, IGNORE_INDEX)
@@ -1221,23 +1064,22 @@ def mdlm_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, i
     return torch.zeros_like(batch["weight"]).index_add(0, row, nll) * batch["weight"]
 
 
-def mdlm_loss(model, batch, hp):
-    return {"bound": mdlm_nelbo(model, batch, hp).sum()}
-
-
 def bound_terms(batch, hp):
     return {"bound": (batch["inp"].numel(), 1.0)}
 
 
+def bound_loss(nelbo):  # -> loss of an Objective
+    return lambda model, batch, hp: {"bound": nelbo(model, batch, hp).sum()}
+
+
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
-    n_bytes=aligned_window, terms=bound_terms, loss=mdlm_loss, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
+    n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(mdlm_nelbo), flag_defaults=SHARP_ATTENTION | MORE_PASSES,
     supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
-    uses=(Fill(orders=("ancestral", "confident", "left", "remask"), trained_at_any_rate=True),))
+    uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
-
 def sedd_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
     """Score entropy discrete diffusion (SEDD, Lou et al. 2024), absorbing state, time-free (RADD, Ou et al. 2025).
 
@@ -1256,20 +1098,15 @@ def sedd_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, i
     return torch.zeros_like(batch["weight"]).index_add(0, row, cost) * batch["weight"]
 
 
-def sedd_loss(model, batch, hp):
-    return {"bound": sedd_nelbo(model, batch, hp).sum()}
-
-
 OBJECTIVES["sedd"] = Objective(
     "sedd", corrupt=mdlm, help="ratios of masked bytes at any rate", use_help="write in any order",
-    attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=sedd_loss,
+    attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(sedd_nelbo),
     flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
     bpb="bound", nelbo=sedd_nelbo,
-    uses=(Fill(orders=("ancestral", "analytic", "left", "remask"), trained_at_any_rate=True),))
+    uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True),))
 
 
 # ---- rotation: find the seam
-
 def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     """Rotation: where was a rotated window cut?
 
@@ -1284,34 +1121,25 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     return dict(inp=x.gather(1, rotated), labels=((T - shift) % T)[:, 0], prefix=T)
 
 
-def predict_seam(model, x, lookups=None):  # x (B, T) -> (B, T): a score for each position
-    return model.heads["seam"](model(x, x.size(1), lookups=lookups).float())[..., 0]
-
-
-def rotation_heads(config, hp):
-    return {"seam": scalar_head(config.n_embd)}
-
-
-def rotation_terms(batch, hp):
-    B = len(batch["labels"])
-    return {"seam": (B, 1.0), "accuracy": (B, 0.0)}
+def predict_seam(model, x):  # x (B, T) -> (B, T): a score for each position
+    return model.heads["seam"](model(x, x.size(1)).float())[..., 0]
 
 
 def rotation_loss(model, batch, hp):
-    scores = predict_seam(model, batch["inp"], batch.get("lookups"))
+    scores = predict_seam(model, batch["inp"])
     correct = (scores.argmax(1) == batch["labels"]).sum()
     return {"seam": cross_entropy_sum(scores, batch["labels"]), "accuracy": correct}
 
 
 OBJECTIVES["rotation"] = Objective(
     "rotation", corrupt=rotation, help="where a rotated text was cut", use_help="find where a text was cut",
-    attention="bidirectional", n_bytes=aligned_window, heads=rotation_heads, terms=rotation_terms, loss=rotation_loss,
-    flag_defaults={"block_size": 64},           # 16 rows of 256 do not learn
-    single_document=True, uses=(Seam(predict_seam),))
+    attention="bidirectional", n_bytes=aligned_window, heads=scalar_heads("seam"),
+    terms=lambda batch, hp: {"seam": (len(batch["labels"]), 1.0), "accuracy": (len(batch["labels"]), 0.0)},
+    loss=rotation_loss, flag_defaults={"block_size": 64},       # 16 rows of 256 do not learn
+    single_document=True, uses=(Predict("seam", predict_seam),))
 
 
-# ---- hybrid: masked and causal rows through one head
-
+# ---- hybrid: masked and causal rows
 def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     """Masked and causal rows in one batch, through one head (GPT-BERT, Charpentier and Samuel 2024).
 
@@ -1326,7 +1154,8 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     # masked rows are spread evenly: row i is one where i * n_masked / B passes a whole number
     n_masked = hybrid_rows(B, hp)
     is_masked = (torch.arange(B + 1, device=g.device) * n_masked // B).diff() > 0   # (B,)
-    positions = 1 + random_positions(B, T - 1, max(1, round(hp.mask_rate * T)), g)
+    k = min(T - 1, max(1, round(hp.mask_rate * T)))
+    positions = 1 + random_positions(B, T - 1, k, g)
     noisy, tgt = mask_bytes(x[:, :T], positions, g)
     tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE_INDEX)                             # shifted as in clm
     inp = noisy.where(is_masked[:, None], x[:, :-1])
@@ -1339,13 +1168,10 @@ def hybrid_rows(B, hp):  # -> how many of B rows are masked
 
 
 def hybrid_bytes(T, hp):
-    for rows in (EVAL_ROWS, hp.batch_size * hp.accum):
-        if not 0 < hybrid_rows(rows, hp) < rows and 0 < hp.hybrid_ratio < 1:
-            larger = "" if rows == EVAL_ROWS else ", or a larger --batch_size"
-            fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows}. "
-                 f"Try a ratio nearer to .5{larger}")
-    if round(hp.mask_rate * T) > T - 1:
-        fail(f"--mask_rate {hp.mask_rate:g}: hybrid never masks the first byte. Try --mask_rate 0.15")
+    for rows in (EVAL_ROWS, round(hp.batch_size * hp.accum)):
+        if not 0 < hybrid_rows(rows, hp) < rows:
+            fail(f"--hybrid_ratio {hp.hybrid_ratio:g}: leaves one kind without a row in a batch of {rows:g}. "
+                 "Try a ratio nearer to .5, or a larger --batch_size")
     return T + 1
 
 
@@ -1363,112 +1189,54 @@ def hybrid_loss(model, batch, hp):
     return {"masked": (nll * is_masked).sum(), "causal": (nll * ~is_masked).sum()}
 
 
-def hybrid_has_masked_rows(hp):
-    return hp.hybrid_ratio > 0
-
-
-def hybrid_has_causal_rows(hp):
-    return hp.hybrid_ratio < 1
-
-
 OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     n_bytes=hybrid_bytes, terms=hybrid_terms, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of rows that are masked", 0.0, 1.0)},
     flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal",
-    uses=(Fill((EOT,), shift=1, is_trained=hybrid_has_masked_rows), Continue(is_trained=hybrid_has_causal_rows)))
+    uses=(Fill((EOT,), shift=1), Continue()))
 
 
-# ---- --objective: one of these, or a mixture of them, which is an objective too
+# ---- --objective: one of these, or a mixture; always a list of members, of one where it is no mixture
+@dataclass(frozen=True)
+class Member:
+    objective: Objective
+    weight: float                               # of its loss; the weights add up to 1
+    rows: int                                   # of a step
+    n: int                                      # raw bytes that fill one of them
+    hp: Namespace                               # the run's settings, with this member's mean rows of a micro-batch
+    key: str                                    # of its random numbers, so that members read different windows
 
-def get_objective(hp, where=""):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> Objective
-    """Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible. where:
-    of an unknown name, the file whose settings they are."""
+
+def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Member]
+    """The rows of a step are apportioned by weight, as many in every step, so that shapes are constant. Fails on a
+    name that does not exist, naming the nearest, and on rows that the settings make impossible."""
     names = member_names(hp.objective)
-    parts = [part.strip().partition(":") for part in hp.objective.split(",")]
     for name in names:
         if name not in OBJECTIVES:
             near = difflib.get_close_matches(name, OBJECTIVES, 1)
-            fail(f"{where}--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
+            fail(f"--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
     try:
-        weights = [float(weight) if colon else 1.0 for _, colon, weight in parts]
+        weights = [float(part.partition(":")[2] or 1) for part in hp.objective.split(",")]
     except ValueError:
         weights = [0.0]
     if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):
         fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
-    members = [(w / sum(weights), OBJECTIVES[name]) for name, w in zip(names, weights)]
-    objective = mix(members, hp) if len(members) > 1 else members[0][1]
-    objective.n_bytes(hp.block_size, hp)        # fails where rows are impossible
-    return objective
+    shares = [w / sum(weights) for w in weights]
+    rows = apportion(shares, hp.batch_size * hp.accum)
+    if min(rows) == 0:
+        fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
+             f"Try --batch_size {math.ceil(1 / min(shares) / hp.accum)}")
+    members = []
+    for i, (name, share, r) in enumerate(zip(names, shares, rows)):
+        own = Namespace(**vars(hp) | {"batch_size": r / hp.accum})
+        n = OBJECTIVES[name].n_bytes(hp.block_size, own)        # fails where rows are impossible
+        members.append(Member(OBJECTIVES[name], share, r, n, own, f",{i}" if i else ""))
+    return members
 
 
 def member_names(objective):  # hp.objective, such as "clm:0.5,mlm:0.5" -> ["clm", "mlm"]
     return [part.partition(":")[0].strip() for part in objective.split(",")]
-
-
-def members_of(objective):  # -> [(weight, objective)], of itself alone where it is no mixture
-    return objective.members or [(1.0, objective)]
-
-
-def mix(members, hp):  # [(weight, objective)] -> objective
-    """An objective made of others. Every micro-batch holds the same number of rows of each, apportioned by weight, so
-    that shapes are constant. Tensors and terms are named after their member, as in clm.inp; coefficients are
-    multiplied by the weight."""
-    weights = [w for w, _ in members]
-    rows = apportion(weights, hp.batch_size)
-    if min(rows) == 0:
-        fail(f"--objective {hp.objective}: --batch_size {hp.batch_size} leaves a member without a row. "
-             f"Try --batch_size {math.ceil(1 / min(weights))}")
-    # each member with settings in which the batch size is its own number of rows
-    parts = [(w, m, Namespace(**vars(hp) | {"batch_size": r})) for (w, m), r in zip(members, rows)]
-
-    def with_name(m, values):
-        return {f"{m.name}.{k}": v for k, v in values.items()}
-
-    def n_bytes(T, hp):
-        return max(m.n_bytes(T, member_hp) for _, m, member_hp in parts)
-
-    def corrupt(x, g, hp):  # x (accum * batch_size, n): each member's rows of every micro-batch
-        batch = {}
-        split = x.unflatten(0, (-1, hp.batch_size)).split(rows, dim=1)
-        for (_, m, member_hp), windows in zip(parts, split):
-            n = m.n_bytes(hp.block_size, member_hp)
-            batch |= with_name(m, m.corrupt(windows.flatten(0, 1)[:, :n], g, member_hp))
-        return batch
-
-    def heads(config, hp):
-        return {name: head for _, m in members for name, head in m.heads(config, hp).items()}
-
-    def terms(batch, hp):
-        out = {}
-        for w, m, member_hp in parts:
-            known = m.terms(member_batch(batch, m), member_hp)
-            out |= with_name(m, {term: (count, w * c) for term, (count, c) in known.items()})
-        return out
-
-    def loss(model, batch, hp):
-        out = {}
-        for _, m, member_hp in parts:
-            out |= with_name(m, m.loss(model, member_batch(batch, m), member_hp))
-        return out
-
-    def count_targets(batch):
-        return sum(n_targets(m, member_batch(batch, m), member_hp) for _, m, member_hp in parts)
-
-    single = torch.tensor([m.single_document for (_, m), r in zip(members, rows) for _ in range(r)])
-    return Objective(
-        hp.objective, corrupt=corrupt, help="a mixture", use_help="each member's use", attention="each member's",
-        n_bytes=n_bytes, heads=heads, terms=terms, loss=loss, n_outputs=max(m.n_outputs for _, m in members),
-        flags={flag: spec for _, m in members for flag, spec in m.flags.items()},
-        single_document=single if single.any() else False,
-        supports_doc_mask=all(m.supports_doc_mask for _, m in members), count_targets=count_targets,
-        members=tuple(members), compares_rows=any(m.compares_rows for _, m in members),
-        is_random=any(m.is_random for _, m in members))
-
-
-def member_batch(batch, member):  # a mixture's batch -> that of one member
-    start = member.name + "."
-    return {k.removeprefix(start): v for k, v in batch.items() if k.startswith(start)}
 
 
 def n_targets(objective, batch, hp):  # -> positions with loss; a position counts once for every target that it has

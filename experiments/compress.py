@@ -8,18 +8,16 @@ weights and a machine that computes the same bits: the file holds a checksum of 
 
 S streams, parts of the text that are coded at the same time; T = block_size positions of the model
 """
-import contextlib
 import os
 import struct
-import time
 import zlib
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import EOT, Flag, compressor_bits, error_reason, fail, map_file, to_bytes
+from data import EOT, Flag, compressor_bits, fail, from_bytes, to_bytes
 from experiments.flags import parse_own_flags
 from model import Cache
-from objectives import N_BYTES, Continue, get_objective, members_of, trained_use
-from run import DEVICE_FLAGS, load_run, newest_run, preserve_torch_state, run_program
+from objectives import N_BYTES, find_use, get_members
+from run import DEVICE_FLAGS, load_run, newest_run, run_program
 import torch
 import torch.nn.functional as F
 
@@ -28,7 +26,6 @@ FLAGS = {
     "out_dir": Flag("", "run folder or checkpoint file of the model; without it the latest run under out/"),
     "device": DEVICE_FLAGS["device"],
 }
-SUFFIX = ".nptx"
 PRECISION = 16                                  # the frequencies of all bytes add up to 2^PRECISION
 STREAMS = 64                                    # at most
 STREAM_BYTES = 4096                             # of a stream at least: each starts without context
@@ -38,86 +35,62 @@ HEADER = "<4sIIQI"                              # b"nPTX", checksums of text and
 @torch.inference_mode()
 def byte_frequencies(model, S, T):  # a coroutine: is sent the last bytes (S,), yields frequencies of the next (S, 256)
     """Compression and decompression both run it, one byte of each stream at a time: so both compute the same bits."""
-    ids = torch.full((S, 1), EOT, device=model.embed.weight.device)
+    ids = new = torch.full((S, 1), EOT, device=model.embed.weight.device)
     cache = Cache(model, S, T)
     while True:
         if ids.size(1) > T:                     # a full block's last half is encoded again
-            ids = ids[:, -(T // 2):]
-            cache.rewind(cache.length)
-        h = model(ids[:, cache.length:], 0, cache=cache)
+            ids = new = ids[:, -(T // 2):]
+            cache.length.zero_()
+        h = model(new, 0, cache=cache)
         p = model.logits(h[:, -1])[:, :N_BYTES].cpu().double().softmax(-1)              # mps has no float64
         freq = (p * (2 ** PRECISION - N_BYTES)).long() + 1      # at least 1: every byte can be coded
         rest = 2 ** PRECISION - freq.sum(1, keepdim=True)
         byte = yield freq.scatter_add(1, p.argmax(1, keepdim=True), rest)
-        ids = torch.cat((ids, byte[:, None].to(ids.device)), dim=1)
-
-
-def text_checksum(data):  # (n,) uint8 -> int
-    return zlib.crc32(to_bytes(data))
+        new = byte[:, None].to(ids.device)
+        ids = torch.cat((ids, new), dim=1)
 
 
 def weights_checksum(model):  # -> int
-    crc = 0
-    for weight in model.state_dict().values():
-        crc = zlib.crc32(to_bytes(weight.cpu().flatten().view(torch.uint8)), crc)
-    return crc
+    weights = model.state_dict().values()
+    return zlib.crc32(b"".join(to_bytes(w.cpu().flatten().view(torch.uint8)) for w in weights))
 
 
-def compress(model, data, T):  # (n,) uint8 -> bytes
-    """rANS (Duda 2013): a stream is one integer, which absorbs its last byte first and gives off 16-bit words."""
-    S = min(STREAMS, max(1, len(data) // STREAM_BYTES))
-    header = struct.pack(HEADER, b"nPTX", text_checksum(data), weights_checksum(model), len(data), S)
-    rows = F.pad(data.long(), (0, -len(data) % S)).view(S, -1)
+def compress(model, text, T):  # bytes -> bytes
+    """rANS (Duda 2013): a stream is one integer, which absorbs its last byte first and gives off 16-bit words; those of
+    all streams stand in the order in which decompress reads them."""
+    S = min(STREAMS, max(1, len(text) // STREAM_BYTES))
     frequencies = byte_frequencies(model, S, T)
     freq = next(frequencies)
     symbols = []                                # of each step: frequencies (S,), sums of the frequencies before (S,)
-    for byte in rows.unbind(1):
+    for byte in F.pad(from_bytes(text).long(), (0, -len(text) % S)).view(S, -1).unbind(1):
         chosen = freq.gather(1, byte[:, None])
         before = freq.cumsum(1).gather(1, byte[:, None]) - chosen
         symbols.append((chosen[:, 0], before[:, 0]))
         freq = frequencies.send(byte)
     state = torch.full((S,), 1 << 31)           # stays in 2^31 .. 2^47
-    words = [[] for _ in range(S)]
+    words = []                                  # the last one first
     for freq, before in reversed(symbols):
         full = state >= freq << 31
-        for s in full.nonzero()[:, 0].tolist():
-            words[s].append(int(state[s]) & 0xFFFF)
+        words += (state[full] & 0xFFFF).flip(0).tolist()
         state = state.where(~full, state >> 16)
         state = (state // freq << PRECISION) + state % freq + before
-    parts = [header, struct.pack(f"<{S}I", *map(len, words)), struct.pack(f"<{S}Q", *state.tolist())]
-    parts += [struct.pack(f"<{len(w)}H", *reversed(w)) for w in words]
-    return b"".join(parts)
+    header = struct.pack(HEADER, b"nPTX", zlib.crc32(text), weights_checksum(model), len(text), S)
+    return header + struct.pack(f"<{S}q{len(words)}H", *state.tolist(), *reversed(words))
 
 
-def read_streams(blob):  # -> checksums of text and weights, n, states (S,), words (S, W)
-    """Raises ValueError where blob is damaged or was not written by compress."""
-    try:
-        magic, text, weights, n, S = struct.unpack_from(HEADER, blob)
-        lengths = struct.unpack_from(f"<{S}I", blob, struct.calcsize(HEADER))
-        states = struct.unpack_from(f"<{S}Q", blob, struct.calcsize(HEADER) + 4 * S)
-        flat = struct.unpack(f"<{sum(lengths)}H", blob[struct.calcsize(HEADER) + 12 * S:])
-    except struct.error:
-        raise ValueError("is damaged") from None
-    if magic != b"nPTX" or not 0 < S <= STREAMS or max(states) >= 1 << 47:
-        raise ValueError("is damaged")
-    if n > S * (16 * max(lengths) + 47) * 2 ** (PRECISION - 8):                     # a byte costs at least 2^-8 bits
-        raise ValueError("is damaged")
-    words = torch.zeros(S, max(lengths) + 1, dtype=torch.long)
-    for s, some in enumerate(torch.tensor(flat, dtype=torch.long).split(lengths)):
-        words[s, :len(some)] = some
-    return text, weights, n, torch.tensor(states), words
-
-
-def decompress(model, blob, T):  # bytes -> (n,) uint8
-    """Raises ValueError where blob is damaged, or the model is not the one that compress used."""
-    text, weights, n, state, words = read_streams(blob)
+def decompress(model, blob, T):  # bytes -> bytes
+    """Raises ValueError or struct.error where blob is damaged, or the model is not the one that compress used."""
+    magic, checksum, weights, n, S = struct.unpack_from(HEADER, blob)
+    body = blob[struct.calcsize(HEADER):]
+    if magic != b"nPTX" or not 0 < S <= STREAMS:
+        raise ValueError("was not compressed by this program")
+    numbers = struct.unpack(f"<{S}q{(len(body) - 8 * S) // 2}H", body)
     if weights != weights_checksum(model):
         raise ValueError("was compressed with another model")
-    S = len(state)
-    position = torch.zeros(S, 1, dtype=torch.long)
+    state, words = torch.tensor(numbers).split((S, len(numbers) - S))
     frequencies = byte_frequencies(model, S, T)
     freq = next(frequencies)
-    rows = []
+    columns = [torch.zeros(S, 0, dtype=torch.long)]
     for _ in range((n + S - 1) // S):
         slot = state & (2 ** PRECISION - 1)
         ends = freq.cumsum(1)
@@ -126,52 +99,41 @@ def decompress(model, blob, T):  # bytes -> (n,) uint8
         before = ends.gather(1, byte)[:, 0] - chosen
         state = chosen * (state >> PRECISION) + slot - before
         low = state < 1 << 31
-        state = torch.where(low, state << 16 | words.gather(1, position)[:, 0], state)
-        position = (position + low[:, None]).clamp(max=words.size(1) - 1)
-        rows.append(byte[:, 0])
+        some, words = words.tensor_split((int(low.sum()),))
+        if len(some) < low.sum():
+            raise ValueError("is damaged")
+        state[low] = state[low] << 16 | some
+        columns.append(byte)
         freq = frequencies.send(byte[:, 0])
-    data = torch.stack(rows, dim=1).flatten()[:n].byte() if rows else torch.empty(0, dtype=torch.uint8)
-    if text_checksum(data) != text:
+    text = to_bytes(torch.cat(columns, dim=1).flatten()[:n].byte())
+    if zlib.crc32(text) != checksum:
         raise ValueError("is damaged, or was written on a machine on which the model computes other last bits")
-    return data
+    return text
 
 
-@preserve_torch_state()
-def main(argv=None):
+def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.compress", __doc__, FLAGS, argv)
     path = flags.file
-    unpack = path.endswith(SUFFIX)
-    out = path.removesuffix(SUFFIX) if unpack else path + SUFFIX
-    if not path:
-        fail("--file: is missing. Try --file book.txt")
+    unpack = path.endswith(".nptx")
+    out = path.removesuffix(".nptx") if unpack else f"{path}.nptx"
     if os.path.exists(out):
         fail(f"--file {path}: would write {out}, which exists. Try to move it away")
     model, hp, _ = load_run(flags.out_dir or newest_run(), flags.device, "float32")
-    members = [objective for _, objective in members_of(get_objective(hp))]
-    if not any(m.bpb in ("loss", "causal") and trained_use(m, Continue, hp) for m in members):
-        fail(f"--out_dir: {hp.objective} gives a text no left-to-right probability. Try a run trained as clm")
-    if hp.doc_mask:                             # byte_frequencies attends to all documents
-        fail("--out_dir: was trained with --doc_mask. Try a run without it")
-    begin = time.perf_counter()
-    data = map_file(path, "--file")
+    exact = [m for m in get_members(hp) if m.objective.bpb in ("loss", "causal") and find_use(m.objective, "continue")]
+    if hp.doc_mask or not exact:                # byte_frequencies attends to all documents
+        fail(f"--out_dir: {hp.objective} has no left-to-right probability, or --doc_mask. Try a run trained as clm")
     try:
-        with open(out + ".tmp", "wb") as f:     # opened first: work that cannot be written is not begun
-            if unpack:
-                result = to_bytes(decompress(model, to_bytes(data), hp.block_size))
-            else:
-                result = compress(model, data, hp.block_size)
-            f.write(result)
+        with open(path, "rb") as f, open(out + ".tmp", "wb") as g:                  # before the work, which takes long
+            given = f.read()
+            result = decompress(model, given, hp.block_size) if unpack else compress(model, given, hp.block_size)
+            g.write(result)
         os.replace(out + ".tmp", out)
-    except ValueError as e:
-        fail(f"--file {path}: {e}. Try the run and the machine that compressed it")
-    except OSError as e:
-        fail(f"--file {path}: {out} cannot be written ({error_reason(e)}). Try another folder")
-    finally:                                    # Ctrl-C too
-        with contextlib.suppress(OSError):
-            os.remove(out + ".tmp")
-    print(f"{path}: {len(data):,} bytes -> {out}: {len(result):,} bytes, {time.perf_counter() - begin:.0f} s")
-    if not unpack:
-        print(f"{8 * len(result) / len(data):.4f} bits per byte; compressors: {compressor_bits(data)}")
+    except (OSError, ValueError, struct.error) as e:
+        fail(f"--file {path}: {e}. Try the run and the machine that compressed it, or another folder")
+    print(f"{path}: {len(given):,} bytes -> {out}: {len(result):,} bytes")
+    if not unpack and given:
+        print(f"{8 * len(result) / len(given):.4f} bits per byte; compressors: {compressor_bits(from_bytes(given))}")
+    return 0
 
 
 if __name__ == "__main__":

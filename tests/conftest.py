@@ -1,4 +1,6 @@
 import argparse
+import os
+import shutil
 
 import pytest
 import torch
@@ -8,19 +10,25 @@ from torch.utils._pytree import tree_flatten
 import run
 from data import make_rng
 from model import ModelConfig, Transformer
-from objectives import get_objective
+from objectives import get_members
 
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
 
 
+@pytest.fixture(autouse=True)
+def torch_as_before():  # a run sets torch's global switches
+    precision = torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
 @pytest.fixture
 def text(tmp_path, monkeypatch):  # a text file in an empty current folder
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "text.txt"
-    with open(argparse.__file__, "rb") as f:
-        path.write_bytes(f.read())
-    return str(path)
+    return shutil.copyfile(argparse.__file__, os.path.join(tmp_path, "text.txt"))
 
 
 def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
@@ -40,12 +48,12 @@ def randomize(module, seed=0):
 
 def settings(name, T, **changes):  # every setting of a run of that objective or mixture, in rows of T
     tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
-                init_step=0)
+                init_step=0, resume="")
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 
 def clean_windows(hp, B, seed=0):  # (B, n) random bytes without a NUL, in lines
-    n = get_objective(hp).n_bytes(hp.block_size, hp)
+    n = get_members(hp)[0].n
     g = make_rng(f"windows {seed}")
     x = torch.randint(1, 256, (B, n), generator=g)
     return x.masked_fill(torch.rand(B, n, generator=g) < 1 / 12, ord("\n"))
@@ -57,16 +65,13 @@ class NoWaiting(TorchDispatchMode):
                "lift_fresh")                    # the last: a list from the host
     count = 0
 
-    def check(self, func, args):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         op = func.overloadpacket.__name__
         assert op not in self.REFUSED, f"{op} waits for the device"
         if op in ("index", "index_put", "index_put_"):
             boolean = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
             assert not boolean, f"{op} with a boolean index waits for the device"
         self.count += 1
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.check(func, args)
         return func(*args, **(kwargs or {}))
 
 
@@ -91,13 +96,16 @@ class Recording(NoWaiting):
     @torch.no_grad()
     def replay(self):
         for func, args, kwargs, new in self.operations:
-            is_written = func._schema.is_mutable
-            if not is_written and all(t is None for t in new):                      # a view
+            if not func._schema.is_mutable and all(t is None for t in new):         # a view
                 continue
             for recorded, again in zip(new, tensors_in(func(*args, **kwargs))):
                 if recorded is not None:
                     recorded.copy_(again)
 
 
-def tensors_in(tree):  # -> the tensors among its leaves, in order
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+def tensors_in(tree):  # -> the tensors among its leaves, in order; of a sparse one its indices and its values
+    tensors = []
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            tensors += [leaf._indices(), leaf._values()] if leaf.is_sparse else [leaf]
+    return tensors
