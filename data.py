@@ -220,9 +220,8 @@ def document_ids(x):  # (B, T) -> (B, T) long: which document of its row a byte 
 def check_sizes(corpus, n, T):  # fails where a split is shorter than one window, the n bytes that fill a row of T
     for s in corpus:
         if min(len(s["train"]), len(s["val"])) < n:
-            hint = "more text, or a smaller --block_size" if T > MIN_BLOCK_SIZE else "more text"
             fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a "
-                 f"row of --block_size {T} needs {n}. Try {hint}")
+                 f"row of --block_size {T} needs {n}. Try more text, or a smaller --block_size")
 
 
 # ---- compressors, to compare bits per byte with

@@ -215,8 +215,7 @@ def causal_conv(context, embedding, weight):  # ids (B, T, W), embedding (V, C),
 
 
 def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): table row of each n-gram that ends at a position
-    """A polynomial of the ids modulo 2^64, whose high bits are mixed into the low ones. Each length has its own rows;
-    n-grams with the same hash share one."""
+    """A polynomial of the ids modulo 2^64, its high bits mixed into the low ones; each length has its own rows."""
     ids = (context + 1).unbind(2)
     code = torch.zeros_like(ids[0])
     codes = []
@@ -245,9 +244,8 @@ class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, DeepSeek-AI 2026): for each
     length one row of a table, then one matrix over all lengths. Rows start at zero. Sentinels and separators stand
     between unrelated pieces of text, so an n-gram that holds one counts as zero. Training drops a share of the lookups,
-    as dropout does; which, depends on row, position and seed alone. The table's gradient is sparse: it holds the
-    gradient of each lookup, which train.ngram_step applies. gain: each block's weights for the embeddings that are
-    added to its input."""
+    as dropout does; which, depends on table row, position and seed alone. The table's gradient is sparse: that of each
+    lookup, which train.ngram_step applies. gain: each block's weights for the embeddings added to its input."""
 
     def __init__(self, config):
         super().__init__()
@@ -275,8 +273,7 @@ class NgramEmbedding(nn.Module):
 
 # ---- the network
 class Transformer(nn.Module):
-    """dtype: of the activations. Weights, logits and losses are float32. heads: modules that an objective needs
-    beyond the byte head, by name."""
+    """dtype: of the activations; weights, logits, losses are float32. heads: modules that objectives need, by name."""
 
     def __init__(self, config, dtype=torch.float32):
         super().__init__()
@@ -342,8 +339,7 @@ class Cache:
 
 # ---- a faster version
 class SquaredReLU(torch.autograd.Function):
-    """= F.relu(x).square(). Its gradient takes two passes over memory, where autograd's takes four. It has no second
-    derivative."""
+    """= F.relu(x).square(), but its gradient takes two passes over memory, not four; it has no second derivative."""
 
     @staticmethod
     def forward(ctx, x):

@@ -109,8 +109,7 @@ def token_terms(batch, hp):
     return {"nll": (count_token_targets(batch), 1.0)}
 
 
-def token_loss(model, batch, hp):
-    """Cross-entropy of the byte head at every position with a target, in nats."""
+def token_loss(model, batch, hp):  # cross-entropy of the byte head at every position with a target, in nats
     h = hidden_states(model, batch)                                                 # (B, T, C)
     nll, _ = target_nll(model, h, batch["tgt"])
     return {"nll": nll.sum()}
@@ -167,8 +166,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     return dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0)
 
 
-def hidden_states(model, batch):  # -> (B, T, C)
-    """The model's states of a batch, under its prefix (or mask), documents and positions."""
+def hidden_states(model, batch):  # -> (B, T, C): under the batch's prefix (or mask), documents and positions
     return model(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"),
                  mask=batch.get("mask"))
 
@@ -441,8 +439,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
 
     The shares are the same in every batch. The loss is one mean over the targets of all rows; a row of S or X has
     about 1.6 times as many as one of R. Departures: three denoisers stand for the paper's seven, whose S removes a
-    quarter of a text; half of the rows are R (in U-PaLM, Tay et al. 2022, half are S); spans as in span, but in X
-    their sentinels reserve LONG_SPAN_POSITIONS."""
+    quarter of a text; half of the rows are R (in U-PaLM, Tay et al. 2022, half are S); X reserves more positions."""
     T = hp.block_size
     parts = denoisers(T, hp)
     batches = []
@@ -518,11 +515,10 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     prefix = torch.where(is_spm, 4, 1)
     suffix = torch.where(is_spm, 2, 3)
     pieces = torch.where(i < a, prefix, torch.where(i < b, 5, torch.where(i < m, suffix, 7)))       # (B, n)
-    place_of_pre = constant_column(x, 0)                                            # (B, 1), as the next three
-    place_of_suf = torch.where(is_spm, 1, 2)
+    place_of_suf = torch.where(is_spm, 1, 2)                                        # (B, 1)
     place_of_mid = torch.where(is_spm, 3, 4)
-    place_of_eot = constant_column(x, 6)
-    places = torch.cat((pieces, place_of_pre, place_of_suf, place_of_mid, place_of_eot), dim=1)     # (B, n + 4)
+    controls = (constant_column(x, 0), place_of_suf, place_of_mid, constant_column(x, 6))           # of PRE, ..., EOT
+    places = torch.cat((pieces, *controls), dim=1)                                  # (B, n + 4)
     order = places.argsort(dim=1, stable=True)
     text = torch.where(i < m, x[:, :n], x[:, :n].roll(1, 0))
     controls = [constant_column(x, control) for control in (PRE, SUF, MID, EOT)]
@@ -595,9 +591,8 @@ def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, V): logits of the bytes 2, 
 
 def mtp_terms(batch, hp):
     N = batch["tgt"].numel()
-    n_future = hp.mtp_heads - 1
-    weight = hp.mtp_weight / max(1, n_future)
-    return {"nll": (N, 1.0)} | {f"head{k + 2}": (N, weight) for k in range(n_future)}
+    weight = hp.mtp_weight / max(1, hp.mtp_heads - 1)
+    return {"nll": (N, 1.0)} | {f"head{k}": (N, weight) for k in range(2, hp.mtp_heads + 1)}
 
 
 def mtp_loss(model, batch, hp):

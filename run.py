@@ -145,8 +145,7 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
 def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to resume, or ""
     """Defaults of the device, then of the objective, then a checkpoint's settings, then the flags given. --resume takes
     all settings from the checkpoint, --init_from those of the model and, where the objective stays the same, of the
-    objective. Has no side effects. Fails on an unknown flag, a value out of range, or one that contradicts the
-    checkpoint."""
+    objective. Has no side effects. Fails on a value out of range, or one that contradicts the checkpoint."""
     given = parse(argv)
     saved = {}
     resume = ""
@@ -345,8 +344,7 @@ def save_checkpoint(path, state):
 
 
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
-    """Never runs code from the file, and checks every byte against the file's own checksums. Fails where it is missing,
-    damaged, foreign or of another version."""
+    """Never runs code from the file, and checks every byte against its checksums. Fails where it is no such file."""
     path = checkpoint_path(path)
     try:
         with zipfile.ZipFile(path) as z:

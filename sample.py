@@ -11,12 +11,10 @@
     python sample.py --prefix "Once upon" --suffix "a time"         nsp: does the second text follow the first?
     python sample.py --query "open a file" --corpus book.txt        contrastive: find the lines nearest to a text
     python sample.py --prompt "dog. The quick brown fox jumps over the lazy "       rotation: find where it began
-    python sample.py --score book.txt                               clm, prefix, fim, mtp, mdlm, sedd, hybrid: bits per
-                                                                    byte of a file
+    python sample.py --score book.txt           clm, prefix, fim, mtp, mdlm, sedd, hybrid: bits per byte of a file
 
 Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path. Only these are special in a
-prompt: [MASK], a hole of one byte; [MASK:4], a hole of 4 bytes; <extra_id_0>, a hole of any length. For bart [MASK],
-too, is a hole of any length.
+prompt: [MASK], a hole of one byte (for bart of any length); [MASK:4], of 4 bytes; <extra_id_0>, of any length.
 """
 # N samples, n ids, T = block_size positions of the model, V outputs of the byte head, P ids of a prefix
 # how: temperature, top_k and top_p, as distribution takes them
@@ -279,9 +277,8 @@ def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, **how
 
 
 def unmask_long(model, ids, T, g, use, **how):  # (1, n) of any length -> yields (1, n), window by window
-    """Each window starts a quarter of its length before its first MASK."""
     n = text_space(use, T)
-    while (ids == MASK).any():
+    while (ids == MASK).any():                  # a window starts a quarter of its length before its first MASK
         first = int((ids[0] == MASK).byte().argmax())
         a = max(0, min(first - n // 4, ids.size(1) - n))
         for window in unmask(model, ids[:, a:a + n], g, use, **how):
@@ -346,8 +343,7 @@ def repair(model, objective, noisy, hp, g, **how):  # ids of any number -> yield
         yield from (i for i in written if i != EOT)
 
 
-def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids
-    """Pieces of about equal length. Where it can, each ends after white space, but not right before a hole."""
+def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids, about equally long, after white space where it can
     while ids:
         end = math.ceil(len(ids) / math.ceil(len(ids) / n))
         if len(ids) > n:
@@ -661,7 +657,6 @@ def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out by
 
 
 def main(argv=None):
-    """Fails where the flags ask for something that the model cannot do."""
     given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(sys.argv[1:] if argv is None else argv))
     path = given.get("out_dir") or newest_run()
     dtype = "float32" if "score" in given else "auto"           # scores are worth the slower float32

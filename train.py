@@ -8,7 +8,6 @@
 B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
 """
 import contextlib
-import functools
 import json
 import math
 import os
@@ -59,9 +58,8 @@ def draw_batch(m, corpus, split, B, key, hp):  # -> batch of B rows, a pure func
 
 
 def micro_batch(batch, i, n):  # -> the i-th of n parts, equal to within a row
-    def part(v):
-        return v if isinstance(v, int) else v[len(v) * i // n:len(v) * (i + 1) // n]            # int: a shared prefix
-    return {k: part(v) for k, v in batch.items()}
+    # an int is a prefix of all rows
+    return {k: v if isinstance(v, int) else v[len(v) * i // n:len(v) * (i + 1) // n] for k, v in batch.items()}
 
 
 # ---- optimizers: Muon for the StackedLinear layers inside blocks, ngram_step for the n-gram table, AdamW for the rest
@@ -89,8 +87,8 @@ def make_optimizer(model, hp):
     adamw = rest if hp.optimizer == "muon" else rest + hidden
     first, second = torch.zeros(2, sum(p.numel() for p in adamw), device=hp.device)
     rows = 0 if model.ngrams is None else len(model.ngrams.table)
-    lr = torch.zeros((), device=hp.device)
-    return Optimizer(lr, hidden, muon, adamw, first, second, torch.zeros(rows, device=hp.device))
+    return Optimizer(torch.zeros((), device=hp.device), hidden, muon, adamw, first, second,
+                     torch.zeros(rows, device=hp.device))
 
 
 def optimizer_tensors(opt):  # -> {name: tensor}, for a checkpoint
@@ -100,8 +98,7 @@ def optimizer_tensors(opt):  # -> {name: tensor}, for a checkpoint
 
 @torch.no_grad()
 def optimizer_step(opt, table, lookups, step, found_inf, hp):  # lookups: as for ngram_step; step, found_inf: 0-D
-    """Changes nothing where found_inf, without waiting for the device."""
-    lr = opt.lr * ~found_inf
+    lr = opt.lr * ~found_inf                    # where found_inf nothing changes, without waiting for the device
     for p in opt.hidden if hp.weight_decay else []:
         p.mul_(1 - lr * hp.weight_decay)
     for params, momentum in opt.muon:
@@ -138,8 +135,8 @@ def take_lookups(table):  # -> [(row (n,), gradient (n, D), mean squared gradien
 
 
 def ngram_step(table, moments, lookups, lr, found_inf):  # table (R, D), moments (R,), lookups: of take_lookups
-    """Updates only the rows that were looked up, once for each lookup: RMSprop with one second moment a row. No shape
-    depends on how many lookups share a row."""
+    """Updates only the rows that were looked up, as RMSprop does, with one second moment a row, to which each lookup
+    adds its own. No shape depends on how many lookups share a row."""
     moments.mul_(torch.where(found_inf, 1.0, NGRAM_DECAY))
     for row, _, square in lookups:
         moments.index_add_(0, row, torch.where(found_inf, 0.0, square))
@@ -209,8 +206,7 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups th
     return end * min(1.0, max(step * max(passes) / 2, positions / NGRAM_WARMUP))
 
 
-def learning_rate(step, hp):
-    """Linear warm-up, constant, linear to 0: the smallest of the three applies."""
+def learning_rate(step, hp):  # linear warm-up, constant, linear to 0: the smallest of the three applies
     warm = (step + 1) / (hp.warmup_iters + 1)
     fall = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warm, 1.0, fall)
@@ -415,7 +411,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
     if hp.compile:
         torch._dynamo.reset()                   # its cache limit would count all runs of a process
         s.losses = [torch.compile(loss, dynamic=False) for loss in s.losses]
-    step_fn = functools.partial(training_step, s)
+    step_fn = lambda: training_step(s)
     if hp.cuda_graph:
         step_fn = GraphedStep(step_fn, s.gens)
 
@@ -611,14 +607,13 @@ def draw_losses(hp):  # into loss.png beside metrics.jsonl: nats over steps, by 
     with open(os.path.join(hp.out_dir, "metrics.jsonl"), "rb") as f:
         for r in [json.loads(line) for line in f][1:]:
             curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
-    figure = Figure()
-    axes = figure.subplots()
+    axes = Figure().subplots()
     for label, points in sorted(curves.items()):
         style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
         axes.plot(*zip(*points), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats per target)")
     axes.legend()
-    figure.savefig(os.path.join(hp.out_dir, "loss.png"), dpi=120, bbox_inches="tight")
+    axes.figure.savefig(os.path.join(hp.out_dir, "loss.png"), dpi=120, bbox_inches="tight")
 
 
 # ---- how a run is stopped

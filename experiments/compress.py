@@ -123,11 +123,11 @@ def main(argv=None):  # -> exit code
     if hp.doc_mask or not exact:                # byte_frequencies attends to all documents
         fail(f"--out_dir: {hp.objective} has no left-to-right probability, or --doc_mask. Try a run trained as clm")
     try:
-        with open(path, "rb") as f, open(out + ".tmp", "wb") as g:                  # before the work, which takes long
+        with open(path, "rb") as f:
             given = f.read()
-            result = decompress(model, given, hp.block_size) if unpack else compress(model, given, hp.block_size)
-            g.write(result)
-        os.replace(out + ".tmp", out)
+        result = decompress(model, given, hp.block_size) if unpack else compress(model, given, hp.block_size)
+        with open(out, "xb") as f:
+            f.write(result)
     except (OSError, ValueError, struct.error) as e:
         fail(f"--file {path}: {e}. Try the run and the machine that compressed it, or another folder")
     print(f"{path}: {len(given):,} bytes -> {out}: {len(result):,} bytes")

@@ -254,7 +254,8 @@ def test_prompts_stay_and_everything_else_is_written(name, order):
     assert order in writing.list_orders(OBJECTIVES[name])
     x = ids(3, 76)
     other = F.pad(x[:, :32], (0, 44), value=7)
-    first, again = (evaluate.write(randomized(), OBJECTIVES[name], settings(name, 80), order, text, make_rng("a"), steps=3)
+    hp = settings(name, 80)
+    first, again = (evaluate.write(randomized(), OBJECTIVES[name], hp, order, text, make_rng("a"), steps=3)
                     for text in (x, other))
     assert first.shape == x.shape and (first[:, :32] == x[:, :32]).all() and (first < 256).all()
     assert torch.equal(first, again), "nothing but the prompt is read"

@@ -75,7 +75,7 @@ def chi2(counts, p):  # counts, probabilities of the same shape -> over the cell
 
 
 # ---- sampling a byte
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0, 1e-310, 0])
+@pytest.mark.parametrize("temperature", [1.0, 0.2, 3.0, 1e-310, 0])
 def test_the_distribution_is_that_of_the_logits_over_the_temperature(temperature):
     p = sample.distribution(four(FOUR), temperature)
     expected = torch.tensor([1.0, 0, 0, 0]) if temperature < 0.1 else FOUR ** (1 / temperature)
@@ -209,14 +209,14 @@ def test_speculation_at_temperature_0_is_plain_decoding(n):
 
 
 def test_speculation_keeps_a_perfect_draft_and_stops_at_the_end_of_the_document():
-    """A model that counts up to EOT, and heads that count on: n bytes a pass after the first."""
+    """A model that counts up to EOT, and heads that count on, all or all but the last: so many bytes a pass."""
     counting = Stub(lambda h: certain((h + 1) % 256))
-
-    def draft(model, h):  # states of a Stub are ids
-        return certain((h.long().view(len(h), -1)[:, :1] + torch.arange(2, 5)) % 256)
-    stats = []
-    assert drafted(counting, draft, ids(1) * 0 + 215, 99, 99, rng(), stats, **GREEDY) == [*range(216, 256), EOT]
-    assert len(stats) == 11
+    for ahead, passes in (([2, 3, 4], 11), ([2, 3, 9], 15)):
+        def draft(model, h):                    # states of a Stub are ids
+            return certain((h.long().view(len(h), -1)[:, :1] + torch.tensor(ahead)) % 256)
+        stats = []
+        assert drafted(counting, draft, ids(1) * 0 + 215, 99, 99, rng(), stats, **GREEDY) == [*range(216, 256), EOT]
+        assert len(stats) == passes
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -593,8 +593,7 @@ def test_other_ways_to_the_same_text_print_the_same_text(name, flags, others, ru
 
 @pytest.mark.parametrize("name, flags, expected", [
     ("mlm", ["a[MASK]"], (0, 0, 1)), ("mlm", ["a[MASK]", "--num_samples", "2"], (0.8, 0, 1)),
-    ("mdlm", ["a", "--num_samples", "2"], (1, 0, 0.8)), ("span", [HOLE], (0, 0, 1)), ("bart", ["a"], (0, 0, 1)),
-    ("clm", ["a"], (0.8, 0, 1)),
+    ("mdlm", ["a", "--num_samples", "2"], (1, 0, 0.8)), ("span", [HOLE], (0, 0, 1)), ("clm", ["a"], (0.8, 0, 1)),
     ("bart", ["a", "--temperature", "0.3", "--top_k", "5", "--top_p", "0.5"], (0.3, 5, 0.5))])
 def test_holes_and_repairs_take_the_most_likely_byte_by_default(name, flags, expected, runs, capsys, monkeypatch):
     seen = set()
@@ -670,7 +669,6 @@ def test_scores_and_holes_keep_documents_apart_where_training_did(name, given, c
     ("000000", "naïve"), ("000100", "na«ï»ve"), ("001000", "na«ï»ve"), ("000011", "naï«ve»")])
 def test_a_character_of_several_bytes_is_highlighted_as_a_whole(flags, expected):
     assert sample.highlight([*"naïve".encode()], [flag == "1" for flag in flags], ("«", "»")) == expected
-    assert sample.highlight([], []) == ""
 
 
 def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys):
