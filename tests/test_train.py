@@ -435,7 +435,8 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
         monkeypatch.setitem(sys.modules, "matplotlib.figure", figure)
         assert train.main([*flags, "--objective", "prefix"]) == 0
         if figure:
-            assert figure.Figure().subplots().figure.savefig.call_args.args == (os.path.join("out", "prefix", "loss.png"),)
+            [path] = figure.Figure().subplots().figure.savefig.call_args.args
+            assert path == os.path.join("out", "prefix", "loss.png")
     out = capsys.readouterr().out
     for words in ("prefix inp", "prefix tgt", "attention  prefix", "lzma", "bits/byte", "perplexity",
                   "the model's answer", "pip install matplotlib"):
