@@ -235,11 +235,6 @@ def hash_uniform(key, seed):  # keys (...), 0-D -> (...) in [0, 1): random numbe
     return (x >> 40 & 0xFFFFFF) / 2 ** 24
 
 
-@torch.compiler.disable                         # it takes no sparse gradient
-def look_up(table, row):
-    return F.embedding(row, table, sparse=True)
-
-
 class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, DeepSeek-AI 2026): for each
     length one row of a table, then one matrix over all lengths. Rows start at zero. Sentinels and separators stand
@@ -265,10 +260,11 @@ class NgramEmbedding(nn.Module):
             place = torch.arange(row.size(1), device=row.device)[:, None]
             u = hash_uniform(row * row.size(1) + place, self.seed)
             scale = scale * (u >= self.drop) / (1 - self.drop)
-            x = look_up(self.table, row)                                            # (B, T, N, NGRAM_DIM)
-        else:
-            x = F.embedding(row, self.table)
+        x = self.look_up(row)                                                       # (B, T, N, NGRAM_DIM)
         return self.proj((x * scale[..., None]).flatten(2).to(dtype))
+
+    def look_up(self, row):
+        return F.embedding(row, self.table, sparse=self.training)
 
 
 # ---- the network

@@ -569,7 +569,7 @@ class MTPBlock(Block):
 
 
 def mtp_module(model, block, h, ids, doc=None):  # states (B, T, C), ids (B, T) -> states (B, T, C)
-    e = norm(model.embed(ids.clamp(min=0)).to(h.dtype))
+    e = norm(model.embed(ids).to(h.dtype))
     x = block.join(torch.cat((h, e), dim=-1))                   # h is normed already
     return norm(run_blocks([block], x, model.config, 0, doc))
 

@@ -321,8 +321,7 @@ def trim_to_suffix(model, objective, hp, left, middle, right):  # ids each -> th
     nats = []
     for k in range(len(middle) + 1):
         x = to_row(([EOT] + left + middle[:k])[n - hp.block_size:] + right, hp)
-        doc = document_ids(x[:, :-1]) if hp.doc_mask else None
-        logits = model.logits(model(x[:, :-1], 0, doc)[0, -n:])                     # (n, V)
+        logits = model.logits(model(x[:, :-1], 0)[0, -n:])                          # (n, V)
         nats.append(float(F.cross_entropy(logits, x[0, -n:], reduction="sum")))
     first = next(k for k, each in enumerate(nats) if each < min(nats) + math.log(10))
     return middle[:first]
@@ -549,7 +548,7 @@ def infill_mode(model, objective, hp, g, how, prompt=None, prefix=None, suffix=N
         is_new += [True] * len(span) + [False] * len(piece)
     print(highlight(out, is_new), flush=True)
     if not ended:
-        note("did not end by itself, and is trimmed where the suffix fits, if at all. Try another --max_new_tokens")
+        note("did not end by itself. Try a larger --max_new_tokens, or a shorter text")
 
 
 def repair_mode(model, objective, hp, g, how, prompt):
@@ -557,8 +556,7 @@ def repair_mode(model, objective, hp, g, how, prompt):
     stream([], repair(model, objective, prompt, hp, g, **GREEDY | how))
 
 
-def mark_mode(model, objective, hp, prompt):
-    """Marks the bytes that the model finds suspicious; lists the most suspicious ones."""
+def mark_mode(model, objective, hp, prompt):  # marks suspicious bytes, and lists the most suspicious ones
     predict = find_use(objective, "mark").predict
     x = to_row(prompt, hp)
     p = torch.cat([predict(model, part)[0] for part in x.split(hp.block_size, dim=1)]).sigmoid()
@@ -567,14 +565,12 @@ def mark_mode(model, objective, hp, prompt):
         print(f"  byte {i:4d}  {repr(bytes([prompt[i]]))[1:]:6s} is wrong with probability {float(p[i]):.2f}")
 
 
-def follow_mode(model, objective, hp, prefix, suffix):
-    """Prints the probability that --suffix follows --prefix."""
+def follow_mode(model, objective, hp, prefix, suffix):  # prints the probability that --suffix follows --prefix
     p = float(find_use(objective, "follow").predict(model, prefix, suffix, hp).sigmoid())
     print(f"the second text follows the first with probability {p:.3f} (.5 is chance)")
 
 
-def search_mode(model, objective, hp, query, corpus):
-    """Prints the three lines of --corpus nearest to --query."""
+def search_mode(model, objective, hp, query, corpus):  # prints the three lines of --corpus nearest to --query
     lines = [(number, line) for number, line in enumerate(corpus.splitlines(), 1) if line.strip()]
     vectors = embed_texts(model, objective, [query, *(line for _, line in lines)], hp.block_size)   # (N + 1, C)
     similarity = vectors[1:] @ vectors[0]
@@ -594,8 +590,7 @@ def embed_texts(model, objective, texts, T):  # list of ids -> (N, C) float32 of
     return torch.stack(vectors)
 
 
-def seam_mode(model, objective, hp, prompt):
-    """Rotates a text back to where the model finds its first byte."""
+def seam_mode(model, objective, hp, prompt):  # rotates a text back to where the model finds its first byte
     ids = keep_within(prompt, hp.block_size)
     p = find_use(objective, "seam").predict(model, to_row(ids, hp))[0].softmax(0)
     seam = int(p.argmax())

@@ -296,6 +296,13 @@ def training_step(s):  # -> batches, loss (nats: sum over terms of coefficient *
     return batches, loss, norm
 
 
+def compile_losses(s):
+    torch._dynamo.reset()                       # its limit of compiled graphs would count all runs of a process
+    if s.table is not None:                     # a compiler takes no sparse gradient
+        s.model.ngrams.look_up = torch.compiler.disable(s.model.ngrams.look_up)
+    s.losses = [torch.compile(loss, dynamic=False) for loss in s.losses]
+
+
 # ---- evaluation
 def validation_list(members, corpus, hp):  # -> [(source, weight, objective, batches, causal batches or None)]
     """Each source's own fixed windows under fixed corruption: they depend on the objective and the block size alone.
@@ -409,8 +416,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
         start_from(s.model, load_checkpoint(hp.init_from)["model"], hp.init_from)
     validation = validation_list(members, corpus, hp)
     if hp.compile:
-        torch._dynamo.reset()                   # its cache limit would count all runs of a process
-        s.losses = [torch.compile(loss, dynamic=False) for loss in s.losses]
+        compile_losses(s)
     step_fn = lambda: training_step(s)
     if hp.cuda_graph:
         step_fn = GraphedStep(step_fn, s.gens)

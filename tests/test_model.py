@@ -379,8 +379,8 @@ def test_the_sparse_gradient_of_the_table_equals_the_dense_one(monkeypatch):
     net.ngrams.drop.fill_(0.25)
     direction = torch.randn(B, T, 16, generator=make_rng("direction"))
     grads = []
-    for look_up in (M.look_up, lambda table, row: table[row]):
-        monkeypatch.setattr(M, "look_up", look_up)
+    for look_up in (net.ngrams.look_up, lambda row: net.ngrams.table[row]):
+        monkeypatch.setattr(net.ngrams, "look_up", look_up)
         net.zero_grad()
         (net(ids(high=400)) * direction).sum().backward()
         grads.append([p.grad for p in net.parameters() if p.grad is not None])
