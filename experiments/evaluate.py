@@ -265,8 +265,8 @@ def edit_distance(a, b):  # Levenshtein's: bytes inserted, deleted and replaced
 
 
 def eval_typos(model, objective, hp, text):
-    """Share of texts whose most suspicious byte is their one typo: a lower-case letter between two others that was
-    replaced by another. Baseline: the byte whose two pairs with its neighbours are the rarest in the held-out text."""
+    """Share of texts whose most suspicious byte is their one typo: a lower-case letter between two others (without such
+    the first byte), replaced by another. Baseline: the byte whose two pairs with its neighbours are the rarest."""
     g = make_rng("compare,typos")
     x = windows(text, min(hp.block_size, 128), 4 * ROWS, "typos")
     is_letter = (x >= ord("a")) & (x <= ord("z"))

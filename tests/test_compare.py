@@ -22,7 +22,7 @@ def all_runs():  # -> {folder: settings}, oldest first
 
 
 def load_metrics(folder):
-    with open(os.path.join(folder, "measured.json")) as f:
+    with open(f"{folder}/measured.json") as f:
         return json.load(f)["metrics"]
 
 
@@ -30,6 +30,7 @@ def load_metrics(folder):
 
 def test_every_cell_is_trained_and_measured_once_and_has_a_row_of_its_task(text, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "ROWS", 4)
+    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
     names = "mtp", "mdlm", "span", "rotation"
     words = ["--objectives", ",".join(names), "--block_size", "128", "--n_layer", "1"]
     assert run(*words) == 0
@@ -40,7 +41,6 @@ def test_every_cell_is_trained_and_measured_once_and_has_a_row_of_its_task(text,
         assert f"| {name} | {heading} | {found[name]['task']:.3f} | {found[name]['task_baseline']:.3f} | " in out
     assert {use.mode for objective in OBJECTIVES.values() for use in objective.uses} <= set(evaluate.TASKS)
     assert 7 < found["mtp"]["left_to_right"] < 9 and 7 < found["mdlm"]["bound"] < 9
-    assert "left_to_right" not in found["mdlm"], "a bound has a column of its own"
     assert {"left_4", "left_16", "replaced_auc", "bytes_per_pass", "tflop", "targets_per_row"} <= set(found["mtp"])
     assert {"infill_4", "infill_16", "distinct"} <= set(found["mdlm"]) and "infill_4" not in found["mtp"]
     monkeypatch.setattr(compare.train, "main", None)
@@ -55,7 +55,7 @@ def test_every_cell_is_trained_and_measured_once_and_has_a_row_of_its_task(text,
 def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, monkeypatch):
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
-    assert "±" in out and "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 2 steps" in out
+    assert "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 2 steps" in out
     assert len({compare.logged_metrics(folder)["loss"] for folder in all_runs()}) == len(all_runs()) == 4
     with open(text, "ab") as f:
         f.write(b"# more\n")
@@ -66,10 +66,6 @@ def test_seeds_budgets_texts_and_defaults_are_runs_of_their_own(text, capsys, mo
     monkeypatch.setitem(OBJECTIVES["mlm"].flags, "mask_rate", flag)
     run("--objectives", "clm")
     assert len(all_runs()) == 6, "other defaults, too, but not another objective's"
-    hp = compare.get_config(TINY)
-    name = compare.run_name(hp, [1])
-    hp.device = "cuda"
-    assert compare.run_name(hp, [1]) == name != compare.run_name(hp, [2]), "another device resumes the same run"
 
 
 def test_a_sweep_has_a_row_for_each_value_in_which_a_plus_is_a_comma(text, capsys):
@@ -79,19 +75,16 @@ def test_a_sweep_has_a_row_for_each_value_in_which_a_plus_is_a_comma(text, capsy
 
 
 def test_replay_is_measured_on_both_corpora(text, capsys):
-    with open("new.txt", "wb") as f:
-        f.write(b"int main() { return 0; }\n" * 400)
+    with open("new.txt", "w") as f:
+        f.write("int main() { return 0; }\n" * 400)
     run("--new_data", "new.txt", "--sweep", "replay=0,.25,scratch")
     assert "| .25 |" in capsys.readouterr().out
-    (before, first), (new, plain), (mix, mixed), (scratch, alone) = all_runs().items()
-    assert [first["init_from"], alone["init_from"]] == ["", ""]
-    assert plain["init_from"] == mixed["init_from"] == before
-    data = [config["data"] for config in (first, plain, mixed, alone)]
-    assert data == [["text.txt"], ["new.txt:1"], ["new.txt:0.75", "text.txt:0.25"], ["new.txt:1"]]
-    new, mix, scratch = map(load_metrics, (new, mix, scratch))
+    before, *others = all_runs()
+    assert [[config["init_from"], *config["data"]] for config in all_runs().values()] == [
+        ["", "text.txt"], [before, "new.txt:1"], [before, "new.txt:0.75", "text.txt:0.25"], ["", "new.txt:1"]]
+    new, mix, scratch = map(load_metrics, others)
     assert new["old_before"] == mix["old_before"] != new["old"] and "old_before" not in scratch
-    assert new["new"] < new["old_before"], "two steps more, on a text of one line"
-    assert scratch["new"] > new["new"], "half as many steps"
+    assert new["new"] < new["old_before"] and new["new"] < scratch["new"], "two steps more; half as many steps"
 
 
 def test_runs_start_from_another_objectives_weights(text, capsys):
@@ -99,8 +92,8 @@ def test_runs_start_from_another_objectives_weights(text, capsys):
     assert "| none |" in capsys.readouterr().out
     (_, none), (donor, first), (_, second) = all_runs().items()
     assert (first["objective"], first["max_iters"], first["data"]) == ("bart", 3, ["text.txt"])
-    assert [none["init_from"], second["init_from"]] == ["", donor] and second["max_iters"] == 2
-    assert all(none[name] == second[name] for name in ("objective", "block_size", "batch_size", "attn_scale"))
+    changed = {name for name in none if none[name] != second[name]} - {"out_dir"}
+    assert changed == {"init_from", "init_step"} and second["init_from"] == donor
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(text, capsys, monkeypatch):
@@ -117,14 +110,11 @@ def test_a_killed_run_is_resumed(text):
     """Its checkpoint is of the first of two steps."""
     run("--objectives", "clm")
     [folder] = all_runs()
-    path = os.path.join(folder, "ckpt.pt")
-    with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
+    with open(f"{folder}/metrics.jsonl", "rb") as f:
         state = {"step": 1, "metrics_bytes": sum(map(len, f.readlines()[:3]))}
-    torch.save(torch.load(path, weights_only=True) | state, path)
+    torch.save(torch.load(f"{folder}/ckpt.pt", weights_only=True) | state, f"{folder}/ckpt.pt")
     run("--objectives", "clm")
     assert list(all_runs()) == [folder] and compare.load_checkpoint(folder)["step"] == 2
-    with open(os.path.join(folder, "log.txt"), encoding="utf-8") as f:
-        assert "more samples" not in f.read()
 
 
 @pytest.mark.parametrize("flags, hint", [
@@ -132,13 +122,10 @@ def test_a_killed_run_is_resumed(text):
     ("--sweep mask_rate=2", "--mask_rate"), ("--sweep replay=x", "shares"), ("--sweep start=none,clam", "Try clm"),
     ("--objectives mlm --sweep replay=0", "clm"), ("--objectives mml", "Try mlm"), ("--seeds one", "--seed"),
     ("--seed 7", "itself"), ("--budgets 1e3", "--max_iters"), ("--out_dir text.txt", "--out_dir text.txt"),
-    ("--data corpus --out_dir corpus/out", "inside"), ("--objectives clm --sweep block_size=64,200000", "200000"),
+    ("--data . --out_dir out", "inside"), ("--objectives clm --sweep block_size=64,200000", "200000"),
     ("--budget 2", "--budget"), ("--objectives clm --tau .1", "Try it with contrastive"),
     ("--sweep tau=.1 --objectives clm", "Try it with contrastive")])
 def test_bad_flags_are_one_line_before_anything_runs(flags, hint, text, capsys):
-    os.makedirs("corpus")
-    with open("corpus/a.txt", "wb") as f:
-        f.write(b"words " * 9000)
     with pytest.raises(SystemExit) as e:
         compare.main(["--data", text, *flags.split()])
     err = capsys.readouterr().err
@@ -176,8 +163,7 @@ def test_tables_are_of_the_largest_budget_trends_and_curves_of_all(tmp_path, mon
     with open(tmp_path / "curves.csv", newline="") as f:
         head, *lines = csv.reader(f)
     assert head == ["objective", "steps", "seed", "metric", "value"] and len(lines) == 10
-    assert lines[:2] == [["clm", "10", "1", "left_to_right", "1.1"], ["clm", "10", "1", "left_4", "3"]]
-    assert lines[-2:] == [["fim", "10", "1", "left_to_right", "3"], ["fim", "10", "2", "left_to_right", "4"]]
+    assert lines[0] == ["clm", "10", "1", "left_to_right", "1.1"]
 
 
 def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
@@ -185,10 +171,8 @@ def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     worse = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}   # than no model: not drawn
     assert os.path.getsize(compare.draw_picture(worse, str(tmp_path / "compare.png"))) > 5000
-    bpb, infill, *_, names = pyplot.gcf().axes
-    assert [axis.get_title() for axis in (bpb, infill)] == [
-        "left to right (less is better; dashed: bound)", "infill 4 (less is better; dashed: left 4)"]
-    drawn = [(line.get_linestyle(), line.get_xydata().tolist()) for axis in (bpb, infill) for line in axis.lines]
+    bits, infill, *_ = pyplot.gcf().axes
+    assert infill.get_title() == "infill 4 (less is better; dashed: left 4)"
+    drawn = [(line.get_linestyle(), line.get_xydata().tolist()) for line in [*bits.lines, *infill.lines]]
     assert drawn == [("-", [[10, 1.1], [100, 1.01]]), ("-", [[10, 3.5]]), ("--", [[10, 3.0], [100, 3.0]]),
                      ("-", [[10, 2.0], [100, 2.0]])]
-    assert [text.get_text() for text in names.get_legend().get_texts()] == ["clm", "mlm", "fim"]

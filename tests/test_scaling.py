@@ -7,29 +7,33 @@ def law(x):
     return 1.2 + 2.0 * x ** -0.3
 
 
-def write_curves(path, setting, runs):  # runs [(row, steps, TFLOPs, bits)], two seeds each
-    lines = [f"{setting},steps,seed,metric,value"]
-    for row, steps, tflop, bits in runs:
-        for seed, shift in ((1, -0.005), (2, 0.005)):
-            lines += [f"{row},{steps},{seed},tflop,{tflop}", f"{row},{steps},{seed},left_to_right,{bits + shift:.6f}"]
-    path.write_text("\n".join(lines) + "\n")
-    return ["--curves", str(path)]
+def write_table(path, head, lines):  # lines [(row, steps, TFLOPs, bits)], each of two seeds
+    text = [f"{head},steps,seed,metric,value"]
+    for row, steps, x, bits in lines:
+        for seed, shift in ((1, 0.01), (2, -0.01)):
+            text += [f"{row},{steps},{seed},tflop,{x}", f"{row},{steps},{seed},left_to_right,{bits + shift}",
+                     f"{row},{steps},{seed},probe,0.5"]
+    path.write_text("\n".join(text) + "\n")
+    return str(path)
 
 
 def test_a_power_law_with_a_floor_is_found():
-    found = scaling.fit([(x, law(x)) for x in (0.5, 1, 3, 10)], [i / 1000 for i in range(2000)])
-    assert found == pytest.approx((1.2, 2.0, 0.3), abs=5e-3)
+    floors = [i / 1000 for i in range(8000)]
+    assert scaling.fit([(x, law(x)) for x in (0.5, 1, 3, 10)], floors) == pytest.approx((1.2, 2.0, 0.3), abs=5e-3)
     assert scaling.fit([(x, 3 * x ** -0.1) for x in (1, 2, 4)], [0.0]) == pytest.approx((0, 3, 0.1))
 
 
-@pytest.mark.parametrize("setting", ["n_embd", "objective"])
-def test_the_largest_run_is_predicted_from_the_others(setting, tmp_path, capsys):
-    sizes = [(f"{10 * x:g}", 10, x, law(x)) for x in (5, 0.5, 1.5, 3)] + [("200", 10, 20, 9.0), ("6", 5, 90, 8.0)]
-    steps = [("clm", int(10 * x), x, law(x)) for x in (5, 0.5, 1.5, 3)] + [("clm", 200, 20, 9.0), ("mlm", 9, 90, 8.0)]
-    flags = write_curves(tmp_path / "a.csv", setting, sizes if setting == "n_embd" else steps)
-    assert scaling.main([*flags, "--steps", "10"]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
-    assert "| 20 | 9.000 |" in last and float(last.split("|")[-2]) == pytest.approx(law(20), abs=0.02)
-    with pytest.raises(SystemExit) as e:
-        scaling.main([*flags, "--steps", "5", "--objective", "mlm"])
-    assert e.value.code == 2 and "holds 1 runs" in capsys.readouterr().err
+def test_the_largest_run_is_predicted_from_the_others(tmp_path, capsys):
+    some = [(32, 10, 0.5), (256, 10, 20), (64, 10, 1.5), (128, 10, 5), (96, 10, 3), (512, 5, 90)]
+    sizes = [(size, steps, x, law(x) + 0.1 * (size == 256)) for size, steps, x in some]
+    assert scaling.main(["--curves", write_table(tmp_path / "a.csv", "n_embd", sizes), "--steps", "10"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1].split(" | ")
+    assert last[:4] == ["| 256", "10", "20", f"{law(20) + 0.1:.3f}"], "512 is of other steps"
+    assert float(last[5].strip(" |")) == pytest.approx(law(20), abs=3e-3), "it was not fitted to the largest"
+    steps = [(name, n, n, law(n)) for name in ("mlm", "clm") for n in (1, 2, 4, 8, 16)]
+    path = write_table(tmp_path / "b.csv", "objective", steps)
+    assert scaling.main(["--curves", path]) == 0 and capsys.readouterr().out.count("| clm |") == 5
+    for flags, hint in ((["--curves", "no.csv"], "cannot be read"), (["--curves", path, "--objective", "x"], "5 are")):
+        with pytest.raises(SystemExit):
+            scaling.main(flags)
+        assert hint in capsys.readouterr().err
