@@ -16,6 +16,7 @@ def test_sides_run_in_turns_and_the_first_round_is_not_timed():
     assert 0 < speed["a"] < 10 ** 10 and speed["b"] == 0
 
 
+@pytest.mark.slow
 def test_all_objectives_are_measured_in_rows_of_the_first(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(bench, "make_step", lambda hp: seen.append(hp) or (lambda: None))

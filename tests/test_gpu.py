@@ -57,6 +57,7 @@ def test_a_model_on_the_gpu_computes_what_it_does_on_the_cpu():
 
 
 # ---- experiments.gpu_check
+@pytest.mark.slow
 def test_the_gpu_check_reports_failures_and_continues_where_it_stopped(tmp_path, monkeypatch, capsys):
     steps = [gpu_check.Step("good", ["-c", "print('fine')"]), gpu_check.Step("bad", ["-c", "1 / 0"]),
              gpu_check.Step("slow", ["-c", "import time; print('begun', flush=True); time.sleep(60)"])]

@@ -31,6 +31,7 @@ def test_a_model_is_credited_with_the_letters_that_it_predicts():
                                                    pytest.approx(143 / 144), 2)
 
 
+@pytest.mark.slow
 def test_what_was_read_often_is_known_better(text, capsys, monkeypatch):
     monkeypatch.setattr(memorize, "TIMES", (0, 3, 12))
     monkeypatch.setattr(memorize, "CANARIES", 3)

@@ -125,6 +125,7 @@ print(faults[-1] - faults[2])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+@pytest.mark.slow
 def test_memory_that_is_freed_is_kept_for_the_next_step():
     """A page that was returned to the system is zeroed when it is touched again; without tune_malloc 900,000 are."""
     done = subprocess.run([sys.executable, "-c", PAGE_FAULTS], cwd=HOME, capture_output=True, text=True)
