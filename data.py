@@ -1,15 +1,17 @@
 """The vocabulary, the corpus, windows of clean bytes; and the struct of a command-line flag, which all files share.
 
-The ids of a file are its bytes: no tokenizer, no preparation. A file is mapped; the standard library and the files of a
-folder are joined in memory. Byte 0 (NUL) is also EOT, the end of a document. What a training step reads is a pure
+The ids of a file are its bytes: no tokenizer, no preparation. A large file is mapped, a folder's files and the standard
+library are joined in memory. Byte 0 (NUL) is also EOT, the end of a document. What a training step reads is a pure
 function of (seed, step), so a resumed run, another evaluation interval or another number of micro-batches sees the same
 bytes.
 
 B rows, n raw bytes in a row, N bytes in a split of a source, S sources
 """
 import bz2
+import contextlib
 import ctypes
 import lzma
+import mmap
 import os
 import sys
 import sysconfig
@@ -18,6 +20,9 @@ import zlib
 from dataclasses import dataclass
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")                     # NumPy is not required
+warnings.filterwarnings("ignore", "The given buffer is not writable")               # a mapped file
+# oneDNN would keep what it compiled for the last 1,024 shapes, a few MB each: texts of many lengths take GBs
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 import torch  # noqa: E402
 
 # ids 0..255 are the bytes themselves; the ids after them never occur in a corpus
@@ -36,6 +41,7 @@ ID_SYMBOLS = {-100: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "�
 N_CANDIDATES = 4                                # offsets that are tried for a window without a NUL
 MIN_BLOCK_SIZE = 32                             # positions of the shortest rows
 CRC_PIECE = 1 << 16                             # bytes of a corpus that are checksummed together
+MAPPED_BYTES = 1 << 26                          # files from this size on are mapped
 COMPRESSED_BYTES = 1 << 24                      # the compressors read at most so many bytes
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of stdlib
 
@@ -80,51 +86,67 @@ def from_bytes(b):  # bytes -> (N,) uint8
     return torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else torch.empty(0, dtype=torch.uint8)
 
 
-# ---- the corpus: a list of sources, dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc, note}
+# ---- the corpus: a list of sources, dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc, map, note}
 def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
-    """Opens what --data names: files, folders or "stdlib", each with an optional ":weight". The weights returned add up
-    to 1. note: a line for the user, where files were skipped. Fails where a source is missing, empty or unreadable."""
+    """Opens what --data names: files, folders or "stdlib", each with a ":weight" or none of them; without weights their
+    shares follow from their sizes. The weights returned add up to 1. map: of a file that is mapped, else None. note: a
+    line for the user, where files were skipped. Fails where a source is missing, empty or unreadable."""
+    named = [split_weight(spec) for spec in specs]
+    without = [path for path, weight in named if not weight]
+    if 0 < len(without) < len(named):
+        fail(f"--data {without[0]}: has no weight, another source has. Try {without[0]}:0.05, or no weight at all")
     corpus = []
-    for spec in specs:
-        path, weight = split_weight(spec)
+    for path, weight in named:
         note = ""
+        mapped = None
         try:
             if path == "stdlib":
                 train, val = split_documents([*read_stdlib().values()])
             elif os.path.isdir(path):
                 documents, n_skipped = read_folder(path)
-                note = f"{path}: {len(documents):,} files; skipped {n_skipped:,} (empty, binary, duplicate or hidden)"
+                note = f"{len(documents):,} files; skipped {n_skipped:,} (empty, binary, duplicate, hidden, unreadable)"
                 train, val = split_documents([*documents.values()])
             else:
-                train, val = split_file(map_file(path))
-        except (OSError, RuntimeError) as e:    # the second is torch's, of a file that cannot be mapped
+                data, mapped = read_file(path)
+                train, val = split_file(data)
+        except OSError as e:
             fail(f"--data {path}: cannot be read ({e}). Try another file")
-        corpus.append(dict(name=path, weight=weight, train=train, val=val, size=len(train) + len(val),
-                           crc=checksum(val, checksum(train)), note=note))
+        corpus.append(dict(name=path, weight=weight or len(train), train=train, val=val, size=len(train) + len(val),
+                           crc=checksum(val, checksum(train)), map=mapped, note=note))
     total = sum(s["weight"] for s in corpus)
     for s in corpus:
         s["weight"] /= total
     return corpus
 
 
-def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); a colon that is part of a path stays one
+def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); 0: no weight; a colon that is part of a path stays one
     path, colon, weight = spec.rpartition(":")
     try:
         weight = float(weight)
     except ValueError:
-        return spec, 1.0
+        return spec, 0.0
     if not colon or os.path.exists(spec):
-        return spec, 1.0
+        return spec, 0.0
     if not 1e-9 < weight < 1e9:
         fail(f"--data {spec}: the weight after the colon must be a positive number, as in {path}:0.5")
     return path, weight
 
 
-def map_file(path):  # -> (N,) uint8, memory-mapped: private memory does not grow with the file
+def read_file(path):  # -> (N,) uint8, and its map or None: private memory does not grow with a large file
     size = os.path.getsize(path) if os.path.isfile(path) else 0
     if not size:
         fail(f"--data {path}: no such file or folder, or empty. Try a path to text")
-    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    with open(path, "rb") as f:
+        if size < MAPPED_BYTES:
+            return from_bytes(f.read()), None
+        mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    return torch.frombuffer(mapped, dtype=torch.uint8), mapped
+
+
+def check_unchanged(corpus):  # fails where a mapped file was truncated or overwritten; one that was replaced stays open
+    for s in corpus:
+        if s["map"] and (s["map"].size() != s["size"] or checksum(s["val"], checksum(s["train"])) != s["crc"]):
+            fail(f"--data {s['name']}: was changed while the run read it. Try --resume with the file as it was")
 
 
 def read_stdlib():  # -> {path: document}: the source of Python's own standard library, without tests
@@ -132,11 +154,12 @@ def read_stdlib():  # -> {path: document}: the source of Python's own standard l
 
 
 def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: document (bytes)} in sorted order, number skipped
-    """Every text file under a folder, each text once. Files with a NUL (binaries), empty and hidden files and the
-    folders of runs are left out. Documents are held in memory: join a larger corpus into one file."""
+    """Every text file under a folder, each text once. Files with a NUL (binaries), empty, hidden and unreadable files
+    and the folders of runs are left out. Documents are held in memory: join a larger corpus into one file."""
     paths = []
+    unreadable = []                             # subfolders
     n_files = 0
-    for root, dirs, files in os.walk(folder):
+    for root, dirs, files in os.walk(folder, onerror=unreadable.append):
         if {"ckpt.pt", "best.pt"} & set(files):
             dirs[:] = []
             continue
@@ -145,14 +168,15 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: document (b
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     documents = {}                              # {contents: path}
     for path in sorted(paths, key=lambda p: p.replace(os.sep, "/")):
+        text = b""
         if os.path.isfile(path):                # not a socket, a pipe or a dangling link
-            with open(path, "rb") as f:
+            with contextlib.suppress(OSError), open(path, "rb") as f:
                 text = f.read()
-            if text and b"\0" not in text:
-                documents.setdefault(text, path)
+        if text and b"\0" not in text:
+            documents.setdefault(text, path)
     if not documents:
-        fail(f"--data {folder}: holds no text file (files with a NUL byte do not count). Try another folder")
-    return {path: text for text, path in documents.items()}, n_files - len(documents)
+        fail(f"--data {folder}: holds no readable text file (none with a NUL byte is text). Try another folder")
+    return {path: text for text, path in documents.items()}, n_files + len(unreadable) - len(documents)
 
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8: every tenth document is for validation

@@ -135,6 +135,7 @@ class Objective:
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
     single_document: bool = False               # prefers windows without a NUL inside
+    two_documents: bool = False                 # joins texts of two rows that should come from two documents
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, where they are not 0, 1, 2, ...
     # (batch) -> positions with loss, where the counts of terms are of something else: mdlm's are of all bytes
@@ -208,7 +209,7 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
 
     Exactly round(mask_rate * T) positions of each row, as in BERT's own code, drawn anew for every batch, as
     in RoBERTa (Liu et al. 2019). Departures: bytes in place of word pieces; 30% of them, since BERT's 15% teach less
-    per row (Wettig et al. 2023); a random byte is never a special id."""
+    per row (Wettig et al. 2023); a random byte is never a special id; no dense layer before the head."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
     inp, tgt = mask_bytes(x, random_positions(B, T, k, g), g, hp.mask_token, hp.mask_random)
@@ -279,7 +280,8 @@ def span(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     span (see random_lengths).
     Each sentinel in the source reserves position numbers, 4/3 of span_mean; its span's bytes in the target use them.
 
-    Departures: T5's own code always starts with a kept token and ends with a noise one; here both ends are free.
+    Departures: T5's own code always starts with a kept token and ends with a noise one; here all placements are equally
+    likely, of which few have noise at an end (the first byte in a quarter as many rows as one inside).
     Sentinels count up and, as in T5's code but not in the paper's figure, no final sentinel follows the last span. 30%
     of the bytes are noise, since T5's 15% teach less per row. Spans have 6 bytes on average, where T5's have 3 tokens
     and ByT5's (Xue et al. 2022) 20 bytes. A span's positions continue from its sentinel's, where GLM (Du et al. 2022)
@@ -551,15 +553,21 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
         future_tgt   e   c a t      of head 2, and so on; each has loss at all T positions
 
     mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head. Departure: the paper's
-    heads are a transformer layer each; on MBPP its linear heads score nearly the same.
+    heads are a transformer layer each, taken off the trunk; on MBPP its linear heads score nearly the same.
     sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (the model's, for the first) with the
     embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head. sample.py does
     not draft with these modules: each draft is one more pass, and on a CPU drafts cost what they save.
     The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's; --mtp_weight 3 for 4
-    heads is Gloeckle's plain sum. With mtp_heads 1 both kinds equal clm."""
+    heads is Gloeckle's plain sum (DeepSeek-V3 trains one module, with a weight that falls to .1). With mtp_heads 1 both
+    kinds equal clm. Under --doc_mask no head but the first predicts bytes of the next document."""
     T = x.size(1) - hp.mtp_heads
-    ahead = x[:, 1:].unfold(1, hp.mtp_heads, 1)                 # (B, T, n): bytes t + 1 .. t + n
-    return dict(clm(x[:, :T + 1], g, hp), future_tgt=ahead[:, :, 1:])
+    future = x[:, 1:].unfold(1, hp.mtp_heads, 1)[:, :, 1:]      # (B, T, n - 1): bytes t + 2 .. t + n
+    if hp.doc_mask:
+        ends = (x == EOT).cumsum(1)             # ends of documents up to each byte
+        before = F.pad(ends, (1, 0))[:, :T, None]
+        crossed = ends[:, :-1].unfold(1, hp.mtp_heads, 1)[:, :, 1:] > before
+        future = future.masked_fill(crossed, IGNORE_INDEX)
+    return dict(clm(x[:, :T + 1], g, hp), future_tgt=future)
 
 
 class MTPBlock(Block):
@@ -590,9 +598,10 @@ def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, V): logits of the bytes 2, 
 
 
 def mtp_terms(batch, hp):
-    N = batch["tgt"].numel()
     weight = hp.mtp_weight / max(1, hp.mtp_heads - 1)
-    return {"nll": (N, 1.0)} | {f"head{k}": (N, weight) for k in range(2, hp.mtp_heads + 1)}
+    counts = (batch["future_tgt"] != IGNORE_INDEX).sum((0, 1)).clamp(min=1).unbind()
+    heads = {f"head{k}": (count, weight) for k, count in enumerate(counts, 2)}
+    return {"nll": (batch["tgt"].numel(), 1.0)} | heads
 
 
 def mtp_loss(model, batch, hp):
@@ -605,7 +614,8 @@ def mtp_loss(model, batch, hp):
         if parallel:
             head_logits = logits[:, :, k - 1]
         else:                                   # byte i + k at position i
-            h = mtp_module(model, model.heads["mtp"]["blocks"][k - 1], h, tgt[:, :, k - 1], batch.get("doc"))
+            ids = tgt[:, :, k - 1].clamp(min=0)
+            h = mtp_module(model, model.heads["mtp"]["blocks"][k - 1], h, ids, batch.get("doc"))
             head_logits = model.logits(h)
         sums[f"head{k + 1}"] = cross_entropy_sum(head_logits, tgt[:, :, k])
     return sums
@@ -639,7 +649,7 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), masked_positions (B, k), 
     A byte that the generator guesses right counts as original; no gradient passes through the samples;
     weights 1 and electra_weight. As in the authors' code 85% of the chosen bytes are masked and 15% left.
     Departures: positions are drawn without replacement; generator and discriminator do not share embeddings; no dense
-    layer before the scalar head. The generator has no n-grams."""
+    layer before the byte head and the scalar head. The generator has no n-grams."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
     positions = random_positions(B, T, k, g)
@@ -734,15 +744,18 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
 
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
-    bart_noise names any of NOISES, which are applied in the order below. Each row draws one rate, uniform up to
-    bart_rate, which mask, delete, infill, replace and insert divide equally among them. L = (T - 1) // 2 bytes fit a
-    row, fewer under insert. Half of the rows hold as many and the others fewer: if every row were full, EOT would
-    always stand at the same position.
+    bart_noise names any of NOISES, which are applied in the order below. Each row draws one rate, uniform from
+    bart_rate_min to bart_rate, which mask, delete, infill, replace and insert divide equally among them. L = (T - 1)
+    // 2 bytes fit a row, fewer under insert. Half of the rows hold as many and the others fewer: if every row were
+    full, EOT would always stand at the same position. Nearest to BART's own recipe: --bart_noise permute,infill
+    --bart_rate_min .3 --poisson_lambda 3.5.
     Departures: the rate varies, since a model trained at BART's constant 30% spoils texts with less noise; sentences
     are not permuted by default, since BART's ablation loses little without it and small models do not learn it;
-    replace and insert are added, since a model trained with infilling alone copies typos. Infilled spans never
-    overlap, where fairseq's do and miss their rate; all of them become MASK, none a random byte; a sentence also ends
-    with a newline."""
+    replace and insert are added, since a model trained with infilling alone copies typos. In fairseq's code spans
+    begin at words, count words and may overlap, and a tenth become a random token; here they begin anywhere, count
+    bytes, never overlap and all become MASK, at most one of length 0 between two bytes, few where a row's noise is
+    small. Its sentences end with a full stop, and the next one has the space; here they end with a newline or that
+    space. Its rotation may leave a text as it is."""
     B, L = x.shape
     m = random_lengths(B, min(8, L), L, g)                                          # (B, 1) bytes of each row
     present = torch.arange(L, device=x.device) < m
@@ -867,9 +880,10 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
 
 
 def bart_counts(m, hp, g):  # bytes of the rows (B, 1) -> bytes that each noise with a rate corrupts (B, 1)
-    n_rated = len(set(NOISES_WITH_RATE) & set(hp.bart_noise.split(",")))
-    most = (m * (hp.bart_rate / max(1, n_rated)) + 0.5).long().clamp(min=1)
-    return 1 + (torch.rand(m.shape, generator=g, device=g.device) * most).long()
+    n_rated = max(1, len(set(NOISES_WITH_RATE) & set(hp.bart_noise.split(","))))
+    most = (m * (hp.bart_rate / n_rated) + 0.5).long().clamp(min=1)
+    least = (m * (hp.bart_rate_min / n_rated) + 0.5).long().clamp(min=1).minimum(most)
+    return least + (torch.rand(m.shape, generator=g, device=g.device) * (most - least + 1)).long()
 
 
 def bart_bytes(T, hp):
@@ -903,6 +917,7 @@ OBJECTIVES["bart"] = Objective(
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
+           "bart_rate_min": Flag(0.0, "smallest share of them; as large as bart_rate: the same in every row", 0.0, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     flag_defaults=SHARP_ATTENTION | MORE_PASSES | BART_DEFAULTS, single_document=True, positions=bart_positions,
     target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,))))
@@ -921,8 +936,10 @@ def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
 
     A and B are h bytes each, NSP_GAP bytes apart in both classes, so that neither length nor a split word gives the
     answer away. Half the rows are negative: "random" takes another row's B, "swap" exchanges A and B
-    (sentence order prediction, ALBERT, Lan et al. 2020). Departures: pieces of fixed length; SEP stands for
-    segment embeddings; NSP_GAP; no pooler (BERT's dense layer and tanh) before the scalar head."""
+    (sentence order prediction, ALBERT, Lan et al. 2020). Departures: another row may be of the same document, as all
+    are in a text of one, where BERT's is of another; pieces of fixed length; SEP stands for segment embeddings;
+    NSP_GAP; 15% of the text are masked, BERT's count CLS and SEP too; no pooler (BERT's dense layer and tanh) before
+    the scalar head."""
     B, T = x.size(0), hp.block_size
     h = (x.size(1) - NSP_GAP) // 2
     first = x[:, :h]
@@ -965,6 +982,8 @@ def nsp_loss(model, batch, hp):
 
 
 def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
+    if not hp.nsp_weight:
+        fail("--nsp_weight 0: this run did not learn to compare texts. Try another run, or --prompt with [MASK] in it")
     h = (hp.block_size - 3) // 2                # bytes of a piece; a longer second text loses its first NSP_GAP
     second = second[NSP_GAP:] if len(second) > h else second
     row = torch.tensor([[CLS, *first[-h:], SEP, *second[:h], SEP]], device=model.embed.weight.device)
@@ -977,7 +996,7 @@ OBJECTIVES["nsp"] = Objective(
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
-    flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True, two_documents=True,
     uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))))
 
 
@@ -992,7 +1011,8 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
     InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both
     directions. The negatives are the other rows of the micro-batch: accumulation and several processes equal
     one big batch only at a fixed micro-batch size, and validation compares 32 rows. Departures: both
-    directions, states of length 1, crops of one length, no byte deleted, no queue of older negatives."""
+    directions, states of length 1, crops of one length (theirs are .05 to .5 of a window), no ids around a crop, no
+    byte deleted, no queue of older negatives."""
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)
@@ -1083,7 +1103,8 @@ def sedd_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, i
 
     A masked byte x costs (sum_y c_y - log c_x - 1) * L / l, where it costs mdlm -log softmax_x * L / l. That is least
     where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normalizer, which the softmax gives
-    mdlm, is learned. Departure: the model is not given the time, which the absorbing state allows."""
+    mdlm, is learned. Departures: the model is not given the time, which the absorbing state allows; RADD's network ends
+    in log_softmax, which makes its loss mdlm's. sample.py's default order is MDLM's sampler; analytic is SEDD's."""
     h, tgt, row = select_targets(hidden_states(model, batch), batch["tgt"])
     has_target = tgt != IGNORE_INDEX
     logc = model.logits(h)[..., :N_BYTES] - math.log(N_BYTES)                       # (N, 256)
@@ -1143,8 +1164,9 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
 
     hybrid_ratio of the rows are masked; the loss is the mean of each kind, weighed by hybrid_ratio. The first byte,
     which no position predicts, is never masked; under --doc_mask the first byte of a document is predicted without it.
-    Departures: a quarter of the rows is masked, where the authors mask nearly all of them (15 of 16); single bytes
-    are masked, not short spans."""
+    Departures: a quarter of the rows is masked, where the authors mask nearly all of them (15 of 16); single bytes are
+    masked, not short spans, at a constant rate (theirs falls from .3 to .15), and none more often because it was
+    masked seldom before; no z-loss."""
     B, T = x.size(0), x.size(1) - 1
     # masked rows are spread evenly: row i is one where i * n_masked / B passes a whole number
     n_masked = hybrid_rows(B, hp)

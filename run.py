@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import glob
+import itertools
 import math
 import os
 import sys
@@ -81,6 +82,8 @@ class Parser(argparse.ArgumentParser):
     ranges = {}                                 # {name: Flag}
 
     def error(self, message):
+        if message.endswith("expected one argument"):
+            fail(f"{message}. Try --FLAG=VALUE where the value starts with a dash")
         fail(f"{message}. Try: {self.prog} --help")
 
     def parse_known_args(self, args=None, namespace=None):
@@ -291,17 +294,23 @@ class GraphedStep:
 
 
 # ---- the folder
-def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_dir does
+def choose_out_dir(hp):
+    """-> a folder that holds no run yet; fails where --out_dir does. Without --out_dir it is also made here, so that of
+    several runs that start at once each has its own."""
     if hp.out_dir:
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
     base = path = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
-    i = 1
-    while os.path.exists(path):
-        i += 1
-        path = f"{base}-{i}"
-    return path
+    for i in itertools.count(2):
+        try:
+            os.makedirs(path)
+        except FileExistsError:
+            path = f"{base}-{i}"
+            continue
+        except OSError:                         # open_metrics says why
+            pass
+        return path
 
 
 def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at a time

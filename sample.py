@@ -244,7 +244,8 @@ def text_space(use, T):  # -> bytes of a text in a row of T positions
 def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, **how):
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
-    confident: where the model is most confident (MaskGIT, Chang et al. 2022); left: from the left. ancestral: MDLM's
+    confident: the sampled bytes that the model finds most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
+    without the noise that it adds to the ranking); left: from the left. ancestral: MDLM's
     sampler, which between the times t and s < t of two passes unmasks each with probability (t - s) / t, in 64 passes.
     analytic: SEDD's (its Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that
     probability. Time runs from 1, all masked, to 0, so that (t - s) / t is 1 / the number of passes left."""
@@ -265,7 +266,8 @@ def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, **how
             chosen = u * passes_left <= rate
         else:
             if order == "confident":
-                priority = logits[..., :N_BYTES].float().softmax(-1).amax(-1)                       # (N, n)
+                p = logits[..., :N_BYTES].float().softmax(-1)                       # untempered
+                priority = p.gather(-1, new[..., None])[..., 0]                     # (N, n)
             else:
                 priority = -torch.arange(ids.size(1), device=ids.device).float().expand(ids.shape)
             priority = priority.masked_fill(~is_mask, -torch.inf)
@@ -382,13 +384,22 @@ def batches(rows, length):  # -> lists of at most MAX_ROWS consecutive rows of o
 @torch.inference_mode()
 def score_bound(model, objective, data, hp, seed):  # -> bits at most, standard error
     """The objective's bound in disjoint windows of a block, each with numbers of masked bytes from BOUND_SAMPLES
-    strata. The error is estimated from differences of neighbouring strata, ordered by their number of targets, since
-    each has one sample. It assumes that an objective's only strata are numbers of targets, as mdlm's are."""
+    strata; a shorter last one follows the bytes before it, as many as fill the block. The error is estimated from
+    differences of neighbouring strata, ordered by their number of targets, since each has one sample. It assumes that
+    an objective's only strata are numbers of targets, as mdlm's are."""
     g = make_rng(f"{seed},bound", hp.device)
     bits = 0.0
     variance = 0.0
-    for x in tqdm(data.split(objective.n_bytes(hp.block_size, hp)), disable=None, leave=False):
-        batch = objective.corrupt(x.long().to(hp.device).expand(BOUND_SAMPLES, -1), g, hp)
+    n = objective.n_bytes(hp.block_size, hp)
+    rows = data.long().to(hp.device).expand(BOUND_SAMPLES, -1)
+    for start in tqdm(range(0, len(data), n), disable=None, leave=False):
+        x = rows[:, start:start + n]
+        batch = objective.corrupt(x, g, hp)
+        if 0 < start and x.size(1) < n:
+            context = rows[:, start + x.size(1) - n:start]
+            batch["inp"] = torch.cat((context, batch["inp"]), dim=1)
+            batch["tgt"] = F.pad(batch["tgt"], (context.size(1), 0), value=IGNORE_INDEX)
+            batch["prefix"] = n
         if hp.doc_mask:
             batch["doc"] = document_ids(batch["inp"])
         by_stratum = (batch["tgt"] != IGNORE_INDEX).sum(1).argsort()
@@ -477,19 +488,19 @@ def continue_mode(model, objective, hp, g, how, prompt=(), max_new_tokens=300, s
     use = find_use(objective, "continue")
     T = hp.block_size
     how = dict(temperature=0.8, compile=compile) | how
-    prompt = list(prompt) or [EOT]              # an empty prompt is the start of a document
+    text = prompt = list(prompt) or [EOT]       # an empty prompt is the start of a document
     if use.both_ways:                           # one block holds the prompt and what is written, half of it at most
         around = len(use.before) + len(use.after)
         prompt = keep_within(prompt, max(1, T - around - min(max_new_tokens, T // 2)))
     draft = use.drafter(hp) if use.drafter and speculate else None
     if draft:
         stats = []
-        written = stream(prompt, generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, **how))
+        written = stream(text, generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, **how))
         note(f"{len(written) / max(1, len(stats)):.2f} bytes per forward pass")
         return
     ids = to_row([*use.before, *prompt, *use.after], hp)
     prefix = ids.size(1) if use.both_ways else 0
-    written = stream(prompt, generate(model, ids, max_new_tokens, T, g, prefix, **how))
+    written = stream(text, generate(model, ids, max_new_tokens, T, g, prefix, **how))
     if prefix and len(written) < max_new_tokens and written[-1] != EOT:
         note(f"the block of {T} is full")
 
@@ -502,11 +513,13 @@ def fill_mode(model, objective, hp, g, how, prompt, max_new_tokens=300, order=""
     if order not in use.orders:
         fail(f"--order {order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     default = GREEDY
+    before = []                                 # what does not fit the block
     if MASK not in prompt:
         if not use.trained_at_any_rate:
             fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
-        prompt = keep_within(prompt, T // 2)
-        prompt = prompt + [MASK] * min(max_new_tokens, T - len(prompt))
+        near = keep_within(prompt, T // 2)
+        before = prompt[:len(prompt) - len(near)]
+        prompt = near + [MASK] * min(max_new_tokens, T - len(near))
         default = DIFFUSION_SAMPLING
     ids = to_row(prompt, hp)
     state = ids
@@ -514,7 +527,7 @@ def fill_mode(model, objective, hp, g, how, prompt, max_new_tokens=300, order=""
     for state in unmask_long(model, ids, T, g, use, **how):
         if show:
             print(f"--- pass\n{to_text(state[0])}", flush=True)
-    print(highlight(state[0].tolist(), [i == MASK for i in prompt]))
+    print(highlight(before + state[0].tolist(), [False] * len(before) + [i == MASK for i in prompt]))
 
 
 def infill_mode(model, objective, hp, g, how, prompt=None, prefix=None, suffix=None, max_new_tokens=None):
@@ -560,7 +573,13 @@ def repair_mode(model, objective, hp, g, how, prompt):
 def mark_mode(model, objective, hp, prompt):  # marks suspicious bytes, and lists the most suspicious ones
     predict = find_use(objective, "mark").predict
     x = to_row(prompt, hp)
-    p = torch.cat([predict(model, part)[0] for part in x.split(hp.block_size, dim=1)]).sigmoid()
+    T = hp.block_size
+    p = []
+    while len(p) < len(prompt):                 # windows overlap by half, and the last ends with the text
+        start = max(0, min(len(p) - T // 4, len(prompt) - T))
+        end = T if start + T >= len(prompt) else T - T // 4     # of what is kept: a byte has context on both sides
+        p += predict(model, x[:, start:start + T])[0, len(p) - start:end].tolist()
+    p = torch.tensor(p).sigmoid()
     print(highlight(prompt, p > 0.5, ("«", "»")))
     for i in p.argsort(descending=True)[:10].tolist():
         print(f"  byte {i:4d}  {repr(bytes([prompt[i]]))[1:]:6s} is wrong with probability {float(p[i]):.2f}")
@@ -621,13 +640,20 @@ MODES = {"continue": continue_mode, "fill": fill_mode, "infill": infill_mode, "r
 
 
 # ---- the command
-def choose_mode(objective, given):  # -> key of MODES: that of the first use, or continue for a prompt without a hole
+def choose_mode(objective, given):  # -> key of MODES: of the uses that read these texts the one that fits the prompt
     if "score" in given:
         return "score"
     modes = [use.mode for use in objective.uses]
-    marker = HOLES if modes[0] == "infill" else MASKS
-    has_prompt_alone = "prompt" in given and not re.search(marker, read_text("prompt", given["prompt"]))
-    return "continue" if "continue" in modes and has_prompt_alone else modes[0]
+    prompt = read_text("prompt", given.get("prompt", ""))
+    fit = [mode for mode in modes if TEXTS & set(given) <= set(inspect.signature(MODES[mode]).parameters)]
+    wanted = fit + modes
+    if "prompt" in given:
+        wanted = ["continue"] + wanted
+    if re.search(MASKS, prompt):
+        wanted = ["fill", "repair"] + wanted
+    if re.search(HOLES, prompt):
+        wanted = ["infill"] + wanted
+    return next(mode for mode in wanted if mode in (fit or modes))
 
 
 def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out bytes, spoiled as the mode wants them
@@ -679,6 +705,7 @@ def main(argv=None):
     how = {flag: given[flag] for flag in SAMPLING & set(given)}
     if n > 1 and (mode in ("infill", "repair") or MASK in texts.get("prompt", [])):
         how.setdefault("temperature", 0.8)      # at 0 all would be alike
+    note(f"{path}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
     for i in range(n):
         if n > 1:
             print(f"--- sample {i + 1}")

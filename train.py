@@ -17,8 +17,8 @@ import time
 from dataclasses import dataclass, replace
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import check_sizes, compressor_bits, document_ids, fail, make_rng, open_corpus, read_windows, sample_windows
-from data import to_seed, to_symbol
+from data import COMPRESSED_BYTES, EOT, check_sizes, check_unchanged, compressor_bits, document_ids, fail, make_rng
+from data import open_corpus, read_windows, sample_windows, to_seed, to_symbol
 from model import NGRAM_DIM, NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, get_members, n_targets
 from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, defaults, discard_stdout
@@ -173,14 +173,15 @@ def newton_schulz(x, dtype):  # (N, r, c) -> approximately the nearest matrices 
 
 
 # ---- what follows from the length of a run
-def passes_per_step(corpus, members):  # -> [passes that a step makes over each source]
-    n_bytes = sum(m.rows * m.n for m in members)
-    return [source["weight"] * n_bytes / len(source["train"]) for source in corpus]
+def passes_per_step(source, members):  # -> passes that a step makes over a source
+    return source["weight"] * sum(m.rows * m.n for m in members) / len(source["train"])
 
 
 def shorten_run(corpus, members, hp):
-    """Fewer steps for a small text: repeated too often, it is overfitted (Muennighoff et al. 2023)."""
-    most = max(MIN_ITERS, math.ceil(hp.max_passes / max(passes_per_step(corpus, members))))
+    """Fewer steps for a small text: repeated too often, it is overfitted (Muennighoff et al. 2023). Passes are those of
+    the mean row, over its own source."""
+    passes = sum(source["weight"] * passes_per_step(source, members) for source in corpus)
+    most = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if most < hp.max_iters:
         hp.max_iters = most
         if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
@@ -191,19 +192,17 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups th
     """Grows over the first two passes over the text (NGRAM_WARMUP positions at most): at first the table has memorized
     nothing that the model could rely on too much. Runs of several passes end at a higher rate, since the table would
     memorize the text; a text much longer than the table cannot be memorized, and its repetitions count less. A run
-    that starts from another's weights starts at the full rate."""
-    if not hp.ngram_drop:
-        return 0.0
-    passes = passes_per_step(corpus, members)
-    repetitions = 0.0                           # passes after the first, of the source that is memorized most
-    for source, each in zip(corpus, passes):
-        memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / len(source["train"]))
-        repetitions = max(repetitions, (hp.max_iters * each - 1) * memorizable)
-    end = 1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3)
-    if hp.init_from:
-        return end
+    that starts from another's weights starts at the full rate. Of several sources it is the mean over their rows."""
     positions = step * hp.batch_size * hp.accum * hp.block_size
-    return end * min(1.0, max(step * max(passes) / 2, positions / NGRAM_WARMUP))
+    rate = 0.0
+    for source in corpus:
+        passes = passes_per_step(source, members)
+        memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / len(source["train"]))
+        repetitions = max(0.0, (hp.max_iters * passes - 1) * memorizable)
+        end = 1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3)
+        reached = 1.0 if hp.init_from else min(1.0, max(step * passes / 2, positions / NGRAM_WARMUP))
+        rate += source["weight"] * end * reached
+    return rate if hp.ngram_drop else 0.0
 
 
 def learning_rate(step, hp):  # linear warm-up, constant, linear to 0: the smallest of the three applies
@@ -413,7 +412,12 @@ def train(hp):  # -> exit code, State of a run that is done or None
     if hp.resume:
         run = resume(load_checkpoint(hp.resume), s)
     elif hp.init_from:
-        start_from(s.model, load_checkpoint(hp.init_from)["model"], hp.init_from)
+        parent = load_checkpoint(hp.init_from)
+        start_from(s.model, parent["model"], hp.init_from)
+        known = [crc for _, _, crc, _ in parent["sources"]]
+        for name, _, crc, _ in s.sources:
+            if crc not in known:
+                print(f"--data {name}: if {hp.init_from} was trained on its validation text, that loss is too low")
     validation = validation_list(members, corpus, hp)
     if hp.compile:
         compile_losses(s)
@@ -421,9 +425,8 @@ def train(hp):  # -> exit code, State of a run that is done or None
     if hp.cuda_graph:
         step_fn = GraphedStep(step_fn, s.gens)
 
-    if not hp.resume:
+    if not RANK and not hp.resume:
         hp.out_dir = choose_out_dir(hp)
-    any_rank(False)                             # the first process makes the folder after all have looked for one
     with open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) as metrics, catch_signals() as stop:
         if not RANK:                            # drop log lines after the checkpoint: those steps are run again
             metrics.truncate(run["metrics_bytes"])
@@ -493,6 +496,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
 def save(s, metrics, name, run):
     if RANK:
         return
+    check_unchanged(s.corpus)
     os.fsync(metrics.fileno())                  # the checkpoint stores its length
     save_checkpoint(os.path.join(s.hp.out_dir, name), run | dict(
         version=VERSION, config=vars(s.hp) | {"resume": False}, sources=s.sources,
@@ -522,11 +526,14 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no 
         for source in corpus:
             source["train"] = source["train"].to(hp.device)
             source["val"] = source["val"].to(hp.device)
+            source["map"] = None
     elif hp.cuda_graph:
         fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
 
 
 def write_line(f, record):  # one JSON object, flushed
+    # JSON has no infinity and no NaN
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)
     f.write(json.dumps(record).encode() + b"\n")
     f.flush()
 
@@ -548,18 +555,35 @@ def announce(s, metrics, run):  # the first line of metrics.jsonl, the first lin
         write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__, "processes": WORLD,
                              "threads": torch.get_num_threads(), "parameters": size + table,
                              "ngram_parameters": table, "sources": s.sources})
-    names = ", ".join(f"{source['name']} {source['size']:,} bytes" for source in s.corpus)
-    passes = hp.max_iters * max(passes_per_step(s.corpus, s.members))
-    print(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {names} | {hp.out_dir}")
+    print(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}")
     print(f"{hp.device}, {torch.get_num_threads()} threads, {WORLD} processes | activations {hp.dtype} | "
-          f"{hp.max_iters:,} steps, which read the text {passes:.2g} times")
-    for note in [source["note"] for source in s.corpus if source["note"]]:
-        print(f"--data {note}")
+          f"{hp.max_iters:,} steps")
+    for source in s.corpus:
+        passes = hp.max_iters * passes_per_step(source, s.members)
+        print(f"--data {source['name']}: {source['size']:,} bytes, {source['weight']:.1%} of rows, {passes:.2g} passes")
+        for note in notes_on_text(source, s.members, hp):
+            print(f"--data {source['name']}: {note}")
     if run["step"] == 0:
         print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
         for m in s.members:
             show_row(m.objective, draw_batch(m, s.corpus, "train", m.rows, f"{hp.seed},{hp.init_step}", hp))
     sys.stdout.flush()
+
+
+def notes_on_text(source, members, hp):  # -> lines: where a text is not what an objective wants
+    notes = [source["note"]] if source["note"] else []
+    n_windows = EVAL_ROWS * hp.eval_iters
+    for m in members:
+        name = m.objective.name
+        if n_windows * m.n > len(source["val"]):
+            notes.append(f"{n_windows} validation windows of {m.n} bytes overlap: it has {len(source['val']):,} bytes")
+        x = read_windows([source], "train", *draw_windows(m, [source], "train", 256, "0"), m.n)
+        whole = float((x != EOT).all(1).float().mean())
+        if m.objective.single_document and whole < 0.9:
+            notes.append(f"{name} reads within one document, {whole:.0%} of its windows do. Try a smaller --block_size")
+        if m.objective.two_documents and not (source["train"][:COMPRESSED_BYTES] == EOT).any():
+            notes.append(f"is one document (it has no NUL), and {name} takes texts of two documents from it")
+    return notes
 
 
 def show_row(objective, batch, width=96, most=256):  # prints the first row of a batch, inputs above targets
@@ -612,7 +636,8 @@ def draw_losses(hp):  # into loss.png beside metrics.jsonl: nats over steps, by 
     curves = {}
     with open(os.path.join(hp.out_dir, "metrics.jsonl"), "rb") as f:
         for r in [json.loads(line) for line in f][1:]:
-            curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
+            loss = math.nan if r["loss"] is None else r["loss"]
+            curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], loss))
     axes = Figure().subplots()
     for label, points in sorted(curves.items()):
         style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)

@@ -62,7 +62,7 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path):
     (tmp_path / "b/zz_copy.txt").write_text("document 3")
     (tmp_path / "binary.bin").write_bytes(b"a\0b")
     [s] = open_corpus([str(tmp_path)])
-    assert s["note"] == f"{tmp_path}: 20 files; skipped 4 (empty, binary, duplicate or hidden)"
+    assert s["note"] == "20 files; skipped 4 (empty, binary, duplicate, hidden, unreadable)"
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
     kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
     assert data.to_bytes(s["train"]) == b"".join(kept)
@@ -79,9 +79,57 @@ def test_weights_follow_a_colon_unless_the_path_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b:2", "c.txt"):
         (tmp_path / name).write_text("text" * 10)
-    corpus = open_corpus(["a.txt:3", "b:2", "c.txt:1e0"])
+    corpus = open_corpus(["a.txt:3", "b:2:1", "c.txt:1e0"])
     assert [s["name"] for s in corpus] == ["a.txt", "b:2", "c.txt"]
     assert [s["weight"] for s in corpus] == pytest.approx([0.6, 0.2, 0.2])
+
+
+def test_without_weights_sources_have_shares_by_size_and_some_alone_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.txt").write_text("s" * 100)
+    (tmp_path / "large.txt").write_text("l" * 900)
+    assert [s["weight"] for s in open_corpus(["small.txt", "large.txt"])] == pytest.approx([0.1, 0.9])
+    with pytest.raises(SystemExit):
+        open_corpus(["small.txt", "large.txt:.98"])
+    assert "Try small.txt:0.05, or no weight" in capsys.readouterr().err
+
+
+def test_whatever_of_a_folder_is_not_read_is_counted(tmp_path, monkeypatch):
+    for i in range(3):
+        (tmp_path / f"sub{i}").mkdir()
+        (tmp_path / f"sub{i}/doc.txt").write_text(f"document {i}")
+
+    def refuse(function):  # what a user without rights sees
+        def refusing(path, *args):
+            if str(path).endswith(("sub1", "sub2/doc.txt")):
+                raise PermissionError(13, "Permission denied", path)
+            return function(path, *args)
+        return refusing
+    monkeypatch.setattr(os, "scandir", refuse(os.scandir))
+    monkeypatch.setattr(data, "open", refuse(open), raising=False)
+    [s] = open_corpus([str(tmp_path)])
+    assert s["note"] == "1 files; skipped 2 (empty, binary, duplicate, hidden, unreadable)"
+
+
+@pytest.mark.parametrize("mapped_bytes", [1, 1000])             # 700 are read from a map, or from memory
+@pytest.mark.parametrize("change", [lambda f: f.truncate(500), lambda f: f.write(b"b"), None])
+def test_a_file_that_changes_while_it_is_read_is_noticed_where_it_is_mapped(mapped_bytes, change, tmp_path, monkeypatch,
+                                                                            capsys):
+    monkeypatch.setattr(data, "MAPPED_BYTES", mapped_bytes)
+    path = os.path.join(tmp_path, "a.txt" if change else os.fsdecode(b"b\xff.txt"))    # the second is not UTF-8
+    with open(path, "wb") as f:
+        f.write(b"a" * 700)
+    corpus = open_corpus([path])
+    if change:
+        with open(path, "r+b") as f:
+            change(f)
+    if change and mapped_bytes == 1:
+        with pytest.raises(SystemExit):
+            data.check_unchanged(corpus)
+        assert "was changed while the run read it" in capsys.readouterr().err
+    else:
+        data.check_unchanged(corpus)
+        assert data.to_bytes(corpus[0]["train"]) == b"a" * 630
 
 
 def test_the_checksum_reads_every_byte_or_an_even_part_of_a_large_corpus(monkeypatch):

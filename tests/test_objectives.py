@@ -19,7 +19,7 @@ import objectives as O
 import run
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, make_rng
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, document_ids, make_rng
 from model import CONTEXT_WIDTH, ModelConfig, Transformer, can_attend, norm, run_blocks
 from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Objective, Repair, find_use, get_members
 
@@ -783,6 +783,27 @@ def test_sequential_modules_equal_the_papers_equations():
 
 
 @pytest.mark.parametrize("kind", ["parallel", "sequential"])
+def test_under_a_document_mask_further_heads_predict_bytes_of_their_own_document(kind):
+    hp = settings("mtp", 32, mtp_kind=kind, mtp_heads=3, doc_mask=True)
+    x = clean_windows(hp, 2)
+    x[0, [4, 20, 21]] = EOT
+    x[1, 33] = EOT
+    batch = O.mtp(x, None, hp)
+    for row in range(2):
+        for i in range(32):
+            for k in (2, 3):
+                target = int(batch["future_tgt"][row, i, k - 2])
+                assert target == (O.IGNORE_INDEX if (x[row, i:i + k] == EOT).any() else int(x[row, i + k]))
+    terms = O.mtp_terms(batch, hp)
+    assert int(terms["head3"][0]) == int((batch["future_tgt"][:, :, 1] >= 0).sum()) < 2 * 32 == terms["nll"][0]
+    net = randomized()
+    net.heads.update(O.mtp_heads(net.config, hp))
+    with torch.no_grad():
+        sums = O.mtp_loss(net, batch | {"doc": document_ids(batch["inp"])}, hp)
+    assert all(math.isfinite(each) for each in sums.values())
+
+
+@pytest.mark.parametrize("kind", ["parallel", "sequential"])
 def test_one_head_of_either_kind_is_clm(kind):
     x, batch, hp = make("mtp", mtp_heads=1, mtp_kind=kind)
     objective, net, _, _ = case("mtp", mtp_heads=1, mtp_kind=kind)
@@ -906,6 +927,14 @@ def test_of_barts_rows_some_are_struck_little_some_much(noise, rate, n, most):
     seen = torch.bincount(k[:, 0], minlength=most + 1)
     assert seen[0] == 0 and len(seen) == most + 1 and k.shape == (3000, 1)
     assert chi2(seen[1:].double(), 3000 / most) < most + 5 * (2 * most) ** 0.5
+
+
+def test_the_smallest_rate_of_bart_may_be_the_largest(monkeypatch):
+    m = torch.tensor([[5], [50], [100]])
+    for least, largest, expected in ((0.3, 0.3, {2, 15, 30}), (0.2, 0.3, {1, 2, *range(10, 16), *range(20, 31)})):
+        hp = settings("bart", 255, bart_noise="infill", bart_rate=largest, bart_rate_min=least)
+        counts = [O.bart_counts(m, hp, make_rng(f"{i}")) for i in range(400)]
+        assert {int(k) for k in torch.cat(counts)} == expected
 
 
 def test_bart_infills_exactly_its_rate_with_poisson_spans():

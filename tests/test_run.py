@@ -137,8 +137,7 @@ def test_memory_that_is_freed_is_kept_for_the_next_step():
 def test_a_run_is_named_for_its_objective_and_the_latest_is_found(text):
     for name, folder in (("clm:.5, mlm:.5", "clm_.5+mlm_.5"), ("clm", "clm"), ("clm", "clm-2")):
         path = run.choose_out_dir(settings(name, 32))
-        assert path == os.path.join("out", folder)
-        os.makedirs(path)
+        assert path == os.path.join("out", folder) and os.path.isdir(path)
         write(os.path.join(path, "best.pt"), b"")
         os.utime(os.path.join(path, "best.pt"), (len(folder), len(folder)))
     assert run.newest_run() == os.path.join("out", "clm_.5+mlm_.5")
@@ -252,7 +251,7 @@ BAD = {  # name: flags, what the line says
     "fewer steps than done": ("--resume --out_dir run --max_iters 0", "is at step 1"),
     "resume another width": ("--resume --out_dir run --n_embd 32", "--n_embd 32"),
     "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
-    "resume other weights": ("--resume --out_dir run --data text.txt other.txt:.1", "not those of the run"),
+    "resume other weights": ("--resume --out_dir run --data text.txt:1 other.txt:.1", "not those of the run"),
     "init from nothing": ("--init_from nowhere", "nowhere"),
     "init from another width": ("--init_from run --n_layer 5", "do not fit"),
     "init from another version": ("--init_from version.pt", "layout"),

@@ -298,6 +298,19 @@ def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_le
         assert torch.equal(state, expected)
 
 
+def test_order_confident_ranks_by_the_probability_of_the_sampled_byte():
+    """Byte A is 65 with .6, else 66; byte B is 65 with .55, else 66: A is written first where it is 65."""
+    p = torch.tensor([[0.6, 0.4, 0, 0], [0.55, 0.45, 0, 0]])
+    x = torch.full((20_000, 2), MASK)
+    net = Stub(lambda ids: four(p).expand(len(ids), -1, -1))
+    first = next(sample.unmask(net, x, rng(), IN_PLACE, order="confident"))
+    written = first[first != MASK]
+    is_a = first[:, 1] == MASK
+    assert len(written) == len(x)
+    assert abs(float(is_a.float().mean()) - 0.6) < 0.02
+    assert (written[is_a] == 65).all() and abs(float((written[~is_a] == 66).float().mean()) - 0.45) < 0.03
+
+
 def test_a_long_text_is_filled_window_by_window():
     """Windows of 9 bytes, each a quarter of its length before the first MASK that is left."""
     net = randomized().requires_grad_(False)
@@ -440,18 +453,24 @@ class Informed(Stub):  # predicts byte 65 the better, the more of its row it see
         return ((ids != MASK).float().mean(1, keepdim=True) * torch.arange(ids.size(1)))[..., None]
 
 
-def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_standard_error():
-    """Exact: window by window the mean over l of L / l times the mean nats of all sets of l masked bytes."""
-    L = 8
-    hp = settings("mdlm", L)
+@pytest.mark.parametrize("n", [16, 13, 5])
+def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_standard_error(n):
+    """Exact: window by window the mean over l of L / l times the mean nats of all sets of l masked bytes. The last
+    window ends with the text, and masks only what the one before did not read."""
+    T = 8
+    hp = settings("mdlm", T)
     model = Informed(lambda h: F.one_hot(torch.tensor(65), 512) * h)
-    text = torch.tensor([65, 65, 65, 66] * (L // 2))
-    masked = torch.tensor([[i >> j & 1 for j in range(L)] for i in range(1, 1 << L)]).bool()       # (2^L - 1, L)
+    text = torch.tensor([65, 65, 65, 66] * 4)[:n]
     exact = 0.0
-    for x in text.split(L):
-        logits = model.logits(model(x.where(~masked, MASK), L))[..., :256]
-        nats = -(logits.log_softmax(-1)[:, range(L), x] * masked).sum(1)
-        exact += sum(float(nats[masked.sum(1) == n].mean()) / n for n in range(1, L + 1)) / math.log(2)
+    for end in range(T, n + T, T):
+        end = min(end, n)
+        x = text[max(0, end - T):end]
+        L = T if end % T == 0 else n % T        # bytes that may be masked
+        masked = torch.tensor([[i >> j & 1 for j in range(L)] for i in range(1, 1 << L)]).bool()   # (2^L - 1, L)
+        masked = F.pad(masked, (len(x) - L, 0))
+        logits = model.logits(model(x.where(~masked, MASK), T))[..., :256]
+        nats = -(logits.log_softmax(-1)[:, range(len(x)), x] * masked).sum(1)
+        exact += sum(float(nats[masked.sum(1) == k].mean()) / k for k in range(1, L + 1)) / math.log(2)
     estimates = [sample.score_bound(model, OBJECTIVES["mdlm"], text.byte(), hp, seed) for seed in range(80)]
     bits, errors = torch.tensor(estimates).T
     assert abs(bits.mean() - exact) < 4 * bits.std() / 80 ** 0.5
@@ -500,8 +519,10 @@ def refusal(capsys, run, *flags):  # the one line with which sample.py refuses
     with pytest.raises(SystemExit) as e:
         sample.main(["--out_dir", f"out/{run}", *flags])
     out, err = capsys.readouterr()
-    assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1 and not out
-    return err
+    *notes, error = err.splitlines()
+    assert e.value.code == 2 and error.startswith("error: ") and not out
+    assert all(line.startswith("--- out/") for line in notes), "which run"
+    return error
 
 
 def changed_run(run, name, config=(), **fields):  # writes out/name, a run with another checkpoint -> name
@@ -708,6 +729,17 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
     assert f"follows the first with probability {1 / (1 + math.exp(2)):.3f}" in stdout(capsys, "nsp", *SIDES)
 
 
+@pytest.mark.parametrize("n", [1, 32, 33, 100])
+def test_every_byte_of_a_long_text_is_marked_with_text_on_both_sides(n, runs, capsys, monkeypatch):
+    windows = []
+    replace_prediction(monkeypatch, "electra", lambda model, x: windows.append(x[0]) or (x[:1] == ord("b")) * 9.0 - 4)
+    text = ("abcde" * n)[:n - 1] + "b"
+    assert stdout(capsys, "electra", "--prompt", text).startswith(text.replace("b", "«b»").replace("»«", ""))
+    assert {len(w) for w in windows} == {min(n, 32)}
+    assert bytes(windows[-1].tolist()) == text[-32:].encode()
+    assert len(windows) == 1 + math.ceil(max(0, n - 32) / 16)
+
+
 def test_texts_of_any_length_are_embedded_like_each_alone():
     net = randomized().requires_grad_(False)
     texts = [ids(n)[0].tolist() for n in (5, 1, T + 9, 5, T, 3)] + [[]] + [[i] for i in range(1, 99)]
@@ -742,6 +774,29 @@ def test_the_best_state_of_a_run_is_used_where_no_file_is_named(runs, capsys):
         assert stdout(capsys, path).startswith(f"held-out text:\n{expected}\n")
 
 
+def test_every_use_can_be_asked_for(runs, capsys):
+    """By the texts that are given and the markers in them, whatever use comes first."""
+    for name, flags, mode in (
+            ("nsp", ["--prompt", "a[MASK]b"], "fill"), ("nsp", SIDES, "follow"), ("bart", ["--prompt", "a"], "repair"),
+            ("bart", SIDES, "infill"), ("bart", ["--prompt", HOLE], "infill"),
+            ("bart", ["--prompt", "[MASK]"], "repair"), ("ul2", ["--prompt", "a[MASK]"], "continue"),
+            ("hybrid", ["--prompt", HOLE], "continue"),
+            ("fim", SIDES, "infill"), ("clm", ["--score", "book.txt"], "score"), ("electra", [], "mark")):
+        given = dict(zip((flag[2:] for flag in flags[::2]), flags[1::2]))
+        assert sample.choose_mode(OBJECTIVES[name], given) == mode, (name, flags)
+    assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
+    out = stdout(capsys, "bart", "--prompt", HOLE)
+    assert out.startswith("a") and out.endswith("b\n")
+
+
+@pytest.mark.parametrize("name", ["ul2", "prefix", "mdlm", "clm"])
+def test_a_prompt_longer_than_the_block_is_printed_whole(name, runs, capsys):
+    prompt = "".join(map(chr, range(48, 123)))
+    out, err = output(capsys, name, "--prompt", prompt, "--max_new_tokens", "9")
+    assert out.startswith(prompt) and err.startswith(f"--- out/{name}: {name}, step 2 of 2\n")
+    assert ("of 75 bytes of the prompt" in err) == (name != "clm")
+
+
 # ---- what is refused
 BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
@@ -755,6 +810,7 @@ BAD = [
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
+    ("clm", ["--prompt", "-x"], "Try --FLAG=VALUE"),
 ]
 
 
@@ -763,7 +819,12 @@ def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, capsys):
     assert hint in refusal(capsys, run, *flags)
 
 
+def test_a_run_that_did_not_learn_to_compare_texts_says_so(runs, capsys):
+    changed_run("nsp", "bytes", config={"nsp_weight": 0.0})
+    assert "did not learn to compare" in refusal(capsys, "bytes", *SIDES)
+
+
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
     command = f"{sys.executable} {sample.__file__} --out_dir out/clm --prompt a | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout == "a" and done.stderr == ""
+    assert done.stdout == "a" and done.stderr == "--- out/clm: clm, step 2 of 2\n"

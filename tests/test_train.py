@@ -231,6 +231,20 @@ def test_the_ngram_drop_rate_grows_with_passes():
     assert rate(3 * long // 132, long, 3 * long // 132) == pytest.approx(1 - 0.5 / 1.2 ** (2 / 3), abs=1e-4)
 
 
+def test_a_small_second_source_changes_steps_and_drop_rate_by_its_share():
+    def plan(*sources):  # (share, bytes) each -> steps, drop rate at the end
+        hp = settings("clm", 32, max_iters=1200, ngram_rows=65536, max_passes=4.0)
+        corpus = [dict(weight=weight, train=range(size)) for weight, size in sources]
+        train.shorten_run(corpus, get_members(hp), hp)
+        return hp.max_iters, train.ngram_drop_rate(1200, corpus, get_members(hp), hp)
+    large, small = (1.0, 158_400), (1.0, 5_400)                     # once in 1,200 steps; 29 times
+    (steps, rate), (few, high) = plan(large), plan(small)
+    assert (steps, rate, few) == (1200, pytest.approx(0.25), 200)   # 200 steps: 5 passes
+    assert plan((0.98, 158_400), (0.02, 5_400)) == (1200, pytest.approx(0.25, abs=0.01))
+    steps, rate = plan((0.1, 158_400), (0.9, 5_400))
+    assert steps == 202 and 0.25 < rate < high
+
+
 # ---- equalities
 
 @pytest.mark.parametrize("name, batch_size, accum, clip", [
@@ -338,9 +352,9 @@ def test_validation_depends_on_objective_and_source_alone(text):
         return train.validation_list(get_members(hp), open_corpus(data), hp)[entry][3]
     alone = first_batches(0, [text], "--objective", "mlm")
     other = ["--batch_size", "2", "--seed", "9"]
-    assert equal(alone, first_batches(1, ["other.txt:3", text], "--objective", "mlm", *other))
+    assert equal(alone, first_batches(1, ["other.txt", text], "--objective", "mlm", *other))
     assert equal(alone, first_batches(1, [text], "--objective", "clm,mlm:.3", "--batch_size", "9"))
-    assert not equal(alone, first_batches(0, ["other.txt:3", text], "--objective", "mlm"))
+    assert not equal(alone, first_batches(0, ["other.txt", text], "--objective", "mlm"))
     s = start("--data", text)
     randomize(s.model)
     validation = train.validation_list(s.members, s.corpus, s.hp)
@@ -447,6 +461,37 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
     assert set(line) == {"step", "split", "data", "objective", "loss", "bpb", "targets", "lr", "grad_norm"}
     assert val["bpb"] == pytest.approx(8.0) and val["loss"] == pytest.approx(math.log(256))
     assert 0.5 < line["targets"] < 0.95
+
+
+def test_a_run_says_what_its_text_is_not_good_for(text, capsys):
+    write("small.txt", b"a b c\0" * 700)
+    fit(text, "clm", "--max_iters", "1")
+    out = capsys.readouterr().out
+    assert "bytes, 100.0% of rows, " in out and "overlap" not in out and "document" not in out
+    fit(text, "a", "--max_iters", "1", "--init_from", "clm", "--data", text, "small.txt", "--objective", "nsp,fim:.5")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--data ")]
+    share = 3780 / (3780 + os.path.getsize(text) * 9 // 10)
+    [one] = [line for line in lines if f"--data {text}" in line and "is one document (it has no NUL), and nsp" in line]
+    for words in (f"4,200 bytes, {share:.1%} of rows", "nsp reads within one document, 0% of its windows do",
+                  "fim reads within one document, 0% ", "32 validation windows of 36 bytes overlap: it has 420",
+                  "if clm was trained on its validation text"):
+        assert len([line for line in lines if line.startswith("--data small.txt: ") and words in line]) == 1, words
+    assert len(lines) == 2 + 1 + 1 + 2 + 2
+
+
+def test_a_mapped_file_that_shrinks_ends_the_run_with_its_last_save(text, monkeypatch, capsys):
+    monkeypatch.setattr("data.MAPPED_BYTES", 1)
+    on_step(3, lambda: os.truncate(text, os.path.getsize(text) - 1), monkeypatch)
+    with pytest.raises(SystemExit):
+        fit(text, "a", "--max_iters", "4", "--eval_interval", "2")
+    assert "was changed while the run read it" in capsys.readouterr().err and load_checkpoint("a")["step"] == 2
+
+
+def test_numbers_that_json_lacks_are_null(text):
+    with open("lines", "wb") as f:
+        train.write_line(f, {"loss": math.inf, "terms": {"nll": math.nan, "auc": 0.5}})
+    with open("lines", "rb") as f:
+        assert f.read() == b'{"loss": null, "terms": {"nll": null, "auc": 0.5}}\n'
 
 
 def test_validation_text_is_held_out(text):
