@@ -111,8 +111,8 @@ def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
                 train, val = split_file(data)
         except OSError as e:
             fail(f"--data {path}: cannot be read ({e}). Try another file")
-        corpus.append(dict(name=path, weight=weight or len(train), train=train, val=val, size=len(train) + len(val),
-                           crc=checksum(val, checksum(train)), map=mapped, note=note))
+        corpus.append(dict(name=path, weight=weight or max(1, len(train)), train=train, val=val,
+                           size=len(train) + len(val), crc=checksum(val, checksum(train)), map=mapped, note=note))
     total = sum(s["weight"] for s in corpus)
     for s in corpus:
         s["weight"] /= total
@@ -143,9 +143,10 @@ def read_file(path):  # -> (N,) uint8, and its map or None: private memory does 
     return torch.frombuffer(mapped, dtype=torch.uint8), mapped
 
 
-def check_unchanged(corpus):  # fails where a mapped file was truncated or overwritten; one that was replaced stays open
-    for s in corpus:
-        if s["map"] and (s["map"].size() != s["size"] or checksum(s["val"], checksum(s["train"])) != s["crc"]):
+def check_unchanged(corpus, contents=True):
+    """Fails where a mapped file has another size or, with contents, other bytes. One that was replaced stays open."""
+    for s in [s for s in corpus if s.get("map")]:
+        if s["map"].size() != s["size"] or contents and checksum(s["val"], checksum(s["train"])) != s["crc"]:
             fail(f"--data {s['name']}: was changed while the run read it. Try --resume with the file as it was")
 
 
@@ -158,13 +159,15 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: document (b
     and the folders of runs are left out. Documents are held in memory: join a larger corpus into one file."""
     paths = []
     unreadable = []                             # subfolders
-    n_files = 0
+    n_found = 0                                 # files, and folders that are not read
     for root, dirs, files in os.walk(folder, onerror=unreadable.append):
+        n_found += len(files) + len(dirs)
         if {"ckpt.pt", "best.pt"} & set(files):
             dirs[:] = []
             continue
+        links = [name for name in dirs if os.path.islink(os.path.join(root, name))]             # os.walk follows none
         dirs[:] = [name for name in dirs if name not in skipped_folders and not name.startswith(".")]
-        n_files += len(files)
+        n_found -= len(dirs) - len(set(dirs) & set(links))
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     documents = {}                              # {contents: path}
     for path in sorted(paths, key=lambda p: p.replace(os.sep, "/")):
@@ -176,7 +179,7 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: document (b
             documents.setdefault(text, path)
     if not documents:
         fail(f"--data {folder}: holds no readable text file (none with a NUL byte is text). Try another folder")
-    return {path: text for text, path in documents.items()}, n_files + len(unreadable) - len(documents)
+    return {path: text for text, path in documents.items()}, n_found + len(unreadable) - len(documents)
 
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8: every tenth document is for validation

@@ -74,6 +74,8 @@ def choose_attention(prefix, q, T_k, n_head, dtype, doc=None, mask=None):
     if cuda and is_causal:
         return functools.partial(F.scaled_dot_product_attention, is_causal=True)
     if mask is not None:
+        if mask.stride(0) == 0:                 # expanded: one mask for all rows
+            mask = mask[:1]
         allowed = mask[:, None]                 # (B or 1, 1, T_q, T_k)
     elif is_uniform and prefix >= T_k:
         allowed = None                          # every key
@@ -286,15 +288,19 @@ class Transformer(nn.Module):
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
         self.heads = nn.ModuleDict()
 
-    def forward(self, idx, prefix=0, doc=None, cache=None, positions=None, mask=None):
+    def forward(self, idx, prefix=0, doc=None, cache=None, positions=None, mask=None, before=None):
         """idx (B, T) -> hidden states (B, T, C), normalized.
 
         prefix: the first `prefix` positions attend to each other both ways; an int (0 causal, T bidirectional) or
         one for each row (B,). doc: document ids (B, T); attention stays inside a document. mask: in place of both
         in attention, any (B or 1, T, T) bool, True where a query may attend. positions: for RoPE (B, T), where they
-        are not 0, 1, 2, ... cache: a Cache, which idx continues; it takes no doc and no mask."""
-        previous = idx.new_zeros(len(idx), CONTEXT_WIDTH - 1) if cache is None else cache.append_ids(idx)
-        context = context_ids(idx, previous, doc)                                   # (B, T, W)
+        are not 0, 1, 2, ... before: the W - 1 ids before each position (B, T, W - 1), the nearest first, where they are
+        not the row's own. cache: a Cache, which idx continues; it takes no doc, no mask and no before."""
+        if before is None:
+            previous = idx.new_zeros(len(idx), CONTEXT_WIDTH - 1) if cache is None else cache.append_ids(idx)
+            context = context_ids(idx, previous, doc)                               # (B, T, W)
+        else:
+            context = torch.cat((idx[..., None], before), dim=2)
         x = causal_conv(context, self.embed.weight, self.conv_weight).to(self.dtype)
         ngrams = None
         if self.ngrams is not None:

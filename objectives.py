@@ -26,7 +26,7 @@ from dataclasses import dataclass
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
 from data import Flag, fail
-from model import Block, StackedLinear, Transformer, norm, run_blocks
+from model import CONTEXT_WIDTH, Block, StackedLinear, Transformer, norm, run_blocks
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -46,6 +46,14 @@ class Continue:
     after: tuple = ()                           # ids after it
     drafter: Callable | None = None             # (hp) -> None, or a function that sample.generate_drafted drafts with:
     # (model, states (m, C)) -> logits (m, k, V) of the k bytes after the next
+
+
+@dataclass(frozen=True)
+class ContinueBlocks:
+    """Continues a prompt block by block, each by filling MASKs after the clean blocks before it."""
+    mode = "continue_blocks"
+    length: Callable                            # (hp) -> bytes of a block
+    orders: tuple = ("confident", "ancestral", "left")          # of sample.unmask; the first is the default
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ class Objective:
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
     single_document: bool = False               # prefers windows without a NUL inside
-    two_documents: bool = False                 # joins texts of two rows that should come from two documents
+    joins_documents: Callable = lambda hp: False    # does it join texts of two rows, which should be two documents?
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, where they are not 0, 1, 2, ...
     # (batch) -> positions with loss, where the counts of terms are of something else: mdlm's are of all bytes
@@ -169,24 +177,23 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 def hidden_states(model, batch):  # -> (B, T, C): under the batch's prefix (or mask), documents and positions
     return model(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"),
-                 mask=batch.get("mask"))
+                 mask=batch.get("mask"), before=batch.get("before"))
 
 
-def select_targets(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), rows (N,)
+def select_targets(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), their places in B * T (N,)
     """On a CPU only positions with a target, since no other needs logits. On a GPU all positions: the number with a
     target depends on the data, and reading it would stall the device. A compiler needs constant shapes, too."""
-    row = torch.arange(len(tgt), device=tgt.device).repeat_interleave(tgt.size(1))
     h = h.flatten(0, 1)
     tgt = tgt.flatten()
     if h.device.type != "cpu" or torch.compiler.is_compiling():
-        return h, tgt, row
-    positions = (tgt != IGNORE_INDEX).nonzero()[:, 0]
-    return h.index_select(0, positions), tgt[positions], row[positions]
+        return h, tgt, torch.arange(len(tgt), device=tgt.device)
+    place = (tgt != IGNORE_INDEX).nonzero()[:, 0]
+    return h.index_select(0, place), tgt[place], place
 
 
-def target_nll(model, h, tgt):  # states (B, T, C), tgt (B, T) -> (N,) nats of the byte head, rows (N,)
-    h, tgt, row = select_targets(h, tgt)
-    return F.cross_entropy(model.logits(h), tgt, ignore_index=IGNORE_INDEX, reduction="none"), row
+def target_nll(model, h, tgt):  # states (B, T, C), tgt (B, T) -> (N,) nats of the byte head, places in B * T (N,)
+    h, tgt, place = select_targets(h, tgt)
+    return F.cross_entropy(model.logits(h), tgt, ignore_index=IGNORE_INDEX, reduction="none"), place
 
 
 def count_token_targets(batch):
@@ -550,7 +557,7 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
 
         inp          t h e   c      attention: causal
         tgt          h e   c a      of head 1, the model's own
-        future_tgt   e   c a t      of head 2, and so on; each has loss at all T positions
+        future_tgt   e   c a t      of head 2, and so on; each has loss at all T positions of one document
 
     mtp_kind parallel (Gloeckle): head k reads norm(h + W_k h) through the shared byte head. Departure: the paper's
     heads are a transformer layer each, taken off the trunk; on MBPP its linear heads score nearly the same.
@@ -753,9 +760,9 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
     are not permuted by default, since BART's ablation loses little without it and small models do not learn it;
     replace and insert are added, since a model trained with infilling alone copies typos. In fairseq's code spans
     begin at words, count words and may overlap, and a tenth become a random token; here they begin anywhere, count
-    bytes, never overlap and all become MASK, at most one of length 0 between two bytes, few where a row's noise is
-    small. Its sentences end with a full stop, and the next one has the space; here they end with a newline or that
-    space. Its rotation may leave a text as it is."""
+    bytes, never overlap and all become MASK, and few have length 0 where a row's noise is small; insert puts at most
+    one byte into a gap. Its sentences end with a full stop, and the next one has the space; here they end with a
+    newline or that space. Its rotation may leave a text as it is."""
     B, L = x.shape
     m = random_lengths(B, min(8, L), L, g)                                          # (B, 1) bytes of each row
     present = torch.arange(L, device=x.device) < m
@@ -841,8 +848,8 @@ def pick_bytes(ids, keep, k, g):  # -> (B, W) bool: k bytes of each row; never a
     return free & (ranks(torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)) < k)
 
 
-def ranks(key):  # (B, n) -> (B, n) long: how many keys of its row are smaller
-    return key.argsort(dim=1).argsort(dim=1)    # the second argsort inverts the first
+def ranks(key):  # (..., n) -> (..., n) long: how many keys of its row are smaller
+    return key.argsort().argsort()              # the second argsort inverts the first
 
 
 def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte belongs to
@@ -891,6 +898,8 @@ def bart_bytes(T, hp):
     if not set(noises) <= set(NOISES) or len(set(noises)) < len(noises):
         fail(f"--bart_noise {hp.bart_noise}: wants different names with commas between. "
              f"Try some of {','.join(NOISES)}")
+    if hp.bart_rate_min > hp.bart_rate:
+        fail(f"--bart_rate_min {hp.bart_rate_min:g}: is larger than --bart_rate {hp.bart_rate:g}. Try {hp.bart_rate:g}")
     growth = hp.bart_rate if "insert" in noises else 0.0        # of the source
     return int((T - 1 - (growth > 0)) / (2 + growth))
 
@@ -996,7 +1005,8 @@ OBJECTIVES["nsp"] = Objective(
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
-    flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True, two_documents=True,
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
+    joins_documents=lambda hp: hp.nsp_negatives == "random",
     uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))))
 
 
@@ -1051,7 +1061,7 @@ OBJECTIVES["contrastive"] = Objective(
 
 
 # ---- mdlm: masked diffusion
-def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
+def mdlm(x, g, hp):  # x (B, L) -> inp, tgt, weight (B, L)
     """Masked diffusion: bytes from any share of the others (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025).
 
         inp   t [M] [M]   c [M] t    attention: bidirectional; l of L bytes are masked
@@ -1060,42 +1070,65 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt (B, L), weight (B,)
     The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes
     masked with probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with
     exactly l bytes the weight is never larger than L, no row is empty, and the spread is far smaller. l is
-    stratified over the batch. Only bytes are predicted, never MASK or another id (MDLM's SUBS)."""
-    B, L = x.shape
-    # l of each row, (B,): from one number of each B-th of [0, 1), in random order
-    order = torch.rand(B, generator=g, device=g.device).argsort()
-    u = (order + torch.rand(B, generator=g, device=g.device)) / B
-    count = 1 + (u * L).long().clamp(max=L - 1)
-    masked = ranks(torch.rand(B, L, generator=g, device=g.device)) < count[:, None]                 # (B, L)
+    stratified over the batch. Only bytes are predicted, never MASK or another id (MDLM's SUBS).
+    Departure: up to a share uniform_from of the steps, l is mask_rate of L, since high rates teach little early. The
+    loss of these steps is no bound; validation's is."""
+    masked, weight = mask_blocks(x, x.size(1), g, hp)
     inp = x.masked_fill(masked, MASK)
-    tgt = x.where(masked, IGNORE_INDEX)
-    return dict(inp=inp, tgt=tgt, weight=L / count, prefix=L)
+    return dict(inp=inp, tgt=x.where(masked, IGNORE_INDEX), weight=weight, prefix=x.size(1))
 
 
-def mdlm_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
-    h, tgt, row = select_targets(hidden_states(model, batch), batch["tgt"])
-    logits = model.logits(h)[..., :N_BYTES]
-    nll = F.cross_entropy(logits, tgt, ignore_index=IGNORE_INDEX, reduction="none")                 # (N,)
-    return torch.zeros_like(batch["weight"]).index_add(0, row, nll) * batch["weight"]
+def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)
+    """Masks l of the n bytes of each block (the last block may be shorter), with l from every B-th of 1..n. weight: of
+    the bytes of a block, n / l."""
+    B, L = x.shape
+    size = (L - torch.arange(0, L, n, device=g.device)).clamp(max=n)                # (blocks,)
+    # one number from each B-th of [0, 1), in random order
+    order = torch.rand(B, len(size), generator=g, device=g.device).argsort(dim=0)
+    u = (order + torch.rand(B, len(size), generator=g, device=g.device)) / B
+    count = 1 + (u * size).long().minimum(size - 1)                                 # (B, blocks)
+    is_early = getattr(hp, "progress", 1.0) < hp.uniform_from
+    count = count + ((size * hp.mask_rate + 0.5).long().clamp(min=1) - count) * is_early
+    key = F.pad(torch.rand(B, L, generator=g, device=g.device), (0, len(size) * n - L), value=2.0)
+    masked = ranks(key.view(B, len(size), n)) < count[..., None]                    # (B, blocks, n)
+    weight = (size / count).repeat_interleave(n, dim=1)
+    return masked.flatten(1)[:, :L], weight[:, :L]
+
+
+def mdlm_cost(logits, tgt):  # (N, 256), (N,) -> (N,) nats
+    return F.cross_entropy(logits, tgt, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def nelbo(cost):  # -> nelbo of an Objective: an estimate of each row's bound, in nats
+    def row_bounds(model, batch, hp):  # -> (B,)
+        h, tgt, place = select_targets(hidden_states(model, batch), batch["tgt"])
+        nats = cost(model.logits(h)[..., :N_BYTES], tgt) * batch["weight"].flatten()[place]
+        return nats.new_zeros(len(batch["tgt"])).index_add(0, place // batch["tgt"].size(1), nats)
+    return row_bounds
 
 
 def bound_terms(batch, hp):
-    return {"bound": (batch["inp"].numel(), 1.0)}
+    return {"bound": ((batch["weight"] > 0).sum(), 1.0)}        # bytes
 
 
-def bound_loss(nelbo):  # -> loss of an Objective
-    return lambda model, batch, hp: {"bound": nelbo(model, batch, hp).sum()}
+def bound_loss(cost):  # -> loss of an Objective
+    return lambda model, batch, hp: {"bound": nelbo(cost)(model, batch, hp).sum()}
 
 
+DIFFUSION_FLAGS = MASK_RATE | {
+    "uniform_from": Flag(0.7, "share of the steps from which on any share of bytes is masked, before it mask_rate", 0.0,
+                         1.0)}
+DIFFUSION_DEFAULTS = SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.4}
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
-    n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(mdlm_nelbo), flag_defaults=SHARP_ATTENTION | MORE_PASSES,
-    supports_doc_mask=True, count_targets=count_token_targets, bpb="bound", nelbo=mdlm_nelbo,
+    n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(mdlm_cost), flags=DIFFUSION_FLAGS,
+    flag_defaults=DIFFUSION_DEFAULTS, supports_doc_mask=True, count_targets=count_token_targets, bpb="bound",
+    nelbo=nelbo(mdlm_cost),
     uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
-def sedd_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, in nats
+def sedd_cost(logits, tgt):  # (N, 256), (N,) -> (N,) nats
     """Score entropy discrete diffusion (SEDD, Lou et al. 2024), absorbing state, time-free (RADD, Ou et al. 2025).
 
         inp   t [M] [M]   c [M] t    rows are mdlm's; the model gives log c_y = logit_y - log 256, the log ratio of
@@ -1105,21 +1138,74 @@ def sedd_nelbo(model, batch, hp):  # -> (B,): an estimate of each row's bound, i
     where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normalizer, which the softmax gives
     mdlm, is learned. Departures: the model is not given the time, which the absorbing state allows; RADD's network ends
     in log_softmax, which makes its loss mdlm's. sample.py's default order is MDLM's sampler; analytic is SEDD's."""
-    h, tgt, row = select_targets(hidden_states(model, batch), batch["tgt"])
     has_target = tgt != IGNORE_INDEX
-    logc = model.logits(h)[..., :N_BYTES] - math.log(N_BYTES)                       # (N, 256)
+    logc = logits - math.log(N_BYTES)
     logc = logc.masked_fill(~has_target[:, None], 0.0)          # so that ignored positions stay finite
-    cost = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1                # (N,)
-    cost = cost * has_target
-    return torch.zeros_like(batch["weight"]).index_add(0, row, cost) * batch["weight"]
+    cost = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1
+    return cost * has_target
 
 
 OBJECTIVES["sedd"] = Objective(
     "sedd", corrupt=mdlm, help="ratios of masked bytes at any rate", use_help="write in any order",
-    attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(sedd_nelbo),
-    flag_defaults=SHARP_ATTENTION | MORE_PASSES, supports_doc_mask=True, count_targets=count_token_targets,
-    bpb="bound", nelbo=sedd_nelbo,
+    attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(sedd_cost),
+    flags=DIFFUSION_FLAGS, flag_defaults=DIFFUSION_DEFAULTS, supports_doc_mask=True, count_targets=count_token_targets,
+    bpb="bound", nelbo=nelbo(sedd_cost),
     uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True),))
+
+
+# ---- bd3lm: block diffusion
+def bd3lm(x, g, hp):  # x (B, L) -> inp, tgt, weight, positions (B, 2 L), mask (B, 2 L, 2 L), before (B, 2 L, W - 1)
+    """Block diffusion: blocks from left to right, the bytes of each by masked diffusion (BD3-LM, Arriola et al. 2025).
+
+        inp   t [M]  [M] c | t  h  e  c     a noisy copy, then the clean one; blocks of bd3lm_block bytes, here 2
+        tgt   .  h    e  . | .  .  .  .     loss at the l masked bytes of a block, times n / l, divided by B * L
+
+    A block attends to itself both ways and to the clean blocks before it; both copies count positions from 0. The loss
+    bounds -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p, as clm's. Convolution and
+    n-grams, too, read clean bytes before a noisy block, as the cache holds them when a text is written. l is chosen as
+    in mdlm, for each block by itself."""
+    L = x.size(1)
+    masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp)
+    noisy = x.masked_fill(masked, MASK)
+    block = torch.arange(L, device=g.device) // hp.bd3lm_block
+    own = block == block[:, None]                                                   # (L, L)
+    earlier = block < block[:, None]
+    mask = torch.cat((torch.cat((own, earlier), dim=1), F.pad(own | earlier, (L, 0))))
+    inp = torch.cat((noisy, x), dim=1)
+    before = torch.cat((ids_before(noisy, x, hp.bd3lm_block), ids_before(x, x, hp.bd3lm_block)), dim=1)
+    return dict(inp=inp, tgt=F.pad(x.where(masked, IGNORE_INDEX), (0, L), value=IGNORE_INDEX), prefix=0,
+                weight=F.pad(weight, (0, L)), mask=mask.expand(len(x), -1, -1), before=before,
+                positions=bd3lm_positions(inp, 0, hp))
+
+
+def ids_before(own, earlier, n):  # ids (B, L) of a position's own block of n, and of those before it -> (B, L, W - 1)
+    i = torch.arange(own.size(1), device=own.device)
+    distance = torch.arange(1, CONTEXT_WIDTH, device=own.device)
+    is_own = distance <= (i % n)[:, None]                                           # (L, W - 1)
+
+    def previous(ids):  # the nearest first; EOT before the row
+        return F.pad(ids, (CONTEXT_WIDTH - 1, 0))[:, :-1].unfold(1, CONTEXT_WIDTH - 1, 1).flip(2)
+    return previous(own).where(is_own, previous(earlier))
+
+
+def bd3lm_positions(ids, P, hp):  # ids (B, 2 L) -> (B, 2 L)
+    L = ids.size(1) // 2
+    return torch.arange(L, device=ids.device).repeat(2).expand(len(ids), -1)
+
+
+def bd3lm_bytes(T, hp):
+    if T % 2:
+        fail(f"--block_size {T}: a row of bd3lm holds its text twice. Try {T + 1}")
+    return T // 2
+
+
+OBJECTIVES["bd3lm"] = Objective(
+    "bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion", use_help="continue a prompt",
+    attention="blocks", n_bytes=bd3lm_bytes, terms=bound_terms, loss=bound_loss(mdlm_cost),
+    flags=DIFFUSION_FLAGS | {"bd3lm_block": Flag(4, "bytes of a block", 1, 1 << 24)},
+    flag_defaults=DIFFUSION_DEFAULTS | {"block_size": 512, "batch_size": 16}, positions=bd3lm_positions,
+    count_targets=count_token_targets, bpb="bound", nelbo=nelbo(mdlm_cost),
+    uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),))
 
 
 # ---- rotation: find the seam
@@ -1201,8 +1287,8 @@ def hybrid_terms(batch, hp):
 
 
 def hybrid_loss(model, batch, hp):
-    nll, row = target_nll(model, hidden_states(model, batch), batch["tgt"])
-    is_masked = batch["prefix"][row] > 0                                            # (N,)
+    nll, place = target_nll(model, hidden_states(model, batch), batch["tgt"])
+    is_masked = batch["prefix"][place // batch["tgt"].size(1)] > 0                  # (N,)
     return {"masked": (nll * is_masked).sum(), "causal": (nll * ~is_masked).sum()}
 
 

@@ -20,7 +20,7 @@ from model import ModelConfig, StackedLinear, Transformer
 from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
 
-VERSION = 7                                     # of the checkpoint's layout
+VERSION = 8                                     # of the checkpoint's layout
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DEVICE_FLAGS = {
@@ -32,7 +32,7 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders or stdlib, each with an optional :weight"),
+        "data": Flag(["stdlib"], "files, folders or stdlib, each with a :weight, or all without: shares by size"),
         "out_dir": Flag("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
         "resume": Flag(False, "resume the run in --out_dir, without it the latest run under out/"),
         "init_from": Flag("", "run to start from: its last weights, its objective unless another is given, a new "
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if message.endswith("expected one argument"):
-            fail(f"{message}. Try --FLAG=VALUE where the value starts with a dash")
+            fail(f"{message}. Try {message.split()[1][:-1]}=VALUE where the value starts with a dash")
         fail(f"{message}. Try: {self.prog} --help")
 
     def parse_known_args(self, args=None, namespace=None):

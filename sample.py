@@ -1,7 +1,7 @@
 """Use a trained model for what it was trained to do. Examples, each with the objectives that it works with:
 
     python sample.py                                                any objective: a demonstration on held-out text
-    python sample.py --prompt "def main(" --num_samples 3           clm, mtp, prefix, ul2, fim, hybrid: continue a text
+    python sample.py --prompt "def main(" --num_samples 3           clm, mtp, prefix, ul2, fim, hybrid, bd3lm: continue
     python sample.py --prompt "import [MASK:2], sys"                mlm, hybrid: fill holes of known length
     python sample.py --prompt "class [MASK:40]:" --steps 20 --show  mdlm, sedd: write in any order, here in 20 passes
     python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     span, ul2: fill holes of unknown length
@@ -11,7 +11,7 @@
     python sample.py --prefix "Once upon" --suffix "a time"         nsp: does the second text follow the first?
     python sample.py --query "open a file" --corpus book.txt        contrastive: find the lines nearest to a text
     python sample.py --prompt "dog. The quick brown fox jumps over the lazy "       rotation: find where it began
-    python sample.py --score book.txt           clm, prefix, fim, mtp, mdlm, sedd, hybrid: bits per byte of a file
+    python sample.py --score book.txt   clm, mlm, prefix, fim, mtp, nsp, mdlm, sedd, bd3lm, hybrid: bits per byte
 
 Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path. Only these are special in a
 prompt: [MASK], a hole of one byte (for bart of any length); [MASK:4], of 4 bytes; <extra_id_0>, of any length.
@@ -30,14 +30,14 @@ import sys
 from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, decode, document_ids, encode, fail, from_bytes
 from data import make_rng
 from model import Cache
-from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, find_use, get_members, inverse_cdf
+from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
 from run import DEVICE_FLAGS, GraphedStep, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 MAX_ROWS = 64                                   # texts or windows that one pass reads at most
-BOUND_SAMPLES = 16                              # corruptions of a window for a bound
+BOUND_GROUPS, BOUND_ROWS = 4, 4                 # corruptions of a window for a bound
 GREEDY = dict(temperature=0.0)                  # the default for holes and repairs
 DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # the default for text that mdlm and sedd write
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
@@ -64,7 +64,8 @@ FLAGS = {
                                  "mdlm and sedd write at 1 with top_p .8", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
-        "order": Flag("", "in which [MASK]s are filled: confident, left, ancestral (mdlm, sedd) or analytic (sedd)"),
+        "order": Flag("", "in which [MASK]s are filled; analytic: sedd", choices=("confident", "left", "ancestral",
+                                                                                 "analytic")),
         "steps": Flag(0, "passes that fill [MASK]s; 0: one for each, or 64 in order ancestral or analytic", 0, 1 << 20),
         "show": Flag(False, "print every pass that fills [MASK]s"),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
@@ -227,7 +228,17 @@ def verify(p, q, drafts, g):  # p (n + 1, 256), q (n or more, 256), n ids -> the
 
 
 # ---- filling masked bytes
-def fill_logits(model, ids, use, doc_mask=False):  # (N, n) with MASKs, a Fill -> (N, n, V): predictions of each byte
+def read_block(model, ids, cache):  # (N, n) -> states (N, n, C): it attends to what is cached and to itself, both ways
+    prefix = (cache.length + ids.size(1)).expand(len(ids))
+    return model(ids, prefix, cache=cache)
+
+
+def fill_logits(model, ids, use, doc_mask=False, cache=None):
+    """ids (N, n) with MASKs, a Fill -> (N, n, V): predictions of each byte. cache: of what comes before."""
+    if cache is not None:
+        h = read_block(model, ids, cache)
+        cache.length -= ids.size(1)
+        return model.logits(h)
     left = ids.new_tensor(use.before).expand(len(ids), -1)
     right = ids.new_tensor(use.after).expand(len(ids), -1)
     row = torch.cat((left, ids, right), dim=1)
@@ -241,7 +252,7 @@ def text_space(use, T):  # -> bytes of a text in a row of T positions
 
 
 @torch.inference_mode()
-def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, **how):
+def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, cache=None, **how):
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
     confident: the sampled bytes that the model finds most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
@@ -256,7 +267,7 @@ def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, **how
         is_mask = ids == MASK
         if not is_mask.any():
             return
-        logits = fill_logits(model, ids, use, doc_mask)         # (N, n, V)
+        logits = fill_logits(model, ids, use, doc_mask, cache)  # (N, n, V)
         new = draw(distribution(logits, **how), g).to(ids.device)
         if at_random:
             rate = torch.ones((), device=ids.device)
@@ -282,9 +293,36 @@ def unmask_long(model, ids, T, g, use, **how):  # (1, n) of any length -> yields
     while (ids == MASK).any():                  # a window starts a quarter of its length before its first MASK
         first = int((ids[0] == MASK).byte().argmax())
         a = max(0, min(first - n // 4, ids.size(1) - n))
+        end = n if a + n >= ids.size(1) else n - n // 4         # of what is kept: MASKs after it lack their right side
         for window in unmask(model, ids[:, a:a + n], g, use, **how):
-            ids = torch.cat((ids[:, :a], window, ids[:, a + n:]), dim=1)
+            ids = torch.cat((ids[:, :a], window[:, :end], ids[:, a + end:]), dim=1)
             yield ids
+
+
+@torch.inference_mode()
+def generate_blocks(model, prompt, max_new_tokens, T, n, g, steps=0, order="confident", **how):
+    """ids -> yields ids. Block diffusion: fills the MASKs of one block of n after another; the clean blocks before it
+    stand in the cache. When no block fits a window of T bytes any more, its last half is encoded again."""
+    ids = list(prompt)
+    end = len(ids) + max_new_tokens
+    cache = Cache(model, 1, T)
+    start = 0                                   # of the window in ids
+    while len(ids) < end:
+        whole = (len(ids) - start) // n * n     # bytes in whole blocks
+        if whole + n > T:
+            start += whole - T // 2 // n * n
+            cache.length.zero_()
+            continue
+        for i in range(start + int(cache.length), start + whole, n):
+            read_block(model, cache.ids.new_tensor([ids[i:i + n]]), cache)
+        begun = ids[start + whole:]
+        block = cache.ids.new_tensor([begun + [MASK] * (n - len(begun))])
+        *_, block = unmask(model, block, g, Fill(), steps, order, cache=cache, **how)
+        for i in block[0, len(begun):].tolist()[:end - len(ids)]:
+            ids.append(i)
+            yield i
+            if i == EOT:
+                return
 
 
 # ---- infilling holes of unknown length
@@ -375,6 +413,22 @@ def score_exact(model, data, T, stride, doc_mask=False):  # -> bits, left to rig
     return bits
 
 
+@torch.inference_mode()
+def score_by_filling(model, data, T, use, doc_mask=False):  # -> bits, left to right, of a model that fills MASKs
+    """By the chain rule: each byte is predicted while it and the bytes after it in its window are MASKs. Windows hold
+    T bytes, of which the last half is scored; the first byte of all counts 8 bits."""
+    bits = 8.0
+    for at in tqdm(range(1, len(data), T // 2), disable=None, leave=False):
+        end = min(at + T // 2, len(data))
+        x = data[max(0, end - T):end].long().to(model.embed.weight.device)          # (n,)
+        i = torch.arange(len(x), device=x.device)
+        for scored in i[at - end:].split(MAX_ROWS):                                 # (rows,)
+            rows = x.where(i < scored[:, None], MASK)
+            logits = fill_logits(model, rows, use, doc_mask)[range(len(rows)), scored, :N_BYTES]
+            bits += float(F.cross_entropy(logits.double(), x[scored], reduction="sum")) / math.log(2)
+    return bits
+
+
 def batches(rows, length):  # -> lists of at most MAX_ROWS consecutive rows of one length
     for _, group in itertools.groupby(rows, length):
         while some := list(itertools.islice(group, MAX_ROWS)):
@@ -383,29 +437,31 @@ def batches(rows, length):  # -> lists of at most MAX_ROWS consecutive rows of o
 
 @torch.inference_mode()
 def score_bound(model, objective, data, hp, seed):  # -> bits at most, standard error
-    """The objective's bound in disjoint windows of a block, each with numbers of masked bytes from BOUND_SAMPLES
-    strata; a shorter last one follows the bytes before it, as many as fill the block. The error is estimated from
-    differences of neighbouring strata, ordered by their number of targets, since each has one sample. It assumes that
-    an objective's only strata are numbers of targets, as mdlm's are."""
+    """The objective's bound in disjoint windows of a block. Each is corrupted BOUND_GROUPS times, as a batch of
+    BOUND_ROWS rows, whose numbers of masked bytes are stratified; the error is that of the mean over these batches. A
+    shorter last window follows the bytes before it, as many as fill the block, where the prefix rule lets it."""
     g = make_rng(f"{seed},bound", hp.device)
     bits = 0.0
     variance = 0.0
     n = objective.n_bytes(hp.block_size, hp)
-    rows = data.long().to(hp.device).expand(BOUND_SAMPLES, -1)
     for start in tqdm(range(0, len(data), n), disable=None, leave=False):
-        x = rows[:, start:start + n]
-        batch = objective.corrupt(x, g, hp)
-        if 0 < start and x.size(1) < n:
-            context = rows[:, start + x.size(1) - n:start]
-            batch["inp"] = torch.cat((context, batch["inp"]), dim=1)
-            batch["tgt"] = F.pad(batch["tgt"], (context.size(1), 0), value=IGNORE_INDEX)
-            batch["prefix"] = n
-        if hp.doc_mask:
-            batch["doc"] = document_ids(batch["inp"])
-        by_stratum = (batch["tgt"] != IGNORE_INDEX).sum(1).argsort()
-        each = objective.nelbo(model, batch, hp)[by_stratum].cpu().double() / math.log(2)           # (draws,)
-        bits += float(each.mean())
-        variance += float((each[::2] - each[1::2]).square().sum()) / BOUND_SAMPLES ** 2
+        end = min(start + n, len(data))
+        rows = data[max(0, end - n):end].long().to(hp.device).expand(BOUND_ROWS, -1)
+        context, x = rows.split((rows.size(1) - (end - start), end - start), dim=1)
+        means = []
+        for _ in range(BOUND_GROUPS):
+            batch = objective.corrupt(x, g, hp)
+            if context.size(1) and "mask" not in batch:
+                batch["inp"] = torch.cat((context, batch["inp"]), dim=1)
+                batch["tgt"] = F.pad(batch["tgt"], (context.size(1), 0), value=IGNORE_INDEX)
+                batch["weight"] = F.pad(batch["weight"], (context.size(1), 0))
+                batch["prefix"] = n
+            if hp.doc_mask:
+                batch["doc"] = document_ids(batch["inp"])
+            means.append(objective.nelbo(model, batch, hp).cpu().double().mean() / math.log(2))
+        means = torch.stack(means)
+        bits += float(means.mean())
+        variance += float(means.var()) / BOUND_GROUPS
     return bits, variance ** 0.5
 
 
@@ -505,13 +561,26 @@ def continue_mode(model, objective, hp, g, how, prompt=(), max_new_tokens=300, s
         note(f"the block of {T} is full")
 
 
+def continue_blocks_mode(model, objective, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0):
+    use = find_use(objective, "continue_blocks")
+    how = dict(steps=steps, order=choose_order(objective, use, order)) | DIFFUSION_SAMPLING | how
+    prompt = list(prompt) or [EOT]
+    T = objective.n_bytes(hp.block_size, hp)
+    n = min(use.length(hp), T)
+    stream(prompt, generate_blocks(model, prompt, max_new_tokens, T, n, g, **how))
+
+
+def choose_order(objective, use, order):  # -> order, or its default
+    if order and order not in use.orders:
+        fail(f"--order {order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
+    return order or use.orders[0]
+
+
 def fill_mode(model, objective, hp, g, how, prompt, max_new_tokens=300, order="", steps=0, show=False):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, in the same block."""
     use = find_use(objective, "fill")
     T = hp.block_size
-    order = order or use.orders[0]
-    if order not in use.orders:
-        fail(f"--order {order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
+    order = choose_order(objective, use, order)
     default = GREEDY
     before = []                                 # what does not fit the block
     if MASK not in prompt:
@@ -618,40 +687,47 @@ def seam_mode(model, objective, hp, prompt):  # rotates a text back to where the
 
 
 def score_mode(model, objective, hp, score, seed=1):
-    """Bits per byte of a file: exact or a bound, and prints which."""
+    """Bits per byte of a file: exact, a bound or both, and prints which."""
     data = from_bytes(score)
     T = hp.block_size
+    fill = find_use(objective, "fill")
+    if not (objective.bpb or fill):
+        those = " ".join(name for name, other in OBJECTIVES.items() if other.bpb or find_use(other, "fill"))
+        fail(f"--score: {objective.name} defines no probability of a text. Try a run trained as {those}")
+    print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
     if objective.nelbo:
         bits, error = score_bound(model, objective, data, hp, seed)
-        kind = f"{objective.name}'s upper bound, standard error {error / len(data):.4f}"
+        print_bits(bits, len(data), f"{objective.name}'s upper bound, standard error {error / len(data):.4f}")
     elif objective.bpb:
         bits = score_exact(model, data, T, T // 2, hp.doc_mask)
-        kind = f"windows of {T}, stride {T // 2}"
-    else:
-        those = " ".join(name for name, other in OBJECTIVES.items() if other.bpb)
-        fail(f"--score: {objective.name} defines no probability of a text. Try a run trained as {those}")
-    bits /= len(data)
-    print(f"{bits:.4f} bits per byte ({bits * math.log(2):.4f} nats), {len(data):,} bytes, {kind}")
-    print(f"compressors: {compressor_bits(data)}")
+        print_bits(bits, len(data), f"left to right, windows of {T}, stride {T // 2}")
+    if fill:
+        n = text_space(fill, T)
+        bits = score_by_filling(model, data, n, fill, hp.doc_mask)
+        print_bits(bits, len(data), f"left to right by filling MASKs, windows of {n}, stride {n // 2}")
 
 
-MODES = {"continue": continue_mode, "fill": fill_mode, "infill": infill_mode, "repair": repair_mode, "mark": mark_mode,
-         "follow": follow_mode, "search": search_mode, "seam": seam_mode, "score": score_mode}
+def print_bits(bits, n, kind):
+    print(f"{bits / n:.4f} bits per byte ({bits / n * math.log(2):.4f} nats), {kind}", flush=True)
+
+
+MODES = {"continue": continue_mode, "continue_blocks": continue_blocks_mode, "fill": fill_mode, "infill": infill_mode,
+         "repair": repair_mode, "mark": mark_mode, "follow": follow_mode, "search": search_mode, "seam": seam_mode,
+         "score": score_mode}
 
 
 # ---- the command
-def choose_mode(objective, given):  # -> key of MODES: of the uses that read these texts the one that fits the prompt
-    if "score" in given:
+def choose_mode(objective, texts):  # -> key of MODES: of the uses that read these texts the one that fits the prompt
+    if "score" in texts:
         return "score"
     modes = [use.mode for use in objective.uses]
-    prompt = read_text("prompt", given.get("prompt", ""))
-    fit = [mode for mode in modes if TEXTS & set(given) <= set(inspect.signature(MODES[mode]).parameters)]
+    fit = [mode for mode in modes if set(texts) <= set(inspect.signature(MODES[mode]).parameters)]
     wanted = fit + modes
-    if "prompt" in given:
+    if "prompt" in texts:
         wanted = ["continue"] + wanted
-    if re.search(MASKS, prompt):
+    if re.search(MASKS, texts.get("prompt", b"")):
         wanted = ["fill", "repair"] + wanted
-    if re.search(HOLES, prompt):
+    if re.search(HOLES, texts.get("prompt", b"")):
         wanted = ["infill"] + wanted
     return next(mode for mode in wanted if mode in (fit or modes))
 
@@ -662,6 +738,7 @@ def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out by
     noisy = [ord("x") if i % 20 == 9 else byte for i, byte in enumerate(text)]
     texts = {
         "continue": dict(prompt=text),
+        "continue_blocks": dict(prompt=text),
         "fill": dict(prompt=[MASK if i % 7 == 3 else byte for i, byte in enumerate(text)]),
         "infill": dict(prefix=text[:half], suffix=text[half + 4:]),
         "repair": dict(prompt=noisy),
@@ -688,14 +765,15 @@ def main(argv=None):
     if name not in members:
         fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
     objective = members[name]
-    mode = choose_mode(objective, given)
+    texts = {flag: read_text(flag, given[flag]) for flag in TEXTS & set(given)}
+    mode = choose_mode(objective, texts)
     flags = inspect.signature(MODES[mode]).parameters
     read = {*flags, *COMMON, *(SAMPLING | {"num_samples"} if "how" in flags else ())}
     for flag in sorted(set(given) - read):      # ignoring it would look as if it had no effect
         fail(f"--{flag}: is not read here. Try what {name} reads: --{' --'.join(TEXTS & read)}")
-    texts = {flag: read_text(flag, given[flag]) for flag in TEXTS & set(given)}
     for flag in {"prompt", "prefix", "suffix", "query"} & set(texts):
         texts[flag] = read_markers(texts[flag], mode if flag == "prompt" else None)
+    note(f"{path}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
     if not texts:
         texts = demonstration(mode, ckpt["held_out"], hp.block_size)
     for flag in TEXTS & set(flags):
@@ -705,7 +783,6 @@ def main(argv=None):
     how = {flag: given[flag] for flag in SAMPLING & set(given)}
     if n > 1 and (mode in ("infill", "repair") or MASK in texts.get("prompt", [])):
         how.setdefault("temperature", 0.8)      # at 0 all would be alike
-    note(f"{path}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
     for i in range(n):
         if n > 1:
             print(f"--- sample {i + 1}")

@@ -14,10 +14,11 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from dataclasses import dataclass, replace
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import COMPRESSED_BYTES, EOT, check_sizes, check_unchanged, compressor_bits, document_ids, fail, make_rng
+from data import EOT, MAPPED_BYTES, check_sizes, check_unchanged, compressor_bits, document_ids, fail, make_rng
 from data import open_corpus, read_windows, sample_windows, to_seed, to_symbol
 from model import NGRAM_DIM, NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, get_members, n_targets
@@ -194,10 +195,10 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups th
     memorize the text; a text much longer than the table cannot be memorized, and its repetitions count less. A run
     that starts from another's weights starts at the full rate. Of several sources it is the mean over their rows."""
     positions = step * hp.batch_size * hp.accum * hp.block_size
+    memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / sum(len(source["train"]) for source in corpus))
     rate = 0.0
     for source in corpus:
         passes = passes_per_step(source, members)
-        memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / len(source["train"]))
         repetitions = max(0.0, (hp.max_iters * passes - 1) * memorizable)
         end = 1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3)
         reached = 1.0 if hp.init_from else min(1.0, max(step * passes / 2, positions / NGRAM_WARMUP))
@@ -228,12 +229,15 @@ class State:
     params: list                                # all parameters but the n-gram table
     table: object                               # the n-gram table, or None
     step: torch.Tensor
+    progress: torch.Tensor                      # share of the run's steps that are done, for corrupt
     first_nonfinite_step: torch.Tensor          # the first step whose loss or gradient was not finite, else -1
 
 
 def prepare(members, corpus, hp):  # -> State before the first step
     model = build(hp)
     device = corpus[0]["train"].device
+    progress = torch.zeros((), device=hp.device)
+    members = [replace(m, hp=Namespace(**vars(m.hp) | {"progress": progress})) for m in members]
     sources = [[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus]
     return State(
         hp, members, corpus, sources, model, make_optimizer(model, hp), [m.objective.loss for m in members],
@@ -241,13 +245,14 @@ def prepare(members, corpus, hp):  # -> State before the first step
         gens=[torch.Generator(hp.device) for _ in members],
         params=[p for name, p in model.named_parameters() if name != "ngrams.table"],
         table=None if model.ngrams is None else model.ngrams.table,
-        step=torch.zeros((), dtype=torch.long, device=hp.device),
+        step=torch.zeros((), dtype=torch.long, device=hp.device), progress=progress,
         first_nonfinite_step=torch.full((), -1, device=hp.device))
 
 
 def load_step_inputs(s, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
+    check_unchanged(s.corpus, contents=False)
     key = f"{hp.seed},{hp.init_step + step}"    # --init_from: continues after the windows of its parent
     for m, windows, g in zip(s.members, s.windows, s.gens):
         for a, b in zip(windows, draw_windows(m, s.corpus, "train", m.rows, key)):
@@ -257,6 +262,7 @@ def load_step_inputs(s, step):
         g.manual_seed(to_seed(f"{key}{m.key},{m.objective.name}"))
     s.opt.lr.fill_(learning_rate(step, hp))
     s.step.fill_(step)
+    s.progress.fill_(1.0 if hp.init_from else step / hp.max_iters)
     if s.table is not None:
         s.model.ngrams.drop.fill_(ngram_drop_rate(step, s.corpus, s.members, hp))
         s.model.ngrams.seed.fill_(to_seed(key))
@@ -311,10 +317,11 @@ def validation_list(members, corpus, hp):  # -> [(source, weight, objective, bat
     entries = []
     for source in corpus:
         for m in members:
-            batches = fixed_batches(replace(m, key=""), source)
+            m = replace(m, key="", hp=Namespace(**vars(m.hp) | {"progress": 1.0}))
+            batches = fixed_batches(m, source)
             causal = None
             if m.objective.bpb == "causal":
-                causal = fixed_batches(replace(m, key="", objective=CAUSAL, n=hp.block_size + 1), source)
+                causal = fixed_batches(replace(m, objective=CAUSAL, n=hp.block_size + 1), source)
             entries.append((source, source["weight"] * m.weight, m.objective, batches, causal))
     return entries
 
@@ -417,7 +424,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
         known = [crc for _, _, crc, _ in parent["sources"]]
         for name, _, crc, _ in s.sources:
             if crc not in known:
-                print(f"--data {name}: if {hp.init_from} was trained on its validation text, that loss is too low")
+                print(f"--data {name}: its validation loss is too low if {hp.init_from} was trained on that text")
     validation = validation_list(members, corpus, hp)
     if hp.compile:
         compile_losses(s)
@@ -425,8 +432,9 @@ def train(hp):  # -> exit code, State of a run that is done or None
     if hp.cuda_graph:
         step_fn = GraphedStep(step_fn, s.gens)
 
-    if not RANK and not hp.resume:
+    if not hp.resume and (hp.out_dir or not RANK):
         hp.out_dir = choose_out_dir(hp)
+    any_rank(False)                             # the first process makes the folder after all have looked into it
     with open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) as metrics, catch_signals() as stop:
         if not RANK:                            # drop log lines after the checkpoint: those steps are run again
             metrics.truncate(run["metrics_bytes"])
@@ -481,8 +489,9 @@ def train(hp):  # -> exit code, State of a run that is done or None
         if bad >= 0:                            # no update was made after it
             save(s, metrics, "ckpt.pt", run | {"step": bad})
             any_rank(False)                     # no process ends before the file is written
-            print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the state before it. "
-                  f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
+            if not RANK:
+                print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the state before it. "
+                      f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
             return 1, None
         if halt and step < hp.max_iters:
             say(f"stopped at step {step}, saved. Resume with: python train.py --resume --out_dir {hp.out_dir}", stop)
@@ -572,17 +581,18 @@ def announce(s, metrics, run):  # the first line of metrics.jsonl, the first lin
 
 def notes_on_text(source, members, hp):  # -> lines: where a text is not what an objective wants
     notes = [source["note"]] if source["note"] else []
+    n = max(m.n for m in members)
     n_windows = EVAL_ROWS * hp.eval_iters
+    if n_windows * n > len(source["val"]):
+        notes.append(f"{n_windows} validation windows of {n} bytes overlap in the {len(source['val']):,} held out")
     for m in members:
         name = m.objective.name
-        if n_windows * m.n > len(source["val"]):
-            notes.append(f"{n_windows} validation windows of {m.n} bytes overlap: it has {len(source['val']):,} bytes")
         x = read_windows([source], "train", *draw_windows(m, [source], "train", 256, "0"), m.n)
         whole = float((x != EOT).all(1).float().mean())
         if m.objective.single_document and whole < 0.9:
             notes.append(f"{name} reads within one document, {whole:.0%} of its windows do. Try a smaller --block_size")
-        if m.objective.two_documents and not (source["train"][:COMPRESSED_BYTES] == EOT).any():
-            notes.append(f"is one document (it has no NUL), and {name} takes texts of two documents from it")
+        if m.objective.joins_documents(m.hp) and not (source["train"][:MAPPED_BYTES] == EOT).any():
+            notes.append(f"is one document (without a NUL), of which both texts of {name}'s negative rows are")
     return notes
 
 
@@ -599,8 +609,8 @@ def describe_step(s, step, batches, loss, norm, speed):  # -> a record of a trai
     hp = s.hp
     positions = hp.batch_size * hp.accum * hp.block_size
     targets = sum(float(n_targets(m.objective, batch, m.hp)) for m, batch in zip(s.members, batches))
-    # of a training batch bits per byte are known where the loss is nats per byte: clm's, and bounds
-    known = len(s.members) == 1 and s.members[0].objective.bpb in ("loss", "bound")
+    # of a training batch bits per byte are known where the loss is nats per byte; a bound needs validation's corruption
+    known = len(s.members) == 1 and s.members[0].objective.bpb == "loss"
     return {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": loss,
             "bpb": loss / math.log(2) if known else None, "targets": targets / positions,
             "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": round(speed * positions)}

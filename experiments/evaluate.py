@@ -176,10 +176,10 @@ def eval_tokenizable_lines(model, objective, hp, text):
     """Share of the written bytes that stand in lines which are tokens of Python. Each line by itself, after prompts of
     32 bytes. Baseline: bytes drawn one by one from the text's distribution. A model that writes one good line again
     and again would have 1: distinct is the share of the lines that differ from all before."""
-    use = find_use(objective, "fill")
-    if not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
+    use = objective.uses[0]
+    if use.mode == "fill" and not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
         return {}                               # others were not trained on rows that are mostly MASKs
-    x = windows(text, sample.text_space(use, hp.block_size), 2 * ROWS, "lines")     # some 500 lines
+    x = windows(text, objective.n_bytes(hp.block_size, hp), 2 * ROWS, "lines")      # some 500 lines
     written = write(model, objective, hp, use.orders[0], x, make_rng("compare,written"))
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
@@ -199,6 +199,16 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
         written = sample.generate(model, row, n - PROMPT, hp.block_size, g, prefix, temperature=temperature)
         ids = torch.cat((ids, torch.stack(list(written), dim=1)), dim=1)
         return F.pad(ids, (0, n - ids.size(1)), value=EOT)      # where all rows ended
+    use = find_use(objective, "continue_blocks")
+    if use:
+        T = objective.n_bytes(hp.block_size, hp)
+        how = sample.DIFFUSION_SAMPLING | {"order": order}
+        block = min(use.length(hp), T)
+        rows = []
+        for prompt in ids.tolist():
+            written = sample.generate_blocks(model, prompt, n - PROMPT, T, block, g, **how)
+            rows.append(F.pad(ids.new_tensor([*prompt, *written]), (0, n), value=EOT)[:n])
+        return torch.stack(rows)
     use = find_use(objective, "fill")
     piece = PIECE
     how = dict(temperature=temperature)
@@ -308,6 +318,7 @@ def eval_accuracy(model, objective, hp, text):
 
 TASKS = {                                       # mode: what is measured, in brackets the baseline, and how
     "continue": ("bits per byte of the second half of a window (lzma)", eval_second_half),
+    "continue_blocks": ("bytes in written lines that tokenize (bytes by their frequency)", eval_tokenizable_lines),
     "fill": ("bytes in written lines that tokenize (bytes by their frequency)", eval_tokenizable_lines),
     "infill": ("holes of 4 bytes restored (four spaces)", eval_infill_exact_match),
     "repair": ("edit distance left (of the noisy text)", eval_repairs),

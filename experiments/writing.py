@@ -36,7 +36,7 @@ COPIED_LENGTH = 48                              # bytes of a piece that is looke
 
 def list_orders(objective):  # -> orders of evaluate.write
     orders = [evaluate.LEFT_TO_RIGHT] if find_use(objective, "continue") else []
-    fill = find_use(objective, "fill")
+    fill = find_use(objective, "fill") or find_use(objective, "continue_blocks")
     return [*orders, *fill.orders] if fill else orders
 
 

@@ -62,7 +62,7 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path):
     (tmp_path / "b/zz_copy.txt").write_text("document 3")
     (tmp_path / "binary.bin").write_bytes(b"a\0b")
     [s] = open_corpus([str(tmp_path)])
-    assert s["note"] == "20 files; skipped 4 (empty, binary, duplicate, hidden, unreadable)"
+    assert s["note"] == "20 files; skipped 8 (empty, binary, duplicate, hidden, unreadable)"
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
     kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
     assert data.to_bytes(s["train"]) == b"".join(kept)

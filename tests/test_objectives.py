@@ -20,8 +20,8 @@ import run
 import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, document_ids, make_rng
-from model import CONTEXT_WIDTH, ModelConfig, Transformer, can_attend, norm, run_blocks
-from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Objective, Repair, find_use, get_members
+from model import CONTEXT_WIDTH, Cache, ModelConfig, Transformer, can_attend, norm, run_blocks
+from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Repair, find_use, get_members
 
 T = 48
 GENERIC = []                                    # the tests that every objective passes, the README's too
@@ -152,8 +152,15 @@ def reachable(batch):
     reach = batch["mask"] | torch.eye(len(k), dtype=torch.bool)
     for _ in range(len(k).bit_length()):        # paths twice as long each time
         reach = reach.float() @ reach.float() > 0
+    if "before" in batch:                       # of each position: what `shown` compares
+        return reach
     context = (k <= k[:, None]) & (k > k[:, None] - CONTEXT_WIDTH)
     return reach.float() @ context.float() > 0
+
+
+def shown(batch, again):  # -> (B, T) bool: did a position's own input change, or what it reads before it?
+    changed = again["inp"] != batch["inp"]
+    return changed | (again["before"] != batch["before"]).any(2) if "before" in batch else changed
 
 
 @every
@@ -180,8 +187,7 @@ def test_no_position_reads_its_target(name):
         other[:, j] = x[:, j] % 255 + 1
         again = objective.corrupt(other, make_rng("byte"), hp)
         target = again["tgt"] != batch["tgt"]
-        shown = again["inp"] != batch["inp"]
-        read = (target & (follows | hidden))[..., None] & reads & shown[:, None]
+        read = (target & (follows | hidden))[..., None] & reads & shown(batch, again)[:, None]
         assert not read.any(), f"byte {j} is a target and can be read: if it may be, say target_hidden=False"
         asked |= target
     assert asked.any(1).all(), "a row asks for no byte"
@@ -402,6 +408,10 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
         if isinstance(use, Repair):
             last = (prefixes(batch) - 1).clamp(min=0)           # of the prefix
             assert (batch["inp"].gather(1, last[:, None]) == SEP).all(), "its rows are not laid out by seq2seq"
+            i = torch.arange(T)
+            end = (batch["tgt"] == EOT).long().argmax(1)
+            answer = (i >= last[:, None]) & (i <= end[:, None])
+            assert torch.equal(batch["tgt"] != IGNORE_INDEX, answer), "it is not trained to write the whole text"
 
 
 @every
@@ -420,31 +430,7 @@ def test_a_prompt_is_laid_out_as_in_training(name):
 
 # ---- objectives of one's own
 
-def block_positions(ids, P, hp):
-    L = ids.size(1) // 2
-    return torch.arange(L, device=ids.device).repeat(2).expand(len(ids), -1)
-
-
-def block_diffusion(x, g, hp, own_clean_block=False):  # x (B, L) -> inp, tgt (B, 2 L), mask (B, 2 L, 2 L)
-    """Block diffusion (Arriola et al. 2025): a noisy copy, then the clean one. A noisy block attends to itself and to
-    the clean blocks before it; a clean block to those up to itself."""
-    B, L = x.shape
-    noisy, tgt = O.mask_bytes(x, O.random_positions(B, L, L // 2, g), g, masked=1.0, random=0.0)
-    inp = torch.cat((noisy, x), dim=1)
-    i = torch.arange(2 * L, device=g.device)
-    block = i % L // 4
-    q = block[:, None]
-    of_noisy = torch.where(i < L, block == q, block < q + own_clean_block)
-    mask = torch.where(i[:, None] < L, of_noisy, (i >= L) & (block <= q))
-    copy = i // L                               # convolution and n-grams stay inside a copy
-    return dict(inp=inp, tgt=F.pad(tgt, (0, L), value=IGNORE_INDEX), prefix=0, doc=copy.expand(B, -1),
-                positions=block_positions(inp, 0, hp), mask=mask.expand(B, -1, -1))
-
-
-def add_forks():  # block diffusion and the examples of README.md and assets/EXERCISES.md
-    OBJECTIVES["block_diffusion"] = Objective(
-        "block_diffusion", corrupt=block_diffusion, help="", use_help="", attention="blocks",
-        n_bytes=lambda T, hp: T // 2, positions=block_positions, uses=(Fill(orders=("left",)),))
+def add_forks():  # the examples of README.md and assets/EXERCISES.md
     for name in ("README.md", "assets/EXERCISES.md"):
         text = (pathlib.Path(O.__file__).parent / name).read_text(encoding="utf-8")
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
@@ -452,7 +438,7 @@ def add_forks():  # block diffusion and the examples of README.md and assets/EXE
                 exec(block, dict(vars(O)))
 
 
-@pytest.mark.parametrize("name", ["all_tokens", "recase", "block_diffusion"])
+@pytest.mark.parametrize("name", ["all_tokens", "recase"])
 @mock.patch.dict(OBJECTIVES)
 def test_objectives_of_ones_own_and_the_readmes_pass_the_generic_tests(name):
     add_forks()
@@ -472,21 +458,36 @@ def mdlm_that_masks_too_little(x, g, hp):
     return batch | {"inp": x.where(stays, batch["inp"])}
 
 
-READS_ITS_TARGET = {
-    "in sight": ("all_tokens", dict(target_hidden=True)),
-    "a bound": ("mdlm", dict(corrupt=mdlm_that_masks_too_little)),
-    "its own clean block": ("block_diffusion", dict(corrupt=lambda x, g, hp: block_diffusion(x, g, hp, True))),
-    "a prefix too long": ("prefix", dict(corrupt=prefix_one_too_long))}
+def bd3lm_that_reads_its_clean_block(x, g, hp):
+    batch = O.bd3lm(x, g, hp)
+    L = x.size(1)
+    mask = batch["mask"].clone()
+    mask[:, :L, L:] |= mask[:, :L, :L]
+    return batch | {"mask": mask}
 
 
-@pytest.mark.parametrize("name, wrong", READS_ITS_TARGET.values(), ids=READS_ITS_TARGET)
+def bd3lm_whose_ngrams_read_its_clean_block(x, g, hp):
+    batch = O.bd3lm(x, g, hp)
+    clean = batch["before"][:, x.size(1):]
+    return batch | {"before": torch.cat((clean, clean), dim=1)}
+
+
+READS_ITS_TARGET = {                            # objective, what is wrong, does it learn to in a hundred steps?
+    "in sight": ("all_tokens", dict(target_hidden=True), True),
+    "a bound": ("mdlm", dict(corrupt=mdlm_that_masks_too_little), True),
+    "its own clean block": ("bd3lm", dict(corrupt=bd3lm_that_reads_its_clean_block), True),
+    "clean bytes before others of its block": ("bd3lm", dict(corrupt=bd3lm_whose_ngrams_read_its_clean_block), False),
+    "a prefix too long": ("prefix", dict(corrupt=prefix_one_too_long), False)}      # of a row's bytes it reads but one
+
+
+@pytest.mark.parametrize("name, wrong, learns", READS_ITS_TARGET.values(), ids=READS_ITS_TARGET)
 @mock.patch.dict(OBJECTIVES)
-def test_a_target_that_is_read_would_be_noticed(name, wrong):
+def test_a_target_that_is_read_would_be_noticed(name, wrong, learns):
     add_forks()
     OBJECTIVES[name] = dataclasses.replace(OBJECTIVES[name], **wrong)
     with pytest.raises(AssertionError, match="can be read"):
         test_no_position_reads_its_target(name)
-    if name != "prefix":                        # of a row's bytes it reads but one
+    if learns:
         with pytest.raises(AssertionError, match="which nobody can predict"):
             test_on_random_bytes_no_likelihood_falls_below_the_entropy(name)
 
@@ -1071,8 +1072,54 @@ def test_mdlm_masks_l_bytes_with_l_from_every_stratum():
     count = masked.sum(1)
     assert sorted(((count - 1) // 4).tolist()) == list(range(16)), "one l from each sixteenth of 1..64"
     assert O.n_targets(OBJECTIVES["mdlm"], batch, hp) == masked.sum(), "where the loss counts all bytes"
-    assert same(batch, dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=64 / count,
-                            prefix=64))
+    assert same(batch, dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), prefix=64,
+                            weight=(64 / count)[:, None].expand(-1, 64)))
+
+
+@pytest.mark.parametrize("name, counts", [("mdlm", {26}), ("bd3lm", {2})])         # of 64, of 4
+def test_diffusion_masks_a_constant_share_up_to_its_share_of_the_steps(name, counts):
+    n = 64 if name == "mdlm" else 4
+    for progress, expected in ((0.69, counts), (0.7, set(range(1, n + 1)))):
+        _, batch, hp = make(name, B=256, T=64, mask_rate=0.4, progress=torch.tensor(progress))
+        count = (batch["tgt"][:, :32 if n == 4 else 64] != IGNORE_INDEX).unflatten(1, (-1, n)).sum(2)
+        assert {*count.flatten().tolist()} == expected
+        weight = batch["weight"][:, :count.size(1) * n].unflatten(1, (-1, n))
+        torch.testing.assert_close(weight, (n / count)[..., None].expand_as(weight))
+
+
+def test_bd3lm_chooses_the_number_of_masked_bytes_of_each_block_from_every_stratum():
+    x, batch, hp = make("bd3lm", B=8, T=44, bd3lm_block=8)          # 22 bytes: blocks of 8, 8, 6
+    masked = (batch["tgt"][:, :22] != IGNORE_INDEX)
+    counts = [block.sum(1) for block in masked.split(8, dim=1)]     # (8,) of each block
+    assert sorted(counts[0].tolist()) == sorted(counts[1].tolist()) == [*range(1, 9)]
+    assert {*counts[2].tolist()} == {*range(1, 7)} and not torch.equal(counts[0], counts[1])
+    assert torch.equal(batch["inp"], torch.cat((x.masked_fill(masked, MASK), x), dim=1))
+    assert int(O.bound_terms(batch, hp)["bound"][0]) == 8 * 22
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n", [1, 3, 4, 24])
+def test_a_noisy_block_after_cached_clean_ones_equals_one_pass_over_both_copies(n):
+    objective, net, batch, hp = case("bd3lm", bd3lm_block=n)
+    L = T // 2
+    states = O.hidden_states(net, batch)
+    cache = Cache(net, 4, L)
+    for start in range(0, L, n):
+        noisy = batch["inp"][:, start:min(start + n, L)]
+        clean = batch["inp"][:, L + start:L + min(start + n, L)]
+        torch.testing.assert_close(sample.read_block(net, noisy, cache), states[:, start:start + n])
+        cache.length -= noisy.size(1)
+        torch.testing.assert_close(sample.read_block(net, clean, cache), states[:, L + start:L + start + n])
+    if n == 1:                                  # the bound is exact
+        assert (batch["weight"][:, :L] == 1).all() and torch.equal(batch["tgt"][:, :L], batch["inp"][:, L:])
+
+
+def test_bd3lm_of_one_block_is_mdlm():
+    _, batch, hp = make("bd3lm", bd3lm_block=T // 2)
+    _, plain, _ = make("mdlm", T=T // 2)
+    net = randomized(n_outputs=256)
+    assert torch.equal(batch["inp"][:, :T // 2], plain["inp"])
+    torch.testing.assert_close(OBJECTIVES["bd3lm"].nelbo(net, batch, hp), OBJECTIVES["mdlm"].nelbo(net, plain, hp))
 
 
 def mdlm_cost(logits, x, t):
@@ -1097,13 +1144,14 @@ def test_a_bound_equals_its_authors_integral_over_t(name, cost):
     for hidden in itertools.product([False, True], repeat=3):
         hidden = torch.tensor([hidden])
         m = int(hidden.sum())
-        batch = dict(inp=x.masked_fill(hidden, MASK), tgt=x.where(hidden, IGNORE_INDEX), prefix=3, weight=torch.ones(1))
+        batch = dict(inp=x.masked_fill(hidden, MASK), tgt=x.where(hidden, IGNORE_INDEX), prefix=3,
+                     weight=torch.ones(1, 3))
         exact += float(OBJECTIVES[name].nelbo(net, batch, None)) / math.comb(3, m) / max(1, m)
         logits = net.logits(net(batch["inp"], 3))[0, :, :256].double()
         for i in hidden[0].nonzero().flatten().tolist():
             authors += float((t ** m * (1 - t) ** (3 - m) * cost(logits[i], int(x[0, i]), t)).mean())
     assert exact == pytest.approx(authors, rel=1e-3)
-    batch = OBJECTIVES[name].corrupt(x.expand(3000, -1), make_rng("m"), None)
+    batch = OBJECTIVES[name].corrupt(x.expand(3000, -1), make_rng("m"), settings(name, 3))
     assert float(OBJECTIVES[name].nelbo(net, batch, None).mean()) == pytest.approx(authors, rel=0.03)
 
 
@@ -1150,7 +1198,7 @@ def test_each_member_gives_what_it_gives_alone():
     alone = []
     want = 0.0
     for i, m in enumerate(s.members):
-        own = settings(m.objective.name, SMALL_T, batch_size=m.rows, **sizes)
+        own = settings(m.objective.name, SMALL_T, batch_size=m.rows, progress=s.progress, **sizes)
         member = dataclasses.replace(get_members(own)[0], key=f",{i}" if i else "")
         alone.append(train.draw_batch(member, corpus, "train", m.rows, "7,3", own))
         want += m.rows / 16 * total(m.objective, s.model, alone[i], own)

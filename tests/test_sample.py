@@ -311,18 +311,40 @@ def test_order_confident_ranks_by_the_probability_of_the_sampled_byte():
     assert (written[is_a] == 65).all() and abs(float((written[~is_a] == 66).float().mean()) - 0.45) < 0.03
 
 
+def test_blocks_are_written_as_without_a_cache():
+    """Also past the end of the window, whose last half is then read again, and after a prompt that ends in a block."""
+    net = randomized().requires_grad_(False)
+    n = 4
+    for length in (1, 4, 7, T, 2 * T + 3):
+        x = expected = ids(length)[0].tolist()
+        start = 0
+        for _ in range(20):
+            while (len(expected) - start) // n * n + n > T:
+                start += (len(expected) - start) // n * n - T // 2 // n * n
+            row = torch.tensor([expected[start:]])
+            row = F.pad(row, (0, n - row.size(1) % n), value=MASK)
+            block = torch.arange(row.size(1)) // n
+            logits = net.logits(net(row, mask=(block <= block[:, None])[None]))[0, :, :256]
+            expected = [*expected, int(logits[len(expected) - start].argmax())]
+        written = sample.generate_blocks(net, x, 20, T, n, rng(), order="left", **GREEDY)
+        assert [*x, *written] == expected[:expected.index(EOT) + 1 if EOT in expected else None]
+
+
 def test_a_long_text_is_filled_window_by_window():
-    """Windows of 9 bytes, each a quarter of its length before the first MASK that is left."""
+    """Windows of 9 bytes, each a quarter of its length before the first MASK that is left; the last quarter of all but
+    the last is only read."""
     net = randomized().requires_grad_(False)
     x = ids(40)
-    holes = [0, 13, 14, 20, 21, 39]
+    holes = [0, 13, 14, 18, 20, 39]
     x[0, holes] = MASK
     expected = x.clone()
-    for a, b in ((0, 9), (11, 20), (18, 27), (31, 40)):
-        [*_, expected[:, a:b]] = sample.unmask(net, expected[:, a:b].clone(), rng(), FRAMED, **GREEDY)
+    for a, kept in ((0, 7), (11, 7), (16, 7), (31, 9)):
+        [*_, filled] = sample.unmask(net, expected[:, a:a + 9], rng(), FRAMED, **GREEDY)
+        expected[:, a:a + kept] = filled[:, :kept]
     states = [*sample.unmask_long(net, x, T, rng(), FRAMED, **GREEDY)]
     assert torch.equal(states[-1], expected)
-    assert [int((state == MASK).sum()) for state in states] == [5, 4, 3, 2, 1, 0]
+    counts = [int((state == MASK).sum()) for state in states]
+    assert counts == sorted(counts, reverse=True) and (counts[0], counts[-1], len(counts)) == (5, 0, 7)
 
 
 # ---- infilling holes of unknown length
@@ -448,6 +470,22 @@ def test_a_score_is_the_sum_over_bytes(n, stride, doc_mask):
     assert sample.score_exact(net, x.byte(), T, stride, doc_mask) == pytest.approx(bits, rel=1e-5)
 
 
+@pytest.mark.parametrize("use", [IN_PLACE, Fill((EOT,), shift=1), FRAMED], ids=["in place", "shifted", "framed"])
+@pytest.mark.parametrize("n", [1, 2, T, 2 * T + 5])
+def test_a_score_by_filling_is_the_chain_rule(n, use):
+    """Each byte from those before it in its window, while it and all after it are MASKs."""
+    net = randomized().requires_grad_(False)
+    text = ids(n)[0]
+    bits = 8.0
+    for i in range(1, n):
+        end = min(1 + (i - 1) // (T // 2) * (T // 2) + T // 2, n)   # of the window
+        start = max(0, end - T)
+        row = torch.tensor([[*text[start:i].tolist(), *[MASK] * (end - i)]])
+        logits = sample.fill_logits(net, row, use)[0, i - start, :256]
+        bits -= float(logits.double().log_softmax(-1)[text[i]]) / math.log(2)
+    assert sample.score_by_filling(net, text.byte(), T, use) == pytest.approx(bits)
+
+
 class Informed(Stub):  # predicts byte 65 the better, the more of its row it sees and the farther right
     def __call__(self, ids, *args, **kwargs):
         return ((ids != MASK).float().mean(1, keepdim=True) * torch.arange(ids.size(1)))[..., None]
@@ -561,7 +599,7 @@ EXAMPLES = re.findall(r"^    (python sample.py.*?) {2,}(.*): ", sample.__doc__, 
 
 def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, capsys):
     assert {name for _, names in EXAMPLES for name in names.split(", ")} == {*OBJECTIVES, "any objective"}
-    assert len(EXAMPLES) == 1 + len(sample.MODES) + 2           # "write in any order" and "between two texts"
+    assert len(EXAMPLES) == len(sample.MODES) + 2               # "write in any order" and "between two texts"
     for command, names in EXAMPLES:
         for name in names.replace("any objective", "clm").split(", "):
             assert stdout(capsys, name, *shlex.split(command)[2:])
@@ -572,6 +610,8 @@ INPUTS = {
     "mtp": [["", "--max_new_tokens", "40"], ["x", "--max_new_tokens", "0"]],
     "prefix": [[""], [LONG], ["x", "--max_new_tokens", "0"]],
     "hybrid": [["[MASK]" + LONG, "--order", "left"], [HOLE, "--max_new_tokens", "9"]],
+    "bd3lm": [["", "--max_new_tokens", "40"], [LONG], ["x", "--max_new_tokens", "0"], ["é\0", "--order", "left"],
+              ["x", "--steps", "1", "--order", "ancestral"]],
     "mdlm": [["[MASK:90]", "--order", "confident"], [LONG], ["é\0"], ["x", "--max_new_tokens", "0"]],
     "sedd": [["import "], ["a[MASK:9]b", "--order", "analytic"]],
     "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]<MASK>\udcff"]],
@@ -748,7 +788,7 @@ def test_texts_of_any_length_are_embedded_like_each_alone():
         torch.testing.assert_close(vector, embed(net, torch.tensor([text[:T] or [EOT]]))[0])
 
 
-@pytest.mark.parametrize("name", ["clm", "hybrid", "mdlm", "sedd"])
+@pytest.mark.parametrize("name", ["clm", "mlm", "nsp", "hybrid", "mdlm", "sedd"])
 def test_score_prints_bits_per_byte_beside_compressors(name, runs, capsys, monkeypatch):
     loads = []
     load_run = sample.load_run
@@ -757,7 +797,8 @@ def test_score_prints_bits_per_byte_beside_compressors(name, runs, capsys, monke
     out = capsys.readouterr().out
     assert 2 < float(re.search(r"([\d.]+) bits per byte", out)[1]) < 9.5
     assert "640 bytes" in out and "lzma" in out
-    assert ("windows of 32, stride 16" in out) == (name in ("clm", "hybrid"))
+    assert ("left to right, windows of 32, stride 16" in out) == (name in ("clm", "hybrid"))
+    assert ("left to right by filling MASKs, windows of 3" in out) == (name != "clm")
     assert (f"{name}'s upper bound" in out) == (name in ("mdlm", "sedd"))
     assert loads == ["float32"], "scores are worth the slower float32"
 
@@ -782,8 +823,8 @@ def test_every_use_can_be_asked_for(runs, capsys):
             ("bart", ["--prompt", "[MASK]"], "repair"), ("ul2", ["--prompt", "a[MASK]"], "continue"),
             ("hybrid", ["--prompt", HOLE], "continue"),
             ("fim", SIDES, "infill"), ("clm", ["--score", "book.txt"], "score"), ("electra", [], "mark")):
-        given = dict(zip((flag[2:] for flag in flags[::2]), flags[1::2]))
-        assert sample.choose_mode(OBJECTIVES[name], given) == mode, (name, flags)
+        texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
+        assert sample.choose_mode(OBJECTIVES[name], texts) == mode, (name, flags)
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
     out = stdout(capsys, "bart", "--prompt", HOLE)
     assert out.startswith("a") and out.endswith("b\n")
@@ -800,17 +841,17 @@ def test_a_prompt_longer_than_the_block_is_printed_whole(name, runs, capsys):
 # ---- what is refused
 BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
-    ("bart", ["--score", "book.txt"], "clm prefix fim"), ("clm", ["--score", ""], "--score"),
+    ("bart", ["--score", "book.txt"], "clm mlm prefix fim"), ("clm", ["--score", ""], "--score"),
     ("clm", ["--score", "void.txt"], "empty"), ("clm", ["--score", "nowhere"], "--score nowhere"),
     ("clm", ["--score", "book.txt", "--prompt", "x"], "--prompt"), ("mlm", ["--prompt", "no hole"], "[MASK]"),
-    ("mlm", ["--prompt", "a[MASK:0]"], "[MASK"), ("mlm", ["--prompt", "[MASK]", "--order", "x"], "or left"),
+    ("mlm", ["--prompt", "a[MASK:0]"], "[MASK"), ("mlm", ["--prompt", "[MASK]", "--order", "analytic"], "or left"),
     ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "--suffix: is not read"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "0 holes"),
     ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"), ("electra", ["--top_k", "3"], "--top_k: is not read"),
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
-    ("clm", ["--prompt", "-x"], "Try --FLAG=VALUE"),
+    ("clm", ["--prompt", "-x"], "Try --prompt=VALUE"),
 ]
 
 
