@@ -214,12 +214,21 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
         tgt   .  h  . . .  . t   loss at the chosen positions: 80% MASK, 10% a random byte, 10% left as they are
                                  (mask_token, mask_random, the rest)
 
-    Exactly round(mask_rate * T) positions of each row, as in BERT's own code, drawn anew for every batch, as
-    in RoBERTa (Liu et al. 2019). Departures: bytes in place of word pieces; 30% of them, since BERT's 15% teach less
-    per row (Wettig et al. 2023); a random byte is never a special id; no dense layer before the head."""
+    Exactly round(mask_rate * T) positions of each row, as in BERT's own code, drawn anew for every batch, as in RoBERTa
+    (Liu et al. 2019). With mask_span above 1 they lie in spans of this mean length, none touching another, each masked,
+    replaced or left as a whole (SpanBERT, Joshi et al. 2020). Departures: bytes in place of word pieces; 30% of them,
+    since BERT's 15% teach less per row (Wettig et al. 2023); a random byte is never a special id; no dense layer before
+    the head; span lengths are not SpanBERT's geometric ones, but all placements are equally likely."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
-    inp, tgt = mask_bytes(x, random_positions(B, T, k, g), g, hp.mask_token, hp.mask_random)
+    span = None
+    if hp.mask_span > 1:
+        first, is_masked = place_spans(B, T, k, min(max(1, round(k / hp.mask_span)), T - k + 1), g)
+        positions = is_masked.byte().argsort(dim=1, descending=True, stable=True)[:, :k]
+        span = (first.cumsum(1) - 1).gather(1, positions)                           # (B, k): number of each one's span
+    else:
+        positions = random_positions(B, T, k, g)
+    inp, tgt = mask_bytes(x, positions, g, hp.mask_token, hp.mask_random, span)
     return dict(inp=inp, tgt=tgt, prefix=T)
 
 
@@ -231,11 +240,12 @@ def random_bytes(shape, g):  # -> long in 1..255: never the end of a document, n
     return torch.randint(1, N_BYTES, shape, generator=g, device=g.device)
 
 
-def mask_bytes(x, positions, g, masked=0.8, random=0.1):
+def mask_bytes(x, positions, g, masked=0.8, random=0.1, span=None):
     """x (B, T), positions (B, k) -> noisy (B, T), targets (B, T) with IGNORE_INDEX. Of the bytes at these positions a
-    share becomes MASK, another a random byte, the rest stays; all are targets."""
+    share becomes MASK, another a random byte, the rest stays; all are targets. span (B, k): bytes of one are alike."""
     clean = x.gather(1, positions)                                                  # (B, k)
     u = torch.rand(positions.shape, generator=g, device=g.device)
+    u = u if span is None else u.gather(1, span)
     noise = random_bytes(positions.shape, g).where(u < masked + random, clean)
     noise = noise.masked_fill(u < masked, MASK)
     return x.scatter(1, positions, noise), torch.full_like(x, IGNORE_INDEX).scatter(1, positions, clean)
@@ -247,7 +257,9 @@ OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
     n_bytes=aligned_window,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
-                       "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0)},
+                       "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0),
+                       "mask_span": Flag(1.0, "mean length of the spans that they lie in; 1: bytes by themselves", 1.0,
+                                         1e6)},
     flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(),))
 
 

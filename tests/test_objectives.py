@@ -579,6 +579,24 @@ def test_masked_replaced_and_left_bytes_have_their_shares_of_an_exact_count(name
     check_mlm(x, batch, k, mask=masked, left=1 - masked - random + random / 255)
 
 
+@pytest.mark.parametrize("rate, mean, k, S", [(0.3, 6.0, 19, 3), (0.5, 3.0, 32, 11), (0.9, 2.0, 58, 7),
+                                             (1.0, 4.0, 64, 1)])
+def test_mlm_masks_spans_as_a_whole(rate, mean, k, S):
+    x, batch, _ = make("mlm", B=400, T=64, mask_rate=rate, mask_span=mean)
+    is_target = batch["tgt"] != IGNORE_INDEX
+    assert (is_target.sum(1) == k).all() and (batch["tgt"][is_target] == x[is_target]).all()
+    first = is_target & ~F.pad(is_target, (1, 0))[:, :-1]
+    assert (first.sum(1) == S).all()
+    span = (first.cumsum(1) - 1).masked_fill(~is_target, S)
+    mixed = 0
+    for kind in (batch["inp"] == MASK, batch["inp"] == x):
+        n = torch.zeros(400, S + 1).scatter_add(1, span, kind.float())
+        size = torch.zeros(400, S + 1).scatter_add(1, span, torch.ones(400, 64))
+        mixed += ((n > 0) & (n < size))[:, :S].sum()
+    assert mixed <= 0.02 * 400 * S, "a random byte may be the right one"
+    assert abs(float((batch["inp"] == MASK)[is_target].float().mean()) - 0.8) < 0.06
+
+
 @pytest.mark.parametrize("share, longest", [(0.0, 1), (0.75, 36), (1.0, T - 1)])
 def test_prefix_has_loss_on_the_suffix_alone(share, longest):
     x, batch, _ = make("prefix", B=500, prefix_max=share)
