@@ -30,7 +30,9 @@ from tqdm import tqdm
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 MIN_ITERS = 200                                 # fewest steps of a run without --max_iters, however small its text
 BETAS, EPS = (0.9, 0.95), 1e-10                 # of AdamW
-MOMENTUM, NS_STEPS = 0.9, 4                     # of Muon; at width 128 as good as 5 steps, and .9 better than .95
+MOMENTUM = 0.9                                  # of Muon; at width 128 better than .95
+# of newton_schulz's steps; fitted to bring singular values of .01 to 1 near 1, none above 1.21
+NS_COEFFICIENTS = (4.2542, -9.4891, 6.3338), (3.3833, -5.1487, 2.4701), (3.4641, -4.9510, 2.3694)
 NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # n-gram table: decay of second moments; multiple of the rate
 NGRAM_WARMUP = 2_500_000                        # positions over which its drop rate grows, at most
 BYTES_PER_ROW = 4                               # of text, that a row of the n-gram table can memorize
@@ -161,16 +163,25 @@ def muon_step(params, momentum, lr, found_inf, dtype):  # momentum (N, r, c), r 
         p.sub_(u if p.size(1) <= p.size(2) else u.mT)
 
 
-def newton_schulz(x, dtype):  # (N, r, c) -> approximately the nearest matrices with orthonormal rows
-    """The iteration with the coefficients of Jordan et al. 2024; all but small singular values end near 1."""
+def newton_schulz(x, dtype):  # (N, r, c), r <= c -> approximately the nearest matrices with orthonormal rows
+    """Steps X <- Q X with Q = a I + b A + c A^2 and A = X X^T bring all but small singular values near 1; coefficients
+    differ by step, as in Polar Express (Amsel et al. 2025). Of wide matrices in float32 A itself is iterated (Gram
+    Newton-Schulz, Dao et al. 2026), so that all but two products are r x r; rounded to bfloat16 it would drift."""
     x = x.to(dtype)
-    # the iteration needs singular values of at most 1: divide by the Frobenius norm
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(NS_STEPS):
-        a = x @ x.mT                                                                # A (N, r, r)
-        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)                      # B = -4.775 A + 2.0315 A^2
-        x = torch.baddbmm(x, b, x, beta=3.4445)                                     # 3.4445 X + B X
-    return x
+    gram = x @ x.mT                                                                 # A (N, r, r)
+    # the iteration needs singular values of at most 1: the sum of their fourth powers is the square of A's norm
+    norm = gram.norm(dim=(1, 2), keepdim=True) + 1e-14
+    gram = gram / norm
+    x = y = x / norm.sqrt()
+    q = None
+    in_gram_space = dtype == torch.float32 and x.size(2) > x.size(1)
+    for i, (a, b, c) in enumerate(NS_COEFFICIENTS):
+        if i:
+            gram = q @ gram @ q if in_gram_space else y @ y.mT
+        q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        q.diagonal(dim1=1, dim2=2).add_(a)
+        y = q if in_gram_space and i == 0 else q @ y            # in Gram space the product of all Q
+    return y @ x if in_gram_space else y
 
 
 # ---- what follows from the length of a run
