@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")                     # NumPy is not required
 warnings.filterwarnings("ignore", "The given buffer is not writable")               # a mapped file
-# oneDNN would keep what it compiled for the last 1,024 shapes, a few MB each: texts of many lengths take GBs
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+# oneDNN and torch would keep what was compiled for the last 1,024 shapes, a few MB each: texts of many lengths take GBs
+for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(cache, "256")
 import torch  # noqa: E402
 
 # ids 0..255 are the bytes themselves; the ids after them never occur in a corpus

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -36,6 +38,22 @@ def test_every_id_is_shown_as_one_character():
 
 def test_an_end_belongs_to_its_own_document():
     assert data.document_ids(torch.tensor([[5, 0, 6, 6, 0, 0, 7]])).tolist() == [[0, 0, 1, 1, 1, 2, 3]]
+
+
+def test_what_is_kept_of_each_shape_is_limited():
+    """When torch is loaded; a search in lines of many lengths took GBs on CPUs with oneDNN."""
+    code = """import os, sys
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "torch":
+            print(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY"), os.environ.get("LRU_CACHE_CAPACITY"))
+            sys.exit()
+sys.meta_path.insert(0, Finder)
+import sample"""
+    env = {k: v for k, v in os.environ.items() if "CACHE_CAPACITY" not in k}
+    here = os.path.dirname(data.__file__)
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, env=env, capture_output=True)
+    assert done.stdout.split() == [b"256", b"256"]
 
 
 # ---- sources
