@@ -236,7 +236,7 @@ def logged_metrics(folder):  # -> {metric: number} that metrics.jsonl and the se
     last = next(r for r in records if r["step"] == records[-1]["step"])             # of the first source
     hp = Namespace(**load_checkpoint(folder)["config"] | {"dtype": "float32"})
     bits = "bound" if get_members(hp)[0].objective.bpb == "bound" else "left_to_right"
-    loss = math.inf if last["loss"] is None else last["loss"]   # JSON has no infinity
+    loss = float("inf") if last["loss"] is None else last["loss"]   # JSON has no infinity
     return {"loss": loss, bits: last["bpb"], "targets_per_row": last["targets"] * hp.block_size,
             "seconds": last["seconds"], "tflop": bench.count_flops(hp) * hp.accum * last["step"] / 1e12}
 
