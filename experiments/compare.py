@@ -51,7 +51,7 @@ FLAGS = {
 }
 # flags of train.py that are set here
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "eval_interval", "init_from"}
-EVAL_VERSION = 7                                # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 8                                # raise it when an evaluation changes: finished runs are measured again
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ HOLES = evaluate.HOLE_LENGTHS
 METRICS = {                                     # columns of the first table, in order
     "loss": Metric("own loss", 3),
     "left_to_right": Metric("left to right", 3, False),
+    "left_by_filling": Metric("left to right by filling", 2, False),
     "bound": Metric("bound", 3, False),
     "old_before": Metric("old corpus before", 3),
     "old": Metric("old corpus after", 3, False),
@@ -217,7 +218,8 @@ def measure(folder, text, probes):  # -> {metric: number}
     objective = get_members(hp)[0].objective
     evaluations = [evaluate.eval_task]
     if hp.block_size >= evaluate.MIN_BLOCK:
-        evaluations += [evaluate.eval_infilling, evaluate.eval_corruption, evaluate.eval_drafts]
+        evaluations += [evaluate.eval_infilling, evaluate.eval_filling_in_order,
+                        evaluate.eval_corruption, evaluate.eval_drafts]
     metrics = {}
     for evaluate_one in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
         metrics |= evaluate_one(model, objective, hp, text)

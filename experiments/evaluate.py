@@ -32,6 +32,7 @@ OTHER_MODE = {4: 64, 64: 4}                     # a length, and one for which a 
 ROWS = 64                                       # windows of an evaluation, or of a pass
 MIDDLE_BYTES = 4096                             # bytes to infill of each length
 PROMPT = 32                                     # bytes of a prompt
+CHAIN_WINDOWS = 16                              # a pass for each of their bytes
 MIN_BLOCK = 128                                 # positions that infilling, replaced bytes and written lines need
 CLASSES = {"NAME": 2, "STRING": 3, "FSTRING": 3, "COMMENT": 4, "NUMBER": 5, "OP": 6}        # of tokens; a keyword is 1
 N_PACKAGES = 10                                 # to tell apart: those with the most files
@@ -108,6 +109,18 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, infill_
         for name, predict in predictors.items():
             out[name] = middle_bits(predict, model, objective, hp, x, (n - m) // 2, m)
     return out
+
+
+def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling: bits per byte}
+    """Exact bits of a model that fills, by the chain rule: windows from a cold start, as those of left to right."""
+    fill = find_use(objective, "fill")
+    if not fill:
+        return {}
+    n = sample.text_space(fill, hp.block_size)
+    x = windows(text, n, CHAIN_WINDOWS, "chain")
+    # the first byte, of 8 bits, is given
+    bits = [sample.score_by_filling(model, row, n, fill, hp.doc_mask) - 8 for row in x]
+    return {"left_by_filling": statistics.fmean(bits) / (n - 1)}
 
 
 def names_mode(infill, hp):  # -> does a prompt name the length of its hole by an id, not by how many there are?
