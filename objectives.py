@@ -53,7 +53,7 @@ class ContinueBlocks:
     """Continues a prompt block by block, each by filling MASKs after the clean blocks before it."""
     mode = "continue_blocks"
     length: Callable                            # (hp) -> bytes of a block
-    orders: tuple = ("confident", "ancestral", "left")          # of sample.unmask; the first is the default
+    orders: tuple = ("left", "ancestral", "confident")          # of sample.unmask; the first is the default
 
 
 @dataclass(frozen=True)
@@ -1175,7 +1175,7 @@ def bd3lm(x, g, hp):  # x (B, L) -> inp, tgt, weight, positions (B, 2 L), mask (
     A block attends to itself both ways and to the clean blocks before it; both copies count positions from 0. The loss
     bounds -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p, as clm's. Convolution and
     n-grams, too, read clean bytes before a noisy block, as the cache holds them when a text is written. l is chosen as
-    in mdlm, for each block by itself."""
+    in mdlm, for each block by itself. sample.py fills a block from the left by default, a byte a pass."""
     L = x.size(1)
     masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp)
     noisy = x.masked_fill(masked, MASK)
