@@ -141,7 +141,8 @@ class Objective:
     loss: Callable = token_loss
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
-    flag_defaults: dict = dataclasses.field(default_factory=dict)       # its own defaults of shared flags
+    # its own defaults of shared flags; of one that depends on the device a dict
+    flag_defaults: dict = dataclasses.field(default_factory=dict)
     single_document: bool = False               # prefers windows without a NUL inside
     joins_documents: Callable = lambda hp: False    # does it join texts of two rows, which should be two documents?
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
@@ -258,8 +259,8 @@ OBJECTIVES["mlm"] = Objective(
     n_bytes=aligned_window,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0),
-                       "mask_span": Flag(1.0, "mean length of the spans that they lie in; 1: bytes by themselves", 1.0,
-                                         1e6)},
+                       "mask_span": Flag(1.0, "mean length of the spans that they lie in, longer where gaps are too few; "
+                                              "1: drawn one by one, so that they may touch", 1.0, 1e6)},
     flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(),))
 
 
@@ -1091,9 +1092,10 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt, weight (B, L)
 
 
 def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)
-    """Masks l of the n bytes of each block (the last block may be shorter), with l from every B-th of 1..n. weight: of
-    the bytes of a block, n / l."""
+    """Masks l of the n bytes of each block (the last one may be shorter). l is uniform over 1..n, stratified over the
+    rows; early in a run it is mask_rate of n, rounded: 2 of 4. weight: of the bytes of a block, n / l."""
     B, L = x.shape
+    n = min(n, L)
     size = (L - torch.arange(0, L, n, device=g.device)).clamp(max=n)                # (blocks,)
     # one number from each B-th of [0, 1), in random order
     order = torch.rand(B, len(size), generator=g, device=g.device).argsort(dim=0)
@@ -1211,11 +1213,13 @@ def bd3lm_bytes(T, hp):
     return T // 2
 
 
+# as many clean bytes as the other objectives read
+BD3LM_DEFAULTS = {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}}
 OBJECTIVES["bd3lm"] = Objective(
     "bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion", use_help="continue a prompt",
     attention="blocks", n_bytes=bd3lm_bytes, terms=bound_terms, loss=bound_loss(mdlm_cost),
     flags=DIFFUSION_FLAGS | {"bd3lm_block": Flag(4, "bytes of a block", 1, 1 << 24)},
-    flag_defaults=DIFFUSION_DEFAULTS | {"block_size": 512, "batch_size": 16}, positions=bd3lm_positions,
+    flag_defaults=DIFFUSION_DEFAULTS | BD3LM_DEFAULTS, positions=bd3lm_positions,
     count_targets=count_token_targets, bpb="bound", nelbo=nelbo(mdlm_cost),
     uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),))
 

@@ -166,6 +166,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     chosen = saved | given
     base = defaults(device.type, chosen.get("optimizer", "muon"))
     own = shared_defaults(member_names(chosen.get("objective", base["objective"])))
+    own = {flag: choose_default(default, device.type) for flag, default in own.items()}
     if "block_size" not in given:               # shorter rows are more rows, so that a step has as many positions
         positions = base["batch_size"] * base["block_size"]
         base["batch_size"] = max(1, positions // chosen.get("block_size", own.get("block_size", base["block_size"])))
@@ -191,8 +192,8 @@ def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
 
 
 def shared_defaults(names):  # -> {flag: default} that all these objectives have of their own
-    own = [set(OBJECTIVES[name].flag_defaults.items()) for name in names if name in OBJECTIVES]
-    return dict(set.intersection(*own)) if own else {}
+    first, *others = [OBJECTIVES[name].flag_defaults for name in names if name in OBJECTIVES] or [{}]
+    return {flag: default for flag, default in first.items() if all(other.get(flag) == default for other in others)}
 
 
 def check_combinations(hp, given):  # fails where settings exclude each other

@@ -39,7 +39,7 @@ from tqdm import tqdm
 MAX_ROWS = 64                                   # texts or windows that one pass reads at most
 BOUND_GROUPS, BOUND_ROWS = 4, 4                 # corruptions of a window for a bound
 GREEDY = dict(temperature=0.0)                  # the default for holes and repairs
-DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # the default for text that mdlm and sedd write
+DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # the default for text that diffusion writes
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
@@ -61,12 +61,13 @@ FLAGS = {
         "max_new_tokens": Flag(300, "bytes to write at most; more than 16 a hole ask ul2 for long spans", 0, 1 << 40),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
         "temperature": Flag(0.8, "randomness; 0 always takes the most likely byte: the default for holes and repairs. "
-                                 "mdlm and sedd write at 1 with top_p .8", 0.0, 1e6),
+                                 "mdlm, sedd, bd3lm write at 1 with top_p .8", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "in which [MASK]s are filled; analytic: sedd", choices=("confident", "left", "ancestral",
                                                                                  "analytic")),
-        "steps": Flag(0, "passes that fill [MASK]s; 0: one for each, or 64 in order ancestral or analytic", 0, 1 << 20),
+        "steps": Flag(0, "passes that fill [MASK]s (bd3lm: of a block); 0: one for each, or 64 where mdlm and sedd "
+                         "fill in order ancestral or analytic", 0, 1 << 20),
         "show": Flag(False, "print every pass that fills [MASK]s"),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
@@ -317,7 +318,7 @@ def generate_blocks(model, prompt, max_new_tokens, T, n, g, steps=0, order="conf
             read_block(model, cache.ids.new_tensor([ids[i:i + n]]), cache)
         begun = ids[start + whole:]
         block = cache.ids.new_tensor([begun + [MASK] * (n - len(begun))])
-        *_, block = unmask(model, block, g, Fill(), steps, order, cache=cache, **how)
+        *_, block = unmask(model, block, g, Fill(), steps or n, order, cache=cache, **how)
         for i in block[0, len(begun):].tolist()[:end - len(ids)]:
             ids.append(i)
             yield i
