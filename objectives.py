@@ -259,7 +259,7 @@ OBJECTIVES["mlm"] = Objective(
     n_bytes=aligned_window,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0),
-                       "mask_span": Flag(1.0, "mean length of the spans that they lie in, longer where gaps are too few; "
+                       "mask_span": Flag(1.0, "mean length of the spans they lie in, longer where gaps are too few; "
                                               "1: drawn one by one, so that they may touch", 1.0, 1e6)},
     flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(),))
 
