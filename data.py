@@ -1,9 +1,8 @@
 """The vocabulary, the corpus, windows of clean bytes; and the struct of a command-line flag, which all files share.
 
-The ids of a file are its bytes: no tokenizer, no preparation. A large file is mapped, a folder's files and the standard
-library are joined in memory. Byte 0 (NUL) is also EOT, the end of a document. What a training step reads is a pure
-function of (seed, step), so a resumed run, another evaluation interval or another number of micro-batches sees the same
-bytes.
+The ids of a file are its bytes: no tokenizer, no preparation. A large file is mapped, a folder's files are joined in
+memory. Byte 0 (NUL) is also EOT, the end of a document. What a training step reads is a pure function of (seed, step),
+so a resumed run, another evaluation interval or another number of micro-batches sees the same bytes.
 
 B rows, n raw bytes in a row, N bytes in a split of a source, S sources
 """
@@ -90,8 +89,8 @@ def from_bytes(b):  # bytes -> (N,) uint8
 # ---- the corpus: a list of sources, dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc, map, note}
 def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
     """Opens what --data names: files, folders or "stdlib", each with a ":weight" or none of them; without weights their
-    shares follow from their sizes. The weights returned add up to 1. map: of a file that is mapped, else None. note: a
-    line for the user, where files were skipped. Fails where a source is missing, empty or unreadable."""
+    shares follow from their sizes. The weights returned add up to 1. map: of a mapped file, else None. note: a line for
+    the user, where files were skipped. Fails where a source is missing, empty or unreadable."""
     named = [split_weight(spec) for spec in specs]
     without = [path for path, weight in named if not weight]
     if 0 < len(without) < len(named):
@@ -166,9 +165,8 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: document (b
         if {"ckpt.pt", "best.pt"} & set(files):
             dirs[:] = []
             continue
-        links = [name for name in dirs if os.path.islink(os.path.join(root, name))]             # os.walk follows none
         dirs[:] = [name for name in dirs if name not in skipped_folders and not name.startswith(".")]
-        n_found -= len(dirs) - len(set(dirs) & set(links))
+        n_found -= sum(not os.path.islink(os.path.join(root, name)) for name in dirs)           # os.walk follows none
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     documents = {}                              # {contents: path}
     for path in sorted(paths, key=lambda p: p.replace(os.sep, "/")):

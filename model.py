@@ -56,10 +56,9 @@ def can_attend(q, k, prefix, doc_q=None, doc_k=None):
 
 
 def dense_mask(prefix, q, T_k, doc=None):  # prefix an int or (B,), positions q (T_q,) -> (1 or B, 1, T_q, T_k) bool
-    k = torch.arange(T_k, device=q.device)
-    if isinstance(prefix, int):
-        prefix = torch.full((1,), prefix, device=q.device)
-    prefix = prefix[:, None, None, None]
+    k = torch.arange(T_k, device=q.device)[None, None, None]
+    if not isinstance(prefix, int):
+        prefix = prefix[:, None, None, None]
     if doc is None:
         return can_attend(q[:, None], k, prefix)
     return can_attend(q[:, None], k, prefix, doc[:, None, q, None], doc[:, None, None, :])
@@ -77,18 +76,15 @@ def choose_attention(prefix, q, T_k, n_head, dtype, doc=None, mask=None):
         if mask.stride(0) == 0:                 # expanded: one mask for all rows
             mask = mask[:1]
         allowed = mask[:, None]                 # (B or 1, 1, T_q, T_k)
-    elif is_uniform and prefix >= T_k:
-        allowed = None                          # every key
+    elif cuda and is_uniform and prefix >= T_k:
+        allowed = None                          # every key, by the fastest kernel
     else:
         allowed = dense_mask(prefix, q, T_k, doc)
     if cuda or len(q) < T_k:
         return functools.partial(F.scaled_dot_product_attention, attn_mask=allowed)
-    if allowed is None:
-        bias = torch.zeros(1, 1, 1, dtype=dtype, device=q.device)
-    else:
-        bias = torch.zeros(allowed.shape, dtype=dtype, device=q.device).masked_fill(~allowed, -torch.inf)
-        heads = n_head if len(bias) > 1 else 1
-        bias = bias.expand(-1, heads, -1, -1).flatten(0, 1)     # (1 or B H, T_q, T_k)
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=q.device).masked_fill(~allowed, -torch.inf)
+    heads = n_head if len(bias) > 1 else 1
+    bias = bias.expand(-1, heads, -1, -1).flatten(0, 1)         # (1 or B H, T_q, T_k)
     halves = is_causal and T_k > HALVE_ABOVE
     return functools.partial(attend_causal_halves if halves else attend_dense, bias=bias)
 
@@ -218,14 +214,11 @@ def causal_conv(context, embedding, weight):  # ids (B, T, W), embedding (V, C),
 
 def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): table row of each n-gram that ends at a position
     """A polynomial of the ids modulo 2^64, its high bits mixed into the low ones; each length has its own rows."""
-    ids = (context + 1).unbind(2)
-    code = torch.zeros_like(ids[0])
-    codes = []
-    for n in range(1, max(NGRAMS) + 1):
-        code = torch.add(ids[n - 1], code, alpha=HASH_MULTIPLIER)
-        if n in NGRAMS:
-            codes.append(code)
-    code = torch.stack(codes, dim=2)                                                # (B, T, N)
+    code = torch.zeros_like(context[..., 0])
+    codes = {}                                  # of the last 1, 2, ... ids
+    for n, ids in enumerate((context + 1).unbind(2), 1):
+        codes[n] = code = torch.add(ids, code, alpha=HASH_MULTIPLIER)
+    code = torch.stack([codes[n] for n in NGRAMS], dim=2)                           # (B, T, N)
     first_row = torch.arange(0, len(NGRAMS) * rows, rows, device=code.device)
     return (code ^ (code >> 32)) % rows + first_row
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
-from data import Flag, fail
+from data import Flag, document_ids, fail
 from model import CONTEXT_WIDTH, Block, StackedLinear, Transformer, norm, run_blocks
 import torch
 import torch.nn as nn
@@ -109,17 +109,12 @@ def aligned_window(T, hp):  # n_bytes of objectives that predict bytes in place
     return T
 
 
-def no_heads(config, hp):
-    return {}
-
-
 def token_terms(batch, hp):
     return {"nll": (count_token_targets(batch), 1.0)}
 
 
 def token_loss(model, batch, hp):  # cross-entropy of the byte head at every position with a target, in nats
-    h = hidden_states(model, batch)                                                 # (B, T, C)
-    nll, _ = target_nll(model, h, batch["tgt"])
+    nll, _ = target_nll(model, hidden_states(model, batch), batch["tgt"])
     return {"nll": nll.sum()}
 
 
@@ -134,7 +129,7 @@ class Objective:
     # training
     # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on settings that allow no row
     n_bytes: Callable = shifted_window
-    heads: Callable = no_heads                  # (config, hp) -> {name: module} beyond the byte head, in model.heads
+    heads: Callable = lambda config, hp: {}     # (config, hp) -> {name: module} beyond the byte head, in model.heads
     terms: Callable = token_terms               # (batch, hp) -> {term: (count, coefficient)}, before the forward pass
     # (model, batch, hp) -> {term: sum}, in nats; metrics have coefficient 0. A term named "nll" is of the byte head,
     # and its mean is also printed as perplexity
@@ -146,7 +141,7 @@ class Objective:
     single_document: bool = False               # prefers windows without a NUL inside
     joins_documents: Callable = lambda hp: False    # does it join texts of two rows, which should be two documents?
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
-    positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, where they are not 0, 1, 2, ...
+    positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, for sample.py; None: 0, 1, ...
     # (batch) -> positions with loss, where the counts of terms are of something else: mdlm's are of all bytes
     count_targets: Callable | None = None
 
@@ -289,16 +284,14 @@ OBJECTIVES["prefix"] = Objective(
 
 # ---- span: span corruption
 def span(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
-    """Span corruption: a text's noise spans, from the text with a sentinel in place of each (T5, Raffel et
-    al. 2020).
+    """Span corruption: a text's noise spans, from the text with a sentinel for each (T5, Raffel et al. 2020).
 
         z     t h [0] c a t   s [1] SEP [0] e   [1] a t EOT     z one longer than a row; inp z[:-1], tgt z[1:]
               \\____ source: both ways ____/  \\__ causal, loss __/
 
-    Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in a full row; all placements in
-    which no two spans touch are equally likely. One row in eight is truncated after 8 bytes or more, perhaps inside a
-    span (see random_lengths).
-    Each sentinel in the source reserves position numbers, 4/3 of span_mean; its span's bytes in the target use them.
+    Exactly N = round(n * span_rate) noise bytes in S = round(N / span_mean) spans in a full row, of which no two touch.
+    One row in eight is truncated after 8 bytes or more, perhaps inside a span (see random_lengths). Each sentinel in
+    the source reserves position numbers, 4/3 of span_mean; its span's bytes in the target use them.
 
     Departures: T5's own code always starts with a kept token and ends with a noise one; here all placements are equally
     likely, of which few have noise at an end (the first byte in a quarter as many rows as one inside).
@@ -577,16 +570,15 @@ def mtp(x, g, hp):  # x (B, T + n) -> inp, tgt (B, T), future_tgt (B, T, n - 1)
     sequential (DeepSeek-V3): module k joins the state of module k - 1 at i (the model's, for the first) with the
     embedding of byte i + k, runs a block of its own and predicts byte i + k + 1 through the byte head. sample.py does
     not draft with these modules: each draft is one more pass, and on a CPU drafts cost what they save.
-    The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's; --mtp_weight 3 for 4
-    heads is Gloeckle's plain sum (DeepSeek-V3 trains one module, with a weight that falls to .1). With mtp_heads 1 both
-    kinds equal clm. Under --doc_mask no head but the first predicts bytes of the next document."""
+    The loss is the model's plus mtp_weight / (n - 1) times the others' sum, as DeepSeek-V3's (of one module, with a
+    weight that falls to .1); --mtp_weight 3 for 4 heads is Gloeckle's plain sum. With mtp_heads 1 both kinds equal clm.
+    Under --doc_mask no head but the first predicts bytes of the next document."""
     T = x.size(1) - hp.mtp_heads
     future = x[:, 1:].unfold(1, hp.mtp_heads, 1)[:, :, 1:]      # (B, T, n - 1): bytes t + 2 .. t + n
     if hp.doc_mask:
-        ends = (x == EOT).cumsum(1)             # ends of documents up to each byte
-        before = F.pad(ends, (1, 0))[:, :T, None]
-        crossed = ends[:, :-1].unfold(1, hp.mtp_heads, 1)[:, :, 1:] > before
-        future = future.masked_fill(crossed, IGNORE_INDEX)
+        doc = document_ids(x)
+        in_another = doc[:, 1:].unfold(1, hp.mtp_heads, 1)[:, :, 1:] != doc[:, :T, None]
+        future = future.masked_fill(in_another, IGNORE_INDEX)
     return dict(clm(x[:, :T + 1], g, hp), future_tgt=future)
 
 
@@ -628,10 +620,10 @@ def mtp_loss(model, batch, hp):
     h = hidden_states(model, batch)                             # (B, T, C)
     tgt = torch.cat((batch["tgt"][:, :, None], batch["future_tgt"]), dim=2)         # (B, T, n)
     sums = {"nll": cross_entropy_sum(model.logits(h), batch["tgt"])}
-    parallel = hp.mtp_kind == "parallel" and hp.mtp_heads > 1
-    logits = mtp_ahead(model, h) if parallel else None          # (B, T, n - 1, V)
+    drafter = mtp_drafter(hp)
+    logits = drafter(model, h) if drafter else None             # (B, T, n - 1, V)
     for k in range(1, hp.mtp_heads):
-        if parallel:
+        if drafter:
             head_logits = logits[:, :, k - 1]
         else:                                   # byte i + k at position i
             ids = tgt[:, :, k - 1].clamp(min=0)
@@ -712,8 +704,8 @@ def inverse_cdf(p, u):  # p (..., M) of any positive sum, u (...) in [0, 1) -> i
     return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=p.size(-1) - 1)
 
 
-def predict_replaced(model, x):  # x (B, T) -> (B, T): log-odds that each byte was replaced
-    return model.heads["replaced"](model(x, x.size(1)).float())[..., 0]
+def score_positions(model, x, head):  # x (B, T) -> (B, T): what a head of one number says of each position
+    return model.heads[head](model(x, x.size(1)).float())[..., 0]
 
 
 def electra_terms(batch, hp):
@@ -727,7 +719,7 @@ def electra_loss(model, batch, hp):
     positions = batch["masked_positions"]
     labels = torch.zeros_like(batch["inp"]).scatter(1, positions, (fake != clean).long())           # (B, T)
     x = batch["inp"].scatter(1, positions, fake)                                    # (B, T)
-    replaced = predict_replaced(model, x)
+    replaced = score_positions(model, x, "replaced")           # log-odds
     sums = {"generator": cross_entropy_sum(logits, clean), "discriminator": bce_sum(replaced, labels)}
     if not torch.is_grad_enabled():             # training skips metrics, which cost time
         area = auc(replaced.flatten(), labels.flatten())
@@ -740,14 +732,12 @@ def bce_sum(logits, labels):  # logits, labels (...) of 0 and 1 -> nats, summed
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
-    """From the sum of the ones' ranks (Mann and Whitney 1947). Ties count half; .5 where a class is missing."""
-    scores = scores.cpu().double()              # mps has no float64
-    labels = labels.cpu().double()
-    order = scores.sort().values
-    ones = labels.sum()
-    rank = (torch.searchsorted(order, scores) + torch.searchsorted(order, scores, right=True) + 1) / 2
-    pairs = ones * (len(labels) - ones)
-    return ((rank * labels).sum() - ones * (ones + 1) / 2) / pairs if pairs else torch.tensor(0.5)
+    """Counts the pairs (Mann and Whitney 1947). Ties count half; .5 where a class is missing."""
+    ones = scores[labels == 1]
+    zeros = scores[labels == 0].sort().values
+    pairs = len(ones) * len(zeros)
+    below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
+    return below.sum().cpu().double() / 2 / pairs if pairs else torch.tensor(0.5)       # mps has no float64
 
 
 OBJECTIVES["electra"] = Objective(
@@ -755,7 +745,8 @@ OBJECTIVES["electra"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, heads=electra_heads, terms=electra_terms, loss=electra_loss,
     flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0, 1e6),
                        "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
-    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15}, uses=(Predict("mark", predict_replaced),))
+    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15},
+    uses=(Predict("mark", lambda model, x: score_positions(model, x, "replaced")),))
 
 
 # ---- bart: denoising
@@ -771,11 +762,10 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
     --bart_rate_min .3 --poisson_lambda 3.5.
     Departures: the rate varies, since a model trained at BART's constant 30% spoils texts with less noise; sentences
     are not permuted by default, since BART's ablation loses little without it and small models do not learn it;
-    replace and insert are added, since a model trained with infilling alone copies typos. In fairseq's code spans
-    begin at words, count words and may overlap, and a tenth become a random token; here they begin anywhere, count
-    bytes, never overlap and all become MASK, and few have length 0 where a row's noise is small; insert puts at most
-    one byte into a gap. Its sentences end with a full stop, and the next one has the space; here they end with a
-    newline or that space. Its rotation may leave a text as it is."""
+    replace and insert (at most one byte into a gap) are added, since a model trained with infilling alone copies typos.
+    In fairseq's code spans begin at words, count words and may overlap, and a tenth become a random token; here they
+    begin anywhere, count bytes, never overlap and all become MASK, and few have length 0 where a row's noise is small.
+    Its sentences end with a full stop, here with a newline or the space after the stop. Its rotation may be by 0."""
     B, L = x.shape
     m = random_lengths(B, min(8, L), L, g)                                          # (B, 1) bytes of each row
     present = torch.arange(L, device=x.device) < m
@@ -805,7 +795,11 @@ def bart_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
 
 def permute_noise(ids, keep, k, g, hp):  # sentences in another order; ids that are not kept come after them
     """A sentence ends with a newline, or with white space after a full stop, question or exclamation mark."""
-    key = torch.rand(ids.shape, generator=g, device=g.device).gather(1, sentence_ids(ids)).masked_fill(~keep, 2)
+    space = (ids == 32) | ((ids >= 9) & (ids <= 13))
+    stop = (ids == ord(".")) | (ids == ord("?")) | (ids == ord("!"))
+    end = (ids == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
+    sentence = end.cumsum(1) - end.long()       # (B, W): number of each byte's sentence; the end belongs to it
+    key = torch.rand(ids.shape, generator=g, device=g.device).gather(1, sentence).masked_fill(~keep, 2)
     return ids.gather(1, key.argsort(dim=1, stable=True)), keep
 
 
@@ -863,13 +857,6 @@ def pick_bytes(ids, keep, k, g):  # -> (B, W) bool: k bytes of each row; never a
 
 def ranks(key):  # (..., n) -> (..., n) long: how many keys of its row are smaller
     return key.argsort().argsort()              # the second argsort inverts the first
-
-
-def sentence_ids(x):  # (B, L) -> (B, L) long: which sentence of its row a byte belongs to
-    space = (x == 32) | ((x >= 9) & (x <= 13))
-    stop = (x == ord(".")) | (x == ord("?")) | (x == ord("!"))
-    end = (x == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
-    return end.cumsum(1) - end.long()           # the end belongs to its sentence
 
 
 def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays (B, L), start, used (B, K)
@@ -950,18 +937,16 @@ NSP_GAP = 8                                         # bytes skipped between A an
 
 
 def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
-    """Next sentence prediction: does B follow A? With masked language modeling beside it (BERT, Devlin et al.
-    2019).
+    """Next sentence prediction: does B follow A? Beside masked language modeling (BERT, Devlin et al. 2019).
 
         inp     CLS A A [M] A SEP B B B [M] SEP      attention: bidirectional
         label   1 if B follows A, else 0             read at CLS
 
     A and B are h bytes each, NSP_GAP bytes apart in both classes, so that neither length nor a split word gives the
-    answer away. Half the rows are negative: "random" takes another row's B, "swap" exchanges A and B
-    (sentence order prediction, ALBERT, Lan et al. 2020). Departures: another row may be of the same document, as all
-    are in a text of one, where BERT's is of another; pieces of fixed length; SEP stands for segment embeddings;
-    NSP_GAP; 15% of the text are masked, BERT's count CLS and SEP too; no pooler (BERT's dense layer and tanh) before
-    the scalar head."""
+    answer away. Half the rows are negative: "random" takes another row's B, "swap" exchanges A and B (sentence order
+    prediction, ALBERT, Lan et al. 2020). Departures: another row may be of the same document, as all are in a text of
+    one, where BERT's is of another; pieces of fixed length; SEP stands for segment embeddings; NSP_GAP; 15% of the text
+    are masked, BERT's count CLS and SEP too; no pooler (BERT's dense layer and tanh) before the scalar head."""
     B, T = x.size(0), hp.block_size
     h = (x.size(1) - NSP_GAP) // 2
     first = x[:, :h]
@@ -1025,8 +1010,7 @@ OBJECTIVES["nsp"] = Objective(
 
 # ---- contrastive: InfoNCE over crops
 def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
-    """Contrastive learning: which of the batch's crops comes from the same window? (Contriever, Izacard et
-    al. 2022)
+    """Contrastive learning: which of the batch's crops comes from the same window? (Contriever, Izacard et al. 2022)
 
         window   t h e   c a t   s a t   o n       two crops of Lc = crop * T bytes each, from anywhere in it
         inp      [h e   c a t] [a t   s a t]       attention: bidirectional
@@ -1080,12 +1064,11 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt, weight (B, L)
         inp   t [M] [M]   c [M] t    attention: bidirectional; l of L bytes are masked
         tgt   .  h   e  . .  a  .    loss at these, times L / l, divided by B * L
 
-    The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes
-    masked with probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with
-    exactly l bytes the weight is never larger than L, no row is empty, and the spread is far smaller. l is
-    stratified over the batch. Only bytes are predicted, never MASK or another id (MDLM's SUBS).
-    Departure: up to a share uniform_from of the steps, l is mask_rate of L, since high rates teach little early. The
-    loss of these steps is no bound; validation's is."""
+    The loss bounds -log p(x) from above. MDLM's integral over t in (0, 1) of (1/t) E[sum of nats at bytes masked with
+    probability t] equals the mean over l = 1..L of (L/l) E[sum of nats at l masked bytes]: with exactly l bytes the
+    weight is never larger than L, no row is empty, and the spread is far smaller. l is stratified over the batch. Only
+    bytes are predicted, never MASK or another id (MDLM's SUBS). Departure: up to a share uniform_from of the steps, l
+    is mask_rate of L, since high rates teach little early. The loss of these steps is no bound; validation's is."""
     masked, weight = mask_blocks(x, x.size(1), g, hp)
     inp = x.masked_fill(masked, MASK)
     return dict(inp=inp, tgt=x.where(masked, IGNORE_INDEX), weight=weight, prefix=x.size(1))
@@ -1130,8 +1113,7 @@ def bound_loss(cost):  # -> loss of an Objective
 
 
 DIFFUSION_FLAGS = MASK_RATE | {
-    "uniform_from": Flag(0.7, "share of the steps from which on any share of bytes is masked, before it mask_rate", 0.0,
-                         1.0)}
+    "uniform_from": Flag(0.7, "share of the steps with mask_rate; from then on any share is masked", 0.0, 1.0)}
 DIFFUSION_DEFAULTS = SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.4}
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
@@ -1159,12 +1141,9 @@ def sedd_cost(logits, tgt):  # (N, 256), (N,) -> (N,) nats
     return cost * has_target
 
 
-OBJECTIVES["sedd"] = Objective(
-    "sedd", corrupt=mdlm, help="ratios of masked bytes at any rate", use_help="write in any order",
-    attention="bidirectional", n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(sedd_cost),
-    flags=DIFFUSION_FLAGS, flag_defaults=DIFFUSION_DEFAULTS, supports_doc_mask=True, count_targets=count_token_targets,
-    bpb="bound", nelbo=nelbo(sedd_cost),
-    uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True),))
+OBJECTIVES["sedd"] = dataclasses.replace(
+    OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost),
+    nelbo=nelbo(sedd_cost), uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True),))
 
 
 # ---- bd3lm: block diffusion
@@ -1179,32 +1158,23 @@ def bd3lm(x, g, hp):  # x (B, L) -> inp, tgt, weight, positions (B, 2 L), mask (
     n-grams, too, read clean bytes before a noisy block, as the cache holds them when a text is written. l is chosen as
     in mdlm, for each block by itself. sample.py fills a block from the left by default, a byte a pass."""
     L = x.size(1)
-    masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp)
+    n = hp.bd3lm_block
+    masked, weight = mask_blocks(x, n, g, hp)
     noisy = x.masked_fill(masked, MASK)
-    block = torch.arange(L, device=g.device) // hp.bd3lm_block
+    i = torch.arange(L, device=g.device)
+    block = i // n
     own = block == block[:, None]                                                   # (L, L)
     earlier = block < block[:, None]
     mask = torch.cat((torch.cat((own, earlier), dim=1), F.pad(own | earlier, (L, 0))))
-    inp = torch.cat((noisy, x), dim=1)
-    before = torch.cat((ids_before(noisy, x, hp.bd3lm_block), ids_before(x, x, hp.bd3lm_block)), dim=1)
-    return dict(inp=inp, tgt=F.pad(x.where(masked, IGNORE_INDEX), (0, L), value=IGNORE_INDEX), prefix=0,
-                weight=F.pad(weight, (0, L)), mask=mask.expand(len(x), -1, -1), before=before,
-                positions=bd3lm_positions(inp, 0, hp))
+    in_block = torch.arange(1, CONTEXT_WIDTH, device=g.device) <= (i % n)[:, None]  # (L, W - 1): of the own block
+    before = ids_before(noisy).where(in_block, ids_before(x))
+    return dict(inp=torch.cat((noisy, x), dim=1), tgt=F.pad(x.where(masked, IGNORE_INDEX), (0, L), value=IGNORE_INDEX),
+                prefix=0, weight=F.pad(weight, (0, L)), mask=mask.expand(len(x), -1, -1),
+                before=torch.cat((before, ids_before(x)), dim=1), positions=i.repeat(2).expand(len(x), -1))
 
 
-def ids_before(own, earlier, n):  # ids (B, L) of a position's own block of n, and of those before it -> (B, L, W - 1)
-    i = torch.arange(own.size(1), device=own.device)
-    distance = torch.arange(1, CONTEXT_WIDTH, device=own.device)
-    is_own = distance <= (i % n)[:, None]                                           # (L, W - 1)
-
-    def previous(ids):  # the nearest first; EOT before the row
-        return F.pad(ids, (CONTEXT_WIDTH - 1, 0))[:, :-1].unfold(1, CONTEXT_WIDTH - 1, 1).flip(2)
-    return previous(own).where(is_own, previous(earlier))
-
-
-def bd3lm_positions(ids, P, hp):  # ids (B, 2 L) -> (B, 2 L)
-    L = ids.size(1) // 2
-    return torch.arange(L, device=ids.device).repeat(2).expand(len(ids), -1)
+def ids_before(ids):  # (B, L) -> (B, L, W - 1): the ids before each position, the nearest first; EOT before the row
+    return F.pad(ids, (CONTEXT_WIDTH - 1, 0))[:, :-1].unfold(1, CONTEXT_WIDTH - 1, 1).flip(2)
 
 
 def bd3lm_bytes(T, hp):
@@ -1215,12 +1185,11 @@ def bd3lm_bytes(T, hp):
 
 # as many clean bytes as the other objectives read
 BD3LM_DEFAULTS = {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}}
-OBJECTIVES["bd3lm"] = Objective(
-    "bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion", use_help="continue a prompt",
-    attention="blocks", n_bytes=bd3lm_bytes, terms=bound_terms, loss=bound_loss(mdlm_cost),
+OBJECTIVES["bd3lm"] = dataclasses.replace(
+    OBJECTIVES["mdlm"], name="bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion",
+    use_help="continue a prompt", attention="blocks", n_bytes=bd3lm_bytes,
     flags=DIFFUSION_FLAGS | {"bd3lm_block": Flag(4, "bytes of a block", 1, 1 << 24)},
-    flag_defaults=DIFFUSION_DEFAULTS | BD3LM_DEFAULTS, positions=bd3lm_positions,
-    count_targets=count_token_targets, bpb="bound", nelbo=nelbo(mdlm_cost),
+    flag_defaults=DIFFUSION_DEFAULTS | BD3LM_DEFAULTS, supports_doc_mask=False,
     uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),))
 
 
@@ -1239,12 +1208,8 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     return dict(inp=x.gather(1, rotated), labels=((T - shift) % T)[:, 0], prefix=T)
 
 
-def predict_seam(model, x):  # x (B, T) -> (B, T): a score for each position
-    return model.heads["seam"](model(x, x.size(1)).float())[..., 0]
-
-
 def rotation_loss(model, batch, hp):
-    scores = predict_seam(model, batch["inp"])
+    scores = score_positions(model, batch["inp"], "seam")
     correct = (scores.argmax(1) == batch["labels"]).sum()
     return {"seam": cross_entropy_sum(scores, batch["labels"]), "accuracy": correct}
 
@@ -1254,7 +1219,7 @@ OBJECTIVES["rotation"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, heads=scalar_heads("seam"),
     terms=lambda batch, hp: {"seam": (len(batch["labels"]), 1.0), "accuracy": (len(batch["labels"]), 0.0)},
     loss=rotation_loss, flag_defaults={"block_size": 64},       # 16 rows of 256 do not learn
-    single_document=True, uses=(Predict("seam", predict_seam),))
+    single_document=True, uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),))
 
 
 # ---- hybrid: masked and causal rows
