@@ -567,13 +567,12 @@ class MTPBlock(Block):
 
 
 def mtp_heads(config, hp):
-    n = hp.mtp_heads
-    C = config.n_embd
-    if n == 1:
+    n = hp.mtp_heads - 1
+    if n == 0:
         return {}
     if hp.mtp_kind == "parallel":
-        return {"mtp": StackedLinear(C, C, stack=n - 1, zero=True)}
-    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(n - 1))})}
+        return {"mtp": StackedLinear(config.n_embd, config.n_embd, stack=n, zero=True)}
+    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(n))})}
 
 
 def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, V): logits of the bytes 2, 3, ... ahead, by the parallel heads
