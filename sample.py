@@ -268,21 +268,19 @@ def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, cache
             return
         logits = fill_logits(model, ids, use, doc_mask, cache)  # (N, n, V)
         new = draw(distribution(logits, **how), g).to(ids.device)
+        share = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left     # as many in each pass left
         if at_random:
-            rate = torch.ones((), device=ids.device)
+            rate = 1.0
             if order == "analytic" and passes_left > 1:
                 rate = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)            # near 1
             u = torch.rand(ids.shape, generator=g, dtype=torch.double).float().to(ids.device)
             chosen = u * passes_left <= rate
+        elif order == "confident":
+            p = logits[..., :N_BYTES].float().softmax(-1).gather(-1, new[..., None])[..., 0]        # (N, n), untempered
+            p = p.masked_fill(~is_mask, -torch.inf)
+            chosen = p.argsort(dim=1, descending=True, stable=True).argsort(dim=1) < share
         else:
-            if order == "confident":
-                p = logits[..., :N_BYTES].float().softmax(-1)                       # untempered
-                priority = p.gather(-1, new[..., None])[..., 0]                     # (N, n)
-            else:
-                priority = -torch.arange(ids.size(1), device=ids.device).float().expand(ids.shape)
-            priority = priority.masked_fill(~is_mask, -torch.inf)
-            rank = priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-            chosen = rank < (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left         # an equal share
+            chosen = is_mask.cumsum(1) <= share
         ids = torch.where(is_mask & chosen, new, ids)
         yield ids
 
