@@ -205,9 +205,8 @@ def shorten_run(corpus, members, hp):
 
 def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups that a step drops
     """Grows over the first two passes over the text (NGRAM_WARMUP positions at most): at first the table has memorized
-    nothing that the model could rely on too much. Runs of several passes end at a higher rate, since the table would
-    memorize the text; a text much longer than the table cannot be memorized, and its repetitions count less. A run
-    that starts from another's weights starts at the full rate. Of several sources it is the mean over their rows."""
+    nothing to rely on too much. It ends higher after several passes, in which the table would memorize the text, unless
+    this is much longer than the table. With --init_from it starts in full. It is the mean over the rows' sources."""
     positions = step * hp.batch_size * hp.accum * hp.block_size
     memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / sum(len(source["train"]) for source in corpus))
     rate = 0.0
