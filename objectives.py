@@ -374,14 +374,17 @@ def span_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     i = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
     in_source = i < P[:, None]
     is_sentinel = ids >= SENTINEL
-    n_source = (is_sentinel & in_source).cumsum(1)              # sentinels so far
-    n_target = (is_sentinel & ~in_source).cumsum(1)
+    in_source_sentinel = (in_source & is_sentinel).long()
     reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))
-    i = i + reserved * (n_source - (is_sentinel & in_source).long())
-    # both ascend, so the target's latest sentinel is the source's of the same number
-    in_answer = torch.searchsorted(n_target, n_target)          # where it stands
-    hole = torch.searchsorted(n_source, n_target).clamp(max=ids.size(1) - 1)
-    return torch.where(n_target > 0, i - i.gather(1, in_answer) + i.gather(1, hole), i)
+    i = i + reserved * (in_source_sentinel.cumsum(1) - in_source_sentinel)
+
+    def sentinel_positions(where):  # -> (B, N_SENTINELS + 1); the last column takes all other ids
+        number = torch.where(is_sentinel & where, ids - SENTINEL, N_SENTINELS)
+        return i.new_zeros(len(ids), N_SENTINELS + 1).scatter(1, number, i)
+    # sentinels ascend, so their count is the number of the target's latest one, 0 where there is none yet
+    latest = (is_sentinel & ~in_source).cumsum(1)
+    offset = sentinel_positions(in_source) - sentinel_positions(~in_source)
+    return torch.where(latest > 0, i + offset.gather(1, (latest - 1).clamp(min=0)), i)
 
 
 def fit_spans(T, rate, mean, extra=0):  # -> n, N, S: raw bytes, noise bytes and spans of a row
@@ -511,9 +514,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     pieces = torch.where(i < a, prefix, torch.where(i < b, 5, torch.where(i < m, suffix, 7)))       # (B, n)
     place_of_suf = torch.where(is_spm, 1, 2)                                        # (B, 1)
     place_of_mid = torch.where(is_spm, 3, 4)
-    controls = (constant_column(x, 0), place_of_suf, place_of_mid, constant_column(x, 6))           # of PRE, ..., EOT
-    places = torch.cat((pieces, *controls), dim=1)                                  # (B, n + 4)
-    order = places.argsort(dim=1, stable=True)
+    places = torch.cat((pieces, constant_column(x, 0), place_of_suf, place_of_mid, constant_column(x, 6)), dim=1)
+    order = places.argsort(dim=1, stable=True)                                      # (B, n + 4): of PRE, ..., EOT, too
     text = torch.where(i < m, x[:, :n], x[:, :n].roll(1, 0))
     controls = [constant_column(x, control) for control in (PRE, SUF, MID, EOT)]
     ids = torch.cat((text, *controls), dim=1)                                       # (B, n + 4)
