@@ -101,16 +101,8 @@ def find_use(objective, mode):  # -> the objective's use of that mode, or None
 
 
 # ---- an objective
-def shifted_window(T, hp):  # n_bytes of objectives that predict the next byte
-    return T + 1
-
-
 def aligned_window(T, hp):  # n_bytes of objectives that predict bytes in place
     return T
-
-
-def token_terms(batch, hp):
-    return {"nll": (count_token_targets(batch), 1.0)}
 
 
 def token_loss(model, batch, hp):  # cross-entropy of the byte head at every position with a target, in nats
@@ -128,16 +120,15 @@ class Objective:
 
     # training
     # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on settings that allow no row
-    n_bytes: Callable = shifted_window
+    n_bytes: Callable = lambda T, hp: T + 1     # of objectives that predict the next byte
     heads: Callable = lambda config, hp: {}     # (config, hp) -> {name: module} beyond the byte head, in model.heads
-    terms: Callable = token_terms               # (batch, hp) -> {term: (count, coefficient)}, before the forward pass
-    # (model, batch, hp) -> {term: sum}, in nats; metrics have coefficient 0. A term named "nll" is of the byte head,
-    # and its mean is also printed as perplexity
+    # (batch, hp) -> {term: (count, coefficient)}, before the forward pass; metrics have coefficient 0
+    terms: Callable = lambda batch, hp: {"nll": (count_token_targets(batch), 1.0)}
+    # (model, batch, hp) -> {term: sum}, in nats; the mean of the byte head's term "nll" is also printed as perplexity
     loss: Callable = token_loss
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
-    # its own defaults of shared flags; of one that depends on the device a dict
-    flag_defaults: dict = dataclasses.field(default_factory=dict)
+    flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, perhaps by device
     single_document: bool = False               # prefers windows without a NUL inside
     joins_documents: Callable = lambda hp: False    # does it join texts of two rows, which should be two documents?
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
@@ -339,8 +330,7 @@ def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N byt
 
 
 def random_lengths(B, low, high, g, full=0.5):  # -> (B, 1) long: high in a share `full` of the rows, else low..high
-    """Lengths of the rows' texts. If every text filled its row, the EOT after it would always stand at the same
-    position, and the model would never learn to stop early."""
+    """If every text filled its row, EOT would always stand at one position, and the model never learn to stop early."""
     u = torch.rand(2, B, 1, generator=g, device=g.device)
     return torch.where(u[0] < full, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
 
@@ -374,12 +364,9 @@ def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W
     return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
 
 
-LONG_SPAN_POSITIONS = 64                        # position numbers that a sentinel reserves in ul2's rows of long spans
-
-
 def span_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     """Position numbers for RoPE. Each sentinel of the source reserves some for the bytes that follow it in the target,
-    here 8, as for spans of 6 bytes on average (LONG_SPAN_POSITIONS in rows that start with MODE_X):
+    here 8, as for spans of 6 bytes on average (64 in ul2's rows of long spans, which start with MODE_X):
 
         ids         t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
         positions   0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18
@@ -388,7 +375,7 @@ def span_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     in_source = i < P[:, None]
     is_sentinel = ids >= SENTINEL
     in_source_sentinel = (in_source & is_sentinel).long()
-    reserved = torch.where(ids[:, :1] == MODE_X, LONG_SPAN_POSITIONS, round(4 / 3 * hp.span_mean))
+    reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))
     i = i + reserved * (in_source_sentinel.cumsum(1) - in_source_sentinel)
 
     def sentinel_positions(where):  # -> (B, N_SENTINELS + 1); the last column takes all other ids
@@ -432,19 +419,16 @@ def span_bytes(T, hp):
 
 
 SPAN_ENDS = tuple(range(SENTINEL + 1, VOCAB_SIZE))              # an answer ends with the next one's sentinel
-SPAN_FLAGS = {"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
-              "span_mean": Flag(6.0, "mean length of a span, in bytes", 1.0, 1e6)}
 SHARP_ATTENTION = {"attn_scale": 2.0}           # sharper attention learns long-range lookups sooner
 OBJECTIVES["span"] = Objective(
     "span", corrupt=span, help="spans of a text after their sentinels", use_help="fill holes", attention="prefix",
-    n_bytes=span_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
+    n_bytes=span_bytes, n_outputs=VOCAB_SIZE, flag_defaults=SHARP_ATTENTION | MORE_PASSES,
+    flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
+           "span_mean": Flag(6.0, "mean length of a span, in bytes", 1.0, 1e6)},
     single_document=True, positions=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
 
 
 # ---- ul2: a mixture of denoisers
-UL2_X_RATE_AND_MEAN = 0.5, 32                   # rate and mean length of the extreme denoiser's spans
-
-
 def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     """A mixture of denoisers, each named by the row's first id (UL2, Tay et al. 2022).
 
@@ -483,7 +467,7 @@ def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest
 
 def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
     return [(0.5, MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)), (0.25, MODE_S, T - 2, 0, 0),
-            (0.25, MODE_X, *fit_spans(T, *UL2_X_RATE_AND_MEAN, extra=1))]
+            (0.25, MODE_X, *fit_spans(T, 0.5, 32, extra=1))]
 
 
 def ul2_bytes(T, hp):
@@ -497,10 +481,9 @@ def ul2_prompt(pieces, m, hp):
     return span_prompt(pieces, m, hp, [MODE_X if m > 16 else MODE_R])
 
 
-OBJECTIVES["ul2"] = Objective(
-    "ul2", corrupt=ul2, help="short spans, long spans, suffixes", use_help="fill holes, continue", attention="prefix",
-    n_bytes=ul2_bytes, n_outputs=VOCAB_SIZE, flags=SPAN_FLAGS, flag_defaults=SHARP_ATTENTION | {"max_passes": 8.0},
-    single_document=True, positions=span_positions,
+OBJECTIVES["ul2"] = dataclasses.replace(
+    OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
+    use_help="fill holes, continue", n_bytes=ul2_bytes, flag_defaults=SHARP_ATTENTION | {"max_passes": 8.0},
     uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
 
 
@@ -514,8 +497,7 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     Two cuts uniform over all places, so that each section is a third on average. A row is rearranged with probability
     fim_rate, and of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie
     within one document where they can (context-level FIM). Half of the rearranged rows are one text; in the others
-    another row's text follows EOT, as another document would: otherwise EOT would always stand at the end of the
-    row. A batch of one row has no other row, and all of it is rearranged."""
+    another row's text follows EOT, as another document would (see random_lengths); a batch of one row is one text."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes
     i = torch.arange(n, device=g.device)
     m = random_lengths(B, 1 if B > 1 else n, n, g)                                  # (B, 1): bytes to rearrange
@@ -532,9 +514,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     pieces = torch.where(i < a, prefix, torch.where(i < b, 5, torch.where(i < m, suffix, 7)))       # (B, n)
     place_of_suf = torch.where(is_spm, 1, 2)                                        # (B, 1)
     place_of_mid = torch.where(is_spm, 3, 4)
-    controls = (constant_column(x, 0), place_of_suf, place_of_mid, constant_column(x, 6))           # of PRE, ..., EOT
-    places = torch.cat((pieces, *controls), dim=1)                                  # (B, n + 4)
-    order = places.argsort(dim=1, stable=True)
+    places = torch.cat((pieces, constant_column(x, 0), place_of_suf, place_of_mid, constant_column(x, 6)), dim=1)
+    order = places.argsort(dim=1, stable=True)                                      # (B, n + 4): of PRE, ..., EOT, too
     text = torch.where(i < m, x[:, :n], x[:, :n].roll(1, 0))
     controls = [constant_column(x, control) for control in (PRE, SUF, MID, EOT)]
     ids = torch.cat((text, *controls), dim=1)                                       # (B, n + 4)
@@ -553,8 +534,7 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1,
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    single_document=True, bpb="causal",
-    uses=(Infill(fim_prompt, (EOT,)), Continue()))
+    single_document=True, bpb="causal", uses=(Infill(fim_prompt, (EOT,)), Continue()))
 
 
 # ---- mtp: multi-token prediction
@@ -588,20 +568,13 @@ class MTPBlock(Block):
         self.join = StackedLinear(2 * config.n_embd, config.n_embd)
 
 
-def mtp_module(model, block, h, ids, doc=None):  # states (B, T, C), ids (B, T) -> states (B, T, C)
-    e = norm(model.embed(ids).to(h.dtype))
-    x = block.join(torch.cat((h, e), dim=-1))                   # h is normed already
-    return norm(run_blocks([block], x, model.config, 0, doc))
-
-
 def mtp_heads(config, hp):
-    n = hp.mtp_heads
-    C = config.n_embd
-    if n == 1:
+    n = hp.mtp_heads - 1
+    if n == 0:
         return {}
     if hp.mtp_kind == "parallel":
-        return {"mtp": StackedLinear(C, C, stack=n - 1, zero=True)}
-    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(n - 1))})}
+        return {"mtp": StackedLinear(config.n_embd, config.n_embd, stack=n, zero=True)}
+    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(n))})}
 
 
 def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, V): logits of the bytes 2, 3, ... ahead, by the parallel heads
@@ -625,9 +598,11 @@ def mtp_loss(model, batch, hp):
     for k in range(1, hp.mtp_heads):
         if drafter:
             head_logits = logits[:, :, k - 1]
-        else:                                   # byte i + k at position i
-            ids = tgt[:, :, k - 1].clamp(min=0)
-            h = mtp_module(model, model.heads["mtp"]["blocks"][k - 1], h, ids, batch.get("doc"))
+        else:
+            block = model.heads["mtp"]["blocks"][k - 1]
+            e = norm(model.embed(tgt[:, :, k - 1].clamp(min=0)).to(h.dtype))        # of byte i + k at position i
+            x = block.join(torch.cat((h, e), dim=-1))                               # h is normed already
+            h = norm(run_blocks([block], x, model.config, 0, batch.get("doc")))
             head_logits = model.logits(h)
         sums[f"head{k + 1}"] = cross_entropy_sum(head_logits, tgt[:, :, k])
     return sums
@@ -757,9 +732,8 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
 
     bart_noise names any of NOISES, which are applied in the order below. Each row draws one rate, uniform from
     bart_rate_min to bart_rate, which mask, delete, infill, replace and insert divide equally among them. L = (T - 1)
-    // 2 bytes fit a row, fewer under insert. Half of the rows hold as many and the others fewer: if every row were
-    full, EOT would always stand at the same position. Nearest to BART's own recipe: --bart_noise permute,infill
-    --bart_rate_min .3 --poisson_lambda 3.5.
+    // 2 bytes fit a row, fewer under insert. Half of the rows hold as many, others fewer (see random_lengths).
+    Nearest to BART's own recipe: --bart_noise permute,infill --bart_rate_min .3 --poisson_lambda 3.5.
     Departures: the rate varies, since a model trained at BART's constant 30% spoils texts with less noise; sentences
     are not permuted by default, since BART's ablation loses little without it and small models do not learn it;
     replace and insert (at most one byte into a gap) are added, since a model trained with infilling alone copies typos.
@@ -780,8 +754,7 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
 
 
 def bart_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
-    """Position numbers for RoPE. The target counts from 0 again, as BART's decoder does, so that bytes to be copied
-    stand near where they are written:
+    """Position numbers for RoPE. The target counts from 0 again, as BART's decoder does, near the bytes that it copies:
 
         ids         a [M] b d   SEP   a b c d
         positions   0  1  2 3   -1    0 1 2 3
@@ -804,18 +777,14 @@ def permute_noise(ids, keep, k, g, hp):  # sentences in another order; ids that 
 
 
 def infill_noise(ids, keep, k, g, hp):  # spans of Poisson length become one MASK each; those of length 0 insert one
-    B, L = ids.shape
+    L = ids.size(1)
     K = 8 + int(hp.bart_rate * L + 1)                                               # spans at most
     stays, start, used = place_infills(keep, k, K, hp.poisson_lambda, g)            # (B, L), (B, K), (B, K)
-    # byte i comes after all spans that start at or before it, span j after `start` bytes and the j spans before it
-    before = torch.zeros(B, L + 1, dtype=torch.long, device=g.device).scatter_add(1, start, used.long())
-    byte = torch.arange(L, device=g.device) + before.cumsum(1)[:, :L]               # (B, L)
-    infill = torch.where(used, start + torch.arange(K, device=g.device), L + K)     # (B, K); unused: cut off below
-    slots = torch.cat((byte, infill), dim=1)
-    wide = torch.full((B, L + K + 1), PAD, dtype=ids.dtype, device=g.device)
-    stays = torch.zeros_like(wide, dtype=torch.bool).scatter(1, slots, torch.cat((stays, used), dim=1))
-    ids = wide.scatter(1, slots, torch.cat((ids, torch.full_like(start, MASK)), dim=1))
-    return ids[:, :L + K], stays[:, :L + K]
+    # a stable sort puts each MASK before the byte at which its span starts, and those of unused spans last
+    byte = torch.arange(L, device=g.device).expand_as(ids)
+    order = torch.cat((2 * byte + 1, torch.where(used, 2 * start, 2 * L)), dim=1).argsort(dim=1, stable=True)
+    ids = torch.cat((ids, torch.full_like(start, MASK)), dim=1)                     # (B, L + K)
+    return ids.gather(1, order), torch.cat((stays, used), dim=1).gather(1, order)
 
 
 def mask_noise(ids, keep, k, g, hp):
@@ -868,8 +837,7 @@ def place_infills(present, M, K, mean, g):  # present (B, L), M (B, 1) -> stays 
     j = torch.arange(64, device=g.device)
     cdf = (j * math.log(mean) - mean - torch.lgamma(j + 1.0)).exp().cumsum(0)
     length = torch.searchsorted(cdf, torch.rand(B, K, generator=g, device=g.device), right=True).clamp(max=63)
-    # use spans until they cover M bytes; those of length 0 insert a MASK and cover nothing, so their number is limited
-    # to keep the source no longer than the text
+    # use spans until they cover M bytes; of those of length 0 so few that the source is no longer than the text
     before = length.cumsum(1) - length
     used = before < M                                                               # (B, K)
     length = torch.where(used, length.minimum(M - before), 0)
@@ -905,10 +873,9 @@ def bart_bytes(T, hp):
 
 
 def bart_prompt(pieces, m, hp):
-    """The model writes the whole text, so its answer follows a copy of the left side. With infill noise MASK stands
-    for a hole of any length, with mask noise for one byte."""
+    """The model writes the whole text, so its answer follows a copy of the left side."""
     left, right = pieces
-    hole = [MASK] if "infill" in hp.bart_noise.split(",") else [MASK] * m
+    hole = [MASK] if "infill" in hp.bart_noise.split(",") else [MASK] * m           # of any length, or a MASK a byte
     source = [*left, *hole, *right, SEP]
     return source + left, len(source)
 
@@ -919,8 +886,6 @@ def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
     return None if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
 
 
-# Short rows are learned sooner. With n-grams the loss is lower, but the model loses its place in the source sooner.
-BART_DEFAULTS = {"block_size": 128, "ngram_rows": 0}
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use_help="repair a text", attention="prefix",
     n_bytes=bart_bytes,
@@ -928,8 +893,10 @@ OBJECTIVES["bart"] = Objective(
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "bart_rate_min": Flag(0.0, "smallest share of them; as large as bart_rate: the same in every row", 0.0, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
-    flag_defaults=SHARP_ATTENTION | MORE_PASSES | BART_DEFAULTS, single_document=True, positions=bart_positions,
-    target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,))))
+    # short rows are learned sooner; n-grams lower the loss, but the model loses its place in the source sooner
+    flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"block_size": 128, "ngram_rows": 0}, single_document=True,
+    positions=bart_positions, target_hidden=False,
+    uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,))))
 
 
 # ---- nsp: next sentence prediction
@@ -1015,11 +982,10 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, Lc)
         window   t h e   c a t   s a t   o n       two crops of Lc = crop * T bytes each, from anywhere in it
         inp      [h e   c a t] [a t   s a t]       attention: bidirectional
 
-    InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both
-    directions. The negatives are the other rows of the micro-batch: accumulation and several processes equal
-    one big batch only at a fixed micro-batch size, and validation compares 32 rows. Departures: both
-    directions, states of length 1, crops of one length (theirs are .05 to .5 of a window), no ids around a crop, no
-    byte deleted, no queue of older negatives."""
+    InfoNCE (van den Oord et al. 2018) on the mean of a crop's states, normalized, divided by tau, in both directions.
+    The negatives are the other rows of the micro-batch: accumulation and several processes equal one big batch only at
+    a fixed micro-batch size; validation compares 32 rows. Departures: both directions, states of length 1, crops of one
+    length (theirs are .05 to .5 of a window), no ids around a crop, no byte deleted, no queue of older negatives."""
     B, T = x.shape
     Lc = max(1, round(hp.crop * T))
     start = torch.randint(0, T - Lc + 1, (B, 2, 1), generator=g, device=g.device)
@@ -1119,8 +1085,7 @@ OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, terms=bound_terms, loss=bound_loss(mdlm_cost), flags=DIFFUSION_FLAGS,
     flag_defaults=DIFFUSION_DEFAULTS, supports_doc_mask=True, count_targets=count_token_targets, bpb="bound",
-    nelbo=nelbo(mdlm_cost),
-    uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),))
+    nelbo=nelbo(mdlm_cost), uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion

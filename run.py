@@ -51,8 +51,7 @@ SETTINGS = {
         "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch; more where rows are shorter", 1, 1 << 24),
         "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
-        "max_passes": Flag(4.0, "most passes over the text, in 200 steps or more; 0, as with --max_iters: no limit",
-                           0.0, 1e9),
+        "max_passes": Flag(4.0, "most passes over a text, in 200 steps or more; 0 or --max_iters: no limit", 0.0, 1e9),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate", 0.0, 100.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": Flag(0.6, "last share of the steps, over which the learning rate falls linearly to 0", 0.0, 1.0),
@@ -295,9 +294,8 @@ class GraphedStep:
 
 
 # ---- the folder
-def choose_out_dir(hp):
-    """-> a folder that holds no run yet; fails where --out_dir does. Without --out_dir it is also made here, so that of
-    several runs that start at once each has its own."""
+def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_dir does
+    """Without --out_dir it is also made here, so that of several runs that start at once each has its own."""
     if hp.out_dir:
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
@@ -306,12 +304,11 @@ def choose_out_dir(hp):
     for i in itertools.count(2):
         try:
             os.makedirs(path)
+            return path
         except FileExistsError:
             path = f"{base}-{i}"
-            continue
-        except OSError:                         # open_metrics says why
-            pass
-        return path
+        except OSError:
+            return path                         # open_metrics says why
 
 
 def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at a time
@@ -372,8 +369,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 # ---- models
 def build(hp):  # -> model
-    """Weights are drawn on the CPU from the seed, the model's before its heads': with equal seeds all objectives start
-    from equal weights, on every device."""
+    """Weights are drawn on the CPU, the model's before its heads': a seed gives all objectives and devices the same."""
     objectives = [m.objective for m in get_members(hp)]
     config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, n_outputs=max(o.n_outputs for o in objectives),
                          ngram_rows=hp.ngram_rows, attn_scale=hp.attn_scale)
@@ -400,8 +396,7 @@ def copy_tensors(own, saved, path):
 
 
 def start_from(model, saved, path):
-    """Copies a parent's weights. Heads that it lacks, or has in other shapes, keep their own, and so do the outputs of
-    the byte head that it does not predict."""
+    """Copies a parent's weights. Heads, and outputs of the byte head, that it lacks or has in other shapes stay."""
     own = model.state_dict()
     fits = {k: v for k, v in saved.items() if k in own and v.shape == own[k].shape}
     kept = {k: v for k, v in own.items() if k.startswith("heads.") and k not in fits}

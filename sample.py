@@ -19,7 +19,6 @@ prompt: [MASK], a hole of one byte (for bart of any length); [MASK:4], of 4 byte
 # N samples, n ids, T = block_size positions of the model, V outputs of the byte head, P ids of a prefix
 # how: temperature, top_k and top_p, as distribution takes them
 import codecs
-import functools
 import inspect
 import itertools
 import math
@@ -64,8 +63,7 @@ FLAGS = {
                                  "mdlm, sedd, bd3lm write at 1 with top_p .8", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
-        "order": Flag("", "in which [MASK]s are filled; analytic: sedd", choices=("confident", "left", "ancestral",
-                                                                                 "analytic")),
+        "order": Flag("", "of filling [MASK]s; analytic: sedd", choices=("confident", "left", "ancestral", "analytic")),
         "steps": Flag(0, "passes that fill [MASK]s (bd3lm: of a block); 0: one for each, or 64 where mdlm and sedd "
                          "fill in order ancestral or analytic", 0, 1 << 20),
         "show": Flag(False, "print every pass that fills [MASK]s"),
@@ -93,11 +91,10 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (.
     if top_k and top_k < p.size(-1) or top_p < 1:
         p, ids = p.sort(dim=-1, descending=True, stable=True)
         # nucleus sampling (Holtzman et al. 2020): a byte stays if those before it have less than top_p
-        before = p.cumsum(-1) - p
-        p = p.clone()
-        p[..., top_k or p.size(-1):] = 0
-        p[..., 1:] = p[..., 1:].where(before[..., 1:] < top_p, 0)
-        p = torch.zeros_like(p).scatter(-1, ids, p)
+        stays = p.cumsum(-1) - p < top_p
+        stays[..., 0] = True                    # at top_p 0, too
+        stays[..., top_k or p.size(-1):] = False
+        p = torch.zeros_like(p).scatter(-1, ids, p * stays)
     return p / p.sum(-1, keepdim=True)
 
 
@@ -115,9 +112,10 @@ def sample_byte_or_stop(logits, g, stop_id, **how):  # (N, V) -> ids (N,): a byt
 
 # ---- continuing
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positions=None, compile=False, **how):
+def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positions=None, hp=None, compile=False,
+             **how):
     """prompt (N, n) -> yields (N,): continues each row, one id a row at a time; a row that wrote EOT continues with
-    EOT. stop_id: what ends a hole, for sample_byte_or_stop. positions: the objective's, of prefix rows.
+    EOT. stop_id: what ends a hole, for sample_byte_or_stop. positions, hp: the objective's, for prefix rows.
 
     prefix 0: causal; when the block of T is full, its last half is encoded again. prefix P: the first P positions
     of the prompt are read both ways; generation ends where the block is full, so the prompt must leave space in it."""
@@ -139,7 +137,7 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
             cache.length.zero_()
             new = ids[:, start:]
         if positions:
-            logits = step(new, prefix if new.size(1) > 1 else 0, positions(ids, rows)[:, -new.size(1):])
+            logits = step(new, prefix if new.size(1) > 1 else 0, positions(ids, rows, hp)[:, -new.size(1):])
         elif new.size(1) > 1:
             logits = step(new, prefix)
         else:
@@ -270,21 +268,19 @@ def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, cache
             return
         logits = fill_logits(model, ids, use, doc_mask, cache)  # (N, n, V)
         new = draw(distribution(logits, **how), g).to(ids.device)
+        share = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left     # as many in each pass left
         if at_random:
-            rate = torch.ones((), device=ids.device)
+            rate = 1.0
             if order == "analytic" and passes_left > 1:
                 rate = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)            # near 1
             u = torch.rand(ids.shape, generator=g, dtype=torch.double).float().to(ids.device)
             chosen = u * passes_left <= rate
+        elif order == "confident":
+            p = logits[..., :N_BYTES].float().softmax(-1).gather(-1, new[..., None])[..., 0]        # (N, n), untempered
+            p = p.masked_fill(~is_mask, -torch.inf)
+            chosen = p.argsort(dim=1, descending=True, stable=True).argsort(dim=1) < share
         else:
-            if order == "confident":
-                p = logits[..., :N_BYTES].float().softmax(-1)                       # untempered
-                priority = p.gather(-1, new[..., None])[..., 0]                     # (N, n)
-            else:
-                priority = -torch.arange(ids.size(1), device=ids.device).float().expand(ids.shape)
-            priority = priority.masked_fill(~is_mask, -torch.inf)
-            rank = priority.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-            chosen = rank < (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left         # an equal share
+            chosen = is_mask.cumsum(1) <= share
         ids = torch.where(is_mask & chosen, new, ids)
         yield ids
 
@@ -327,24 +323,21 @@ def generate_blocks(model, prompt, max_new_tokens, T, n, g, steps=0, order="conf
 
 
 # ---- infilling holes of unknown length
-def positions_of(objective, hp):  # -> what generate takes as positions
-    return functools.partial(objective.positions, hp=hp) if objective.positions else None
-
-
 def infill(model, objective, hp, ids, P, holes, max_new_tokens, g, **how):  # -> bytes of each hole, did all end?
     """ids, P: as Infill.prompt returns them. Each answer is written up to the id that ends it, which starts the next.
     Stops one position short of a full row: in training its last target is always EOT."""
+    T = hp.block_size
     spans = [[] for _ in range(holes)]
-    row = torch.tensor([ids], device=model.embed.weight.device)
     for span, end in zip(spans, find_use(objective, "infill").stop_ids):
-        left = max(0, min(max_new_tokens - sum(map(len, spans)), hp.block_size - row.size(1)))
-        for i in generate(model, row, left, hp.block_size, g, P, end, positions_of(objective, hp), **how):
-            if int(i) == end:
+        row = to_row(ids, hp)
+        left = max(0, min(max_new_tokens - sum(map(len, spans)), T - len(ids)))
+        for i in map(int, generate(model, row, left, T, g, P, end, objective.positions, hp, **how)):
+            if i == end:
                 break
-            span.append(int(i))
+            span.append(i)
         else:
             return spans, False
-        row = torch.cat((row, row.new_tensor([span + [end]])), dim=1)
+        ids = [*ids, *span, end]
     return spans, True
 
 
@@ -380,7 +373,7 @@ def repair(model, objective, noisy, hp, g, **how):  # ids of any number -> yield
         ids = to_row([i for i in piece if i != EOT] + [SEP], hp)                    # a copied EOT would end the row
         P = ids.size(1)
         limit = min(T + 1 - P, n + 1)           # no target was longer in training
-        written = map(int, generate(model, ids, limit, T, g, P, None, positions_of(objective, hp), **how))
+        written = map(int, generate(model, ids, limit, T, g, P, None, objective.positions, hp, **how))
         yield from (i for i in written if i != EOT)
 
 
@@ -502,17 +495,13 @@ def to_text(ids):  # -> str, without EOT; MASK is a block; on a terminal control
 
 def highlight(ids, is_new, plain=("", "")):  # -> str, on a terminal with the new characters in reverse video
     """A character of several bytes (UTF-8) is new if one of them is."""
-    is_new = [bool(each) for each in is_new]
-    inside = [0x80 <= i < 0xc0 for i in ids]    # of a character, not at its start
-    for k in range(1, len(ids)):
-        is_new[k] |= inside[k] and is_new[k - 1]
-    for k in range(len(ids) - 1, 0, -1):
-        is_new[k - 1] |= inside[k] and is_new[k]
+    character = list(itertools.accumulate(not 0x80 <= i < 0xc0 for i in ids))       # number of each byte's character
+    new = {number for number, each in zip(character, is_new) if each}
     tint = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
     out = ""
-    for new, run in itertools.groupby(zip(is_new, ids), lambda pair: pair[0]):
-        text = to_text([i for _, i in run])
-        out += tint[0] + text + tint[1] if new else text
+    for tinted, run in itertools.groupby(zip(ids, character), lambda pair: pair[1] in new):
+        text = to_text([i for i, _ in run])
+        out += tint[0] + text + tint[1] if tinted else text
     return out
 
 
@@ -538,11 +527,9 @@ def keep_within(ids, n):  # -> the last n ids, with a note where that is not all
     return ids[-n:]
 
 
-# ---- modes: (model, objective, hp, the flags that it reads) -> prints one sample; texts are ids
+# ---- modes: (model, objective, its use, hp, the flags that it reads) -> prints one sample; texts are ids
 # how: the flags of SAMPLING that were given; each mode has its own defaults
-
-def continue_mode(model, objective, hp, g, how, prompt=(), max_new_tokens=300, speculate=True, compile=False):
-    use = find_use(objective, "continue")
+def continue_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, speculate=True, compile=False):
     T = hp.block_size
     how = dict(temperature=0.8, compile=compile) | how
     text = prompt = list(prompt) or [EOT]       # an empty prompt is the start of a document
@@ -562,8 +549,7 @@ def continue_mode(model, objective, hp, g, how, prompt=(), max_new_tokens=300, s
         note(f"the block of {T} is full")
 
 
-def continue_blocks_mode(model, objective, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0):
-    use = find_use(objective, "continue_blocks")
+def continue_blocks_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0):
     how = dict(steps=steps, order=choose_order(objective, use, order)) | DIFFUSION_SAMPLING | how
     prompt = list(prompt) or [EOT]
     T = objective.n_bytes(hp.block_size, hp)
@@ -577,9 +563,8 @@ def choose_order(objective, use, order):  # -> order, or its default
     return order or use.orders[0]
 
 
-def fill_mode(model, objective, hp, g, how, prompt, max_new_tokens=300, order="", steps=0, show=False):
+def fill_mode(model, objective, use, hp, g, how, prompt, max_new_tokens=300, order="", steps=0, show=False):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, in the same block."""
-    use = find_use(objective, "fill")
     T = hp.block_size
     order = choose_order(objective, use, order)
     default = GREEDY
@@ -600,9 +585,8 @@ def fill_mode(model, objective, hp, g, how, prompt, max_new_tokens=300, order=""
     print(highlight(before + state[0].tolist(), [False] * len(before) + [i == MASK for i in prompt]))
 
 
-def infill_mode(model, objective, hp, g, how, prompt=None, prefix=None, suffix=None, max_new_tokens=None):
+def infill_mode(model, objective, use, hp, g, how, prompt=None, prefix=None, suffix=None, max_new_tokens=None):
     """Writes what belongs in the holes of a prompt, or between --prefix and --suffix."""
-    use = find_use(objective, "infill")
     T = hp.block_size
     if prompt is not None and (prefix is not None or suffix is not None):
         fail("--prompt: contains the text around its holes. Try it without --prefix and --suffix")
@@ -635,32 +619,31 @@ def infill_mode(model, objective, hp, g, how, prompt=None, prefix=None, suffix=N
         note("did not end by itself. Try a larger --max_new_tokens, or a shorter text")
 
 
-def repair_mode(model, objective, hp, g, how, prompt):
+def repair_mode(model, objective, use, hp, g, how, prompt):
     """Writes the clean text of a noisy one, piece by piece of a long text; [MASK] may stand in it."""
     stream([], repair(model, objective, prompt, hp, g, **GREEDY | how))
 
 
-def mark_mode(model, objective, hp, prompt):  # marks suspicious bytes, and lists the most suspicious ones
-    predict = find_use(objective, "mark").predict
+def mark_mode(model, objective, use, hp, prompt):  # marks suspicious bytes, and lists the most suspicious ones
     x = to_row(prompt, hp)
     T = hp.block_size
     p = []
     while len(p) < len(prompt):                 # windows overlap by half, and the last ends with the text
         start = max(0, min(len(p) - T // 4, len(prompt) - T))
         end = T if start + T >= len(prompt) else T - T // 4     # of what is kept: a byte has context on both sides
-        p += predict(model, x[:, start:start + T])[0, len(p) - start:end].tolist()
+        p += use.predict(model, x[:, start:start + T])[0, len(p) - start:end].tolist()
     p = torch.tensor(p).sigmoid()
     print(highlight(prompt, p > 0.5, ("«", "»")))
     for i in p.argsort(descending=True)[:10].tolist():
         print(f"  byte {i:4d}  {repr(bytes([prompt[i]]))[1:]:6s} is wrong with probability {float(p[i]):.2f}")
 
 
-def follow_mode(model, objective, hp, prefix, suffix):  # prints the probability that --suffix follows --prefix
-    p = float(find_use(objective, "follow").predict(model, prefix, suffix, hp).sigmoid())
+def follow_mode(model, objective, use, hp, prefix, suffix):  # prints the probability that --suffix follows --prefix
+    p = float(use.predict(model, prefix, suffix, hp).sigmoid())
     print(f"the second text follows the first with probability {p:.3f} (.5 is chance)")
 
 
-def search_mode(model, objective, hp, query, corpus):  # prints the three lines of --corpus nearest to --query
+def search_mode(model, objective, use, hp, query, corpus):  # prints the three lines of --corpus nearest to --query
     lines = [(number, line) for number, line in enumerate(corpus.splitlines(), 1) if line.strip()]
     vectors = embed_texts(model, objective, [query, *(line for _, line in lines)], hp.block_size)   # (N + 1, C)
     similarity = vectors[1:] @ vectors[0]
@@ -672,22 +655,21 @@ def search_mode(model, objective, hp, query, corpus):  # prints the three lines 
 def embed_texts(model, objective, texts, T):  # list of ids -> (N, C) float32 of length 1, of their first T bytes
     predict = find_use(objective, "search").predict
     by_length = sorted(range(len(texts)), key=lambda i: min(len(texts[i]), T))      # texts of one length share a batch
-    vectors = [None] * len(texts)
+    vectors = []
     for some in batches(by_length, lambda i: min(len(texts[i]), T)):
         x = torch.tensor([list(texts[i][:T]) or [EOT] for i in some], device=model.embed.weight.device)
-        for i, e in zip(some, predict(model, x).cpu()):
-            vectors[i] = e
-    return torch.stack(vectors)
+        vectors.append(predict(model, x).cpu())
+    return torch.cat(vectors)[torch.tensor(by_length).argsort()]
 
 
-def seam_mode(model, objective, hp, prompt):  # rotates a text back to where the model finds its first byte
+def seam_mode(model, objective, use, hp, prompt):  # rotates a text back to where the model finds its first byte
     ids = keep_within(prompt, hp.block_size)
-    p = find_use(objective, "seam").predict(model, to_row(ids, hp))[0].softmax(0)
+    p = use.predict(model, to_row(ids, hp))[0].softmax(0)
     seam = int(p.argmax())
     print(f"--- the text starts at byte {seam} (probability {float(p[seam]):.2f}):\n{to_text(ids[seam:] + ids[:seam])}")
 
 
-def score_mode(model, objective, hp, score, seed=1):
+def score_mode(model, objective, use, hp, score, seed=1):
     """Bits per byte of a file: exact, a bound or both, and prints which."""
     data = from_bytes(score)
     T = hp.block_size
@@ -738,8 +720,6 @@ def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out by
     half = len(text) // 2
     noisy = [ord("x") if i % 20 == 9 else byte for i, byte in enumerate(text)]
     texts = {
-        "continue": dict(prompt=text),
-        "continue_blocks": dict(prompt=text),
         "fill": dict(prompt=[MASK if i % 7 == 3 else byte for i, byte in enumerate(text)]),
         "infill": dict(prefix=text[:half], suffix=text[half + 4:]),
         "repair": dict(prompt=noisy),
@@ -747,7 +727,7 @@ def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out by
         "follow": dict(prefix=text[:half], suffix=text[half:]),
         "search": dict(query=text, corpus=bytes(held_out.tolist())),
         "seam": dict(prompt=text[half:] + text[:half]),
-    }[mode]
+    }.get(mode, dict(prompt=text))
     print(f"held-out text:\n{to_text(text)}")
     for flag, ids in texts.items():
         if flag != "corpus" and ids != text:
@@ -788,7 +768,8 @@ def main(argv=None):
         if n > 1:
             print(f"--- sample {i + 1}")
         values = given | texts | {"how": how, "g": make_rng(f"{given.get('seed', 1)},{i},sample")}
-        MODES[mode](model, objective, hp, **{flag: values[flag] for flag in flags if flag in values})
+        use = find_use(objective, mode)
+        MODES[mode](model, objective, use, hp, **{flag: values[flag] for flag in flags if flag in values})
 
 
 if __name__ == "__main__":

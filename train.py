@@ -54,13 +54,11 @@ def make_batch(m, corpus, split, windows, g, hp):  # windows: as draw_windows re
 
 
 def draw_batch(m, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of member and key
-    """Windows from a generator on the CPU, corruption from one on the device."""
     windows = draw_windows(m, corpus, split, B, key)
     return make_batch(m, corpus, split, windows, make_rng(f"{key}{m.key},{m.objective.name}", hp.device), hp)
 
 
-def micro_batch(batch, i, n):  # -> the i-th of n parts, equal to within a row
-    # an int is a prefix of all rows
+def micro_batch(batch, i, n):  # -> the i-th of n parts, equal to within a row; an int is a prefix of all rows
     return {k: v if isinstance(v, int) else v[len(v) * i // n:len(v) * (i + 1) // n] for k, v in batch.items()}
 
 
@@ -83,9 +81,8 @@ def make_optimizer(model, hp):
     by_shape = {}                               # one Newton-Schulz call per shape: few large products, not many small
     for p in hidden if hp.optimizer == "muon" else []:          # (n, rows, columns): n matrices of one shape
         by_shape.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
-    muon = []
-    for shape, params in by_shape.items():
-        muon.append((params, torch.zeros(sum(len(p) for p in params), *shape, device=hp.device)))
+    muon = [(params, torch.zeros(sum(map(len, params)), *shape, device=hp.device))
+            for shape, params in by_shape.items()]
     adamw = rest if hp.optimizer == "muon" else rest + hidden
     first, second = torch.zeros(2, sum(p.numel() for p in adamw), device=hp.device)
     rows = 0 if model.ngrams is None else len(model.ngrams.table)
@@ -178,8 +175,7 @@ def newton_schulz(x, dtype):  # (N, r, c), r <= c -> approximately the nearest m
 
 
 def gram_newton_schulz(x):  # = newton_schulz's iteration, faster for wide matrices
-    """In Gram space (Dao et al. 2026): with X <- Q X also A <- Q A Q, so that all but two products are r x r. Rounded
-    to bfloat16, A would drift."""
+    """In Gram space (Dao et al. 2026): X <- Q X makes A <- Q A Q. All but two products are r x r; bfloat16 drifts."""
     a, b, c = NS_COEFFICIENTS
     gram = x @ x.mT
     q = product = None                          # product: of all Q
@@ -198,9 +194,8 @@ def passes_per_step(source, members):  # -> passes that a step makes over a sour
 
 
 def shorten_run(corpus, members, hp):
-    """Fewer steps for a small text: repeated too often, it is overfitted (Muennighoff et al. 2023). Passes are those of
-    the mean row, over its own source."""
-    passes = sum(source["weight"] * passes_per_step(source, members) for source in corpus)
+    """Fewer steps for a small text: repeated too often, it is overfitted (Muennighoff et al. 2023)."""
+    passes = sum(source["weight"] * passes_per_step(source, members) for source in corpus)          # of the mean row
     most = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if most < hp.max_iters:
         hp.max_iters = most
@@ -210,9 +205,8 @@ def shorten_run(corpus, members, hp):
 
 def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups that a step drops
     """Grows over the first two passes over the text (NGRAM_WARMUP positions at most): at first the table has memorized
-    nothing that the model could rely on too much. Runs of several passes end at a higher rate, since the table would
-    memorize the text; a text much longer than the table cannot be memorized, and its repetitions count less. A run
-    that starts from another's weights starts at the full rate. Of several sources it is the mean over their rows."""
+    nothing to rely on too much. It ends higher after several passes, in which the table would memorize the text, unless
+    this is much longer than the table. With --init_from it starts in full. It is the mean over the rows' sources."""
     positions = step * hp.batch_size * hp.accum * hp.block_size
     memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / sum(len(source["train"]) for source in corpus))
     rate = 0.0
@@ -382,8 +376,7 @@ def join_processes(hp):
 
 
 def sum_over_processes(params, table, lookups, loss):  # -> lookups of all processes, as one for each row of the table
-    """Replaces gradients and loss by their sums. All processes get the same bits only if the sum of each row of the
-    table, too, is computed once and shared."""
+    """Replaces gradients and loss by sums, each computed once and shared: only so all processes get the same bits."""
     grads = gradients(params)
     tensors = [*grads, loss]
     if table is not None:
@@ -560,8 +553,7 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no 
 
 
 def write_line(f, record):  # one JSON object, flushed
-    # JSON has no infinity and no NaN
-    record = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON has no infinity and no NaN
     f.write(json.dumps(record).encode() + b"\n")
     f.flush()
 

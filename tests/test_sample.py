@@ -437,10 +437,10 @@ def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sou
     hp = settings("bart", 128, bart_noise=noise)
     asked = []
 
-    def generate(model, ids, limit, T, g, prefix, stop_id, positions, **how):
+    def generate(model, ids, limit, T, g, prefix, stop_id, positions, hp, **how):
         assert ids[0, -1] == SEP and prefix == ids.size(1) and stop_id is None
         assert limit == 64
-        assert positions(ids, torch.tensor([prefix]))[0].tolist() == [*range(prefix - 1), -1]
+        assert positions(ids, torch.tensor([prefix]), hp)[0].tolist() == [*range(prefix - 1), -1]
         asked.append(prefix - 1)
         yield from ids[0, :-1]                  # a copy
         yield torch.tensor(EOT)
