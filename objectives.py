@@ -4,7 +4,8 @@ B rows, T positions of a row, n raw bytes that fill one, P positions of the pref
 head, W ids in a row before it is packed; k chosen positions, S spans, N noise bytes, L bytes of a text
 
 An objective is a few functions and, below them, one Objective, whose fields are described where they are declared.
-hp holds every setting, as run.get_config returns them.
+hp holds every setting, as run.get_config returns them; in training also hp.progress (0-D), the share of the run that
+is done.
 
 A batch is a dict. "inp" (B, T) are ids, "tgt" (B, T) ids or IGNORE_INDEX where there is no loss, "prefix" an int for
 all rows (0 causal, T bidirectional) or one for each row (B,); an objective may add keys of its own. Every tensor has
@@ -116,7 +117,7 @@ class Objective:
     corrupt: Callable                           # (x (B, n), g, hp) -> batch
     help: str                                   # for --help: what is predicted from what
     use_help: str                               # and what the model is used for
-    attention: str                              # in words: causal, bidirectional, prefix or both
+    attention: str                              # in words: causal, bidirectional, prefix, both or blocks
 
     # training
     # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on settings that allow no row
@@ -330,7 +331,8 @@ def place_spans(B, n, N, S, g):  # -> first, noise (B, n) bool: S spans of N byt
 
 
 def random_lengths(B, low, high, g, full=0.5):  # -> (B, 1) long: high in a share `full` of the rows, else low..high
-    """If every text filled its row, EOT would always stand at one position, and the model never learn to stop early."""
+    """Lengths of texts. If each filled its row, EOT would always stand at the same position, and the model would never
+    learn to stop early."""
     u = torch.rand(2, B, 1, generator=g, device=g.device)
     return torch.where(u[0] < full, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
 
@@ -364,9 +366,12 @@ def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W
     return dict(inp=z[:, :-1], tgt=z[:, 1:].where(has_loss, IGNORE_INDEX), prefix=P)
 
 
+LONG_SPAN_POSITIONS = 64                        # position numbers that a sentinel reserves in ul2's rows of long spans
+
+
 def span_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     """Position numbers for RoPE. Each sentinel of the source reserves some for the bytes that follow it in the target,
-    here 8, as for spans of 6 bytes on average (64 in ul2's rows of long spans, which start with MODE_X):
+    here 8, as for spans of 6 bytes on average (LONG_SPAN_POSITIONS in rows that start with MODE_X):
 
         ids         t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
         positions   0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18
@@ -375,7 +380,7 @@ def span_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     in_source = i < P[:, None]
     is_sentinel = ids >= SENTINEL
     in_source_sentinel = (in_source & is_sentinel).long()
-    reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))
+    reserved = torch.where(ids[:, :1] == MODE_X, LONG_SPAN_POSITIONS, round(4 / 3 * hp.span_mean))
     i = i + reserved * (in_source_sentinel.cumsum(1) - in_source_sentinel)
 
     def sentinel_positions(where):  # -> (B, N_SENTINELS + 1); the last column takes all other ids
@@ -429,6 +434,9 @@ OBJECTIVES["span"] = Objective(
 
 
 # ---- ul2: a mixture of denoisers
+UL2_X_RATE_AND_MEAN = 0.5, 32                   # rate and mean length of the extreme denoiser's spans
+
+
 def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     """A mixture of denoisers, each named by the row's first id (UL2, Tay et al. 2022).
 
@@ -467,7 +475,7 @@ def apportion(weights, total):  # [w] -> [rows] that add up to total, by largest
 
 def denoisers(T, hp):  # -> [(share of rows, mode id, n, N, S)]
     return [(0.5, MODE_R, *fit_spans(T, hp.span_rate, hp.span_mean, extra=1)), (0.25, MODE_S, T - 2, 0, 0),
-            (0.25, MODE_X, *fit_spans(T, 0.5, 32, extra=1))]
+            (0.25, MODE_X, *fit_spans(T, *UL2_X_RATE_AND_MEAN, extra=1))]
 
 
 def ul2_bytes(T, hp):
@@ -1079,7 +1087,8 @@ def bound_loss(cost):  # -> loss of an Objective
 
 
 DIFFUSION_FLAGS = MASK_RATE | {
-    "uniform_from": Flag(0.7, "share of the steps with mask_rate; from then on any share is masked", 0.0, 1.0)}
+    "uniform_from": Flag(0.7, "first share of the steps, in which mask_rate of the bytes is masked; then, and with "
+                              "--init_from at once, any share", 0.0, 1.0)}
 DIFFUSION_DEFAULTS = SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.4}
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
@@ -1121,7 +1130,8 @@ def bd3lm(x, g, hp):  # x (B, L) -> inp, tgt, weight, positions (B, 2 L), mask (
     A block attends to itself both ways and to the clean blocks before it; both copies count positions from 0. The loss
     bounds -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p, as clm's. Convolution and
     n-grams, too, read clean bytes before a noisy block, as the cache holds them when a text is written. l is chosen as
-    in mdlm, for each block by itself. sample.py fills a block from the left by default, a byte a pass."""
+    in mdlm, for each block by itself. sample.py fills a block from the left by default, a byte a pass.
+    Departures: mdlm's; the authors first train a model of one block, and draw masking rates from a part of (0, 1)."""
     L = x.size(1)
     n = hp.bd3lm_block
     masked, weight = mask_blocks(x, n, g, hp)

@@ -369,7 +369,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 # ---- models
 def build(hp):  # -> model
-    """Weights are drawn on the CPU, the model's before its heads': a seed gives all objectives and devices the same."""
+    """Weights are drawn on the CPU from the seed, the model's before its heads': with equal seeds all objectives start
+    from equal weights, on every device."""
     objectives = [m.objective for m in get_members(hp)]
     config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, n_outputs=max(o.n_outputs for o in objectives),
                          ngram_rows=hp.ngram_rows, attn_scale=hp.attn_scale)
@@ -396,7 +397,8 @@ def copy_tensors(own, saved, path):
 
 
 def start_from(model, saved, path):
-    """Copies a parent's weights. Heads, and outputs of the byte head, that it lacks or has in other shapes stay."""
+    """Copies a parent's weights. Heads that it lacks, or has in other shapes, keep their own, and so do the outputs of
+    the byte head that it does not predict."""
     own = model.state_dict()
     fits = {k: v for k, v in saved.items() if k in own and v.shape == own[k].shape}
     kept = {k: v for k, v in own.items() if k.startswith("heads.") and k not in fits}

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 MAX_ROWS = 64                                   # texts or windows that one pass reads at most
+FILLED_BYTES = 8192                             # of a file, that are scored by filling, a pass for each
 BOUND_GROUPS, BOUND_ROWS = 4, 4                 # corruptions of a window for a bound
 GREEDY = dict(temperature=0.0)                  # the default for holes and repairs
 DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # the default for text that diffusion writes
@@ -299,7 +300,8 @@ def unmask_long(model, ids, T, g, use, **how):  # (1, n) of any length -> yields
 @torch.inference_mode()
 def generate_blocks(model, prompt, max_new_tokens, T, n, g, steps=0, order="confident", **how):
     """ids -> yields ids. Block diffusion: fills the MASKs of one block of n after another; the clean blocks before it
-    stand in the cache. When no block fits a window of T bytes any more, its last half is encoded again."""
+    stand in the cache. When no block fits a window of T bytes any more, the whole blocks of its last half are read
+    again, of which there is none where a block is longer than that."""
     ids = list(prompt)
     end = len(ids) + max_new_tokens
     cache = Cache(model, 1, T)
@@ -686,8 +688,10 @@ def score_mode(model, objective, use, hp, score, seed=1):
         print_bits(bits, len(data), f"left to right, windows of {T}, stride {T // 2}")
     if fill:
         n = text_space(fill, T)
-        bits = score_by_filling(model, data, n, fill, hp.doc_mask)
-        print_bits(bits, len(data), f"left to right by filling MASKs, windows of {n}, stride {n // 2}")
+        start = data[:FILLED_BYTES]
+        bits = score_by_filling(model, start, n, fill, hp.doc_mask)
+        print_bits(bits, len(start), f"left to right by filling MASKs, the first {len(start):,} bytes, windows of {n}, "
+                                     f"stride {n // 2}")
 
 
 def print_bits(bits, n, kind):

@@ -175,7 +175,8 @@ def newton_schulz(x, dtype):  # (N, r, c), r <= c -> approximately the nearest m
 
 
 def gram_newton_schulz(x):  # = newton_schulz's iteration, faster for wide matrices
-    """In Gram space (Dao et al. 2026): X <- Q X makes A <- Q A Q. All but two products are r x r; bfloat16 drifts."""
+    """In Gram space (Dao et al. 2026): with X <- Q X also A <- Q A Q, so that all but two products are r x r. Rounded
+    to bfloat16, A would drift."""
     a, b, c = NS_COEFFICIENTS
     gram = x @ x.mT
     q = product = None                          # product: of all Q
@@ -205,8 +206,9 @@ def shorten_run(corpus, members, hp):
 
 def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups that a step drops
     """Grows over the first two passes over the text (NGRAM_WARMUP positions at most): at first the table has memorized
-    nothing to rely on too much. It ends higher after several passes, in which the table would memorize the text, unless
-    this is much longer than the table. With --init_from it starts in full. It is the mean over the rows' sources."""
+    nothing that the model could rely on too much. Runs of several passes end at a higher rate, since the table would
+    memorize the text; a text much longer than the table cannot be memorized, and its repetitions count less. A run
+    that starts from another's weights starts at the full rate. Of several sources it is the mean over their rows."""
     positions = step * hp.batch_size * hp.accum * hp.block_size
     memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / sum(len(source["train"]) for source in corpus))
     rate = 0.0
@@ -275,7 +277,7 @@ def load_step_inputs(s, step):
         g.manual_seed(to_seed(f"{key}{m.key},{m.objective.name}"))
     s.opt.lr.fill_(learning_rate(step, hp))
     s.step.fill_(step)
-    s.progress.fill_(1.0 if hp.init_from else step / hp.max_iters)
+    s.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
     if s.table is not None:
         s.model.ngrams.drop.fill_(ngram_drop_rate(step, s.corpus, s.members, hp))
         s.model.ngrams.seed.fill_(to_seed(key))
@@ -376,7 +378,8 @@ def join_processes(hp):
 
 
 def sum_over_processes(params, table, lookups, loss):  # -> lookups of all processes, as one for each row of the table
-    """Replaces gradients and loss by sums, each computed once and shared: only so all processes get the same bits."""
+    """Replaces gradients and loss by their sums. All processes get the same bits only if the sum of each row of the
+    table, too, is computed once and shared."""
     grads = gradients(params)
     tensors = [*grads, loss]
     if table is not None:
@@ -598,12 +601,14 @@ def notes_on_text(source, members, hp):  # -> lines: where a text is not what an
         notes.append(f"{n_windows} validation windows of {n} bytes overlap in the {len(source['val']):,} held out")
     for m in members:
         name = m.objective.name
-        x = read_windows([source], "train", *draw_windows(m, [source], "train", 256, "0"), m.n)
-        whole = float((x != EOT).all(1).float().mean())
-        if m.objective.single_document and whole < 0.9:
-            notes.append(f"{name} reads within one document, {whole:.0%} of its windows do. Try a smaller --block_size")
+        if m.objective.single_document:
+            x = read_windows([source], "train", *draw_windows(m, [source], "train", 256, "0"), m.n)
+            whole = float((x != EOT).all(1).float().mean())
+            if whole < 0.9:
+                notes.append(f"{whole:.0%} of {name}'s windows lie within one document, as all should. Try a smaller "
+                             "--block_size")
         if m.objective.joins_documents(m.hp) and not (source["train"][:MAPPED_BYTES] == EOT).any():
-            notes.append(f"is one document (without a NUL), of which both texts of {name}'s negative rows are")
+            notes.append(f"is one document (it has no NUL), so that {name}'s unrelated texts are of the same one")
     return notes
 
 

@@ -111,8 +111,9 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, infill_
     return out
 
 
-def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling: bits per byte}
-    """Exact bits of a model that fills, by the chain rule: windows from a cold start, as those of left to right."""
+def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, bound_there: bits per byte}
+    """Exact bits of a model that fills, by the chain rule: windows from a cold start, as those of left to right. Beside
+    them the bound of the same windows, which are too few to compare them with the bound of others."""
     fill = find_use(objective, "fill")
     if not fill:
         return {}
@@ -120,7 +121,10 @@ def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling: b
     x = windows(text, n, CHAIN_WINDOWS, "chain")
     # the first byte, of 8 bits, is given
     bits = [sample.score_by_filling(model, row, n, fill, hp.doc_mask) - 8 for row in x]
-    return {"left_by_filling": statistics.fmean(bits) / (n - 1)}
+    out = {"left_by_filling": statistics.fmean(bits) / (n - 1)}
+    if objective.nelbo:
+        out["bound_there"] = statistics.fmean(sample.score_bound(model, objective, row, hp, 1)[0] for row in x) / n
+    return out
 
 
 def names_mode(infill, hp):  # -> does a prompt name the length of its hole by an id, not by how many there are?

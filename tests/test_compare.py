@@ -43,7 +43,8 @@ def test_every_cell_is_trained_and_measured_once_and_has_a_row_of_its_task(text,
     assert 7 < found["mtp"]["left_to_right"] < 9 and 7 < found["mdlm"]["bound"] < 9
     assert {"left_4", "left_16", "replaced_auc", "bytes_per_pass", "tflop", "targets_per_row"} <= set(found["mtp"])
     assert {"infill_4", "infill_16", "distinct", "left_by_filling"} <= set(found["mdlm"])
-    assert not {"infill_4", "left_by_filling"} & set(found["mtp"]) and 7 < found["mdlm"]["left_by_filling"] < 9
+    assert not {"infill_4", "left_by_filling"} & set(found["mtp"])
+    assert 7 < found["mdlm"]["left_by_filling"] < 9 and 7 < found["mdlm"]["bound_there"] < 9
     monkeypatch.setattr(compare.train, "main", None)
     monkeypatch.setattr(compare, "measure", lambda *args: {"task": 0.5})
     run(*words)

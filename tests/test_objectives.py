@@ -1111,6 +1111,9 @@ def test_bd3lm_chooses_the_number_of_masked_bytes_of_each_block_from_every_strat
     counts = [block.sum(1) for block in masked.split(8, dim=1)]     # (8,) of each block
     assert sorted(counts[0].tolist()) == sorted(counts[1].tolist()) == [*range(1, 9)]
     assert {*counts[2].tolist()} == {*range(1, 7)} and not torch.equal(counts[0], counts[1])
+    sizes = torch.tensor([8, 8, 6])             # the last block is shorter
+    weight = (sizes / torch.stack(counts, dim=1)).repeat_interleave(sizes, dim=1)
+    torch.testing.assert_close(batch["weight"], F.pad(weight, (0, 22)))
     assert torch.equal(batch["inp"], torch.cat((x.masked_fill(masked, MASK), x), dim=1))
     assert int(O.bound_terms(batch, hp)["bound"][0]) == 8 * 22
 

@@ -793,12 +793,13 @@ def test_score_prints_bits_per_byte_beside_compressors(name, runs, capsys, monke
     loads = []
     load_run = sample.load_run
     monkeypatch.setattr(sample, "load_run", lambda *args: loads.append(args[2]) or load_run(*args))
+    monkeypatch.setattr(sample, "FILLED_BYTES", 100)
     sample.main(["--out_dir", f"out/{name}", "--score", "book.txt"])
     out = capsys.readouterr().out
     assert 2 < float(re.search(r"([\d.]+) bits per byte", out)[1]) < 9.5
     assert "640 bytes" in out and "lzma" in out
     assert ("left to right, windows of 32, stride 16" in out) == (name in ("clm", "hybrid"))
-    assert ("left to right by filling MASKs, windows of 3" in out) == (name != "clm")
+    assert ("left to right by filling MASKs, the first 100 bytes, windows of 3" in out) == (name != "clm")
     assert (f"{name}'s upper bound" in out) == (name in ("mdlm", "sedd"))
     assert loads == ["float32"], "scores are worth the slower float32"
 

@@ -382,6 +382,21 @@ def test_validation_depends_on_objective_and_source_alone(text):
     assert records == train.evaluate(s.model, validation, s.hp) and s.model.training
 
 
+def test_the_share_of_the_run_reaches_training_alone(text):
+    """Validation is a bound at every step: its rows have any number of masked bytes, not mask_rate of them."""
+    def counts(batch):
+        return {*(batch["tgt"] >= 0).sum(1).tolist()}
+    s = start("--data", text, "--objective", "mdlm", "--batch_size", "32", "--max_iters", "10")
+    [(_, _, _, [val], _)] = train.validation_list(s.members, s.corpus, s.hp)
+    assert len(counts(val)) == 32
+    for step, few in ((0, True), (6, True), (7, False), (9, False)):
+        [batch], *_ = take(s, step)
+        assert (counts(batch) == {13}) == few and float(s.progress) == pytest.approx(step / 10)
+    s.hp.init_from = "a run"
+    [batch], *_ = take(s, 0)
+    assert len(counts(batch)) > 20
+
+
 def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(text):
     seen = []
     for seed in "12":
@@ -490,9 +505,9 @@ def test_a_run_says_what_its_text_is_not_good_for(text, capsys):
     fit(text, "a", "--max_iters", "1", "--init_from", "clm", "--data", text, "small.txt", "--objective", "nsp,fim:.5")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--data ")]
     share = 3780 / (3780 + os.path.getsize(text) * 9 // 10)
-    [one] = [line for line in lines if f"--data {text}" in line and "is one document (without a NUL), of which" in line]
-    for words in (f"4,200 bytes, {share:.1%} of rows", "nsp reads within one document, 0% of its windows do",
-                  "fim reads within one document, 0% ", "32 validation windows of 36 bytes overlap in the 420 held",
+    assert sum(f"--data {text}" in line and "is one document (it has no NUL)" in line for line in lines) == 1
+    for words in (f"4,200 bytes, {share:.1%} of rows", "0% of nsp's windows lie within one document",
+                  "0% of fim's windows ", "32 validation windows of 36 bytes overlap in the 420 held",
                   "its validation loss is too low if clm was trained on that text"):
         assert len([line for line in lines if line.startswith("--data small.txt: ") and words in line]) == 1, words
     assert len(lines) == 2 + 1 + 1 + 2 + 1
