@@ -22,6 +22,7 @@ import csv
 import functools
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -73,7 +74,7 @@ METRICS = {                                     # columns of the first table, in
     "new": Metric("new corpus", 3, False),
     **{f"left_{m}": Metric(f"left {m}", 2, False) for m in HOLES},
     **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in HOLES},
-    **{f"infill_{m}_as_{n}": Metric(f"infill {m}, asked as {n}", 2, False) for m, n in evaluate.OTHER_MODE.items()},
+    **{f"infill_{m}_as_{n}": Metric(f"infill {m}, asked as {n}", 2) for m, n in evaluate.OTHER_MODE.items()},
     "probe": Metric("probe of byte classes", 3, True),
     "passages": Metric("probe of packages", 3, True),
     "replaced_auc": Metric("replaced bytes, AUC", 3, True),
@@ -91,8 +92,6 @@ TASK_METRICS = {                                # columns of the second table
 }
 # those that have a better side
 LEARNED = {key: metric for key, metric in METRICS.items() if metric.more_is_better is not None}
-# drawn dashed in the panel of the other metric
-DASHED = {"bound": "left_to_right", **{f"left_{m}": f"infill_{m}" for m in HOLES}}
 STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # for 2, 3, ... seeds
 
 
@@ -347,44 +346,60 @@ def write_curves(budgets, path, first_column):
 
 
 def draw_picture(budgets, path):  # -> path, or why there is none
-    """A panel for each metric that has a better side, over the budget; a line for each row. More than 8 bits per byte,
-    which is worse than no model, would hide the rest: not drawn."""
+    """A panel for each metric that has a better side, over the budget; a line for each row, named at its end. More than
+    twice the median of a panel in bits would hide the rest: not drawn."""
     try:
         import matplotlib  # here: it is optional
     except ImportError:
         return "no picture: pip install matplotlib, and the next run draws it"
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    colors = matplotlib.colormaps["tab20"].colors
-    colors = [*colors[::2], *colors[1::2]]      # the ten dark ones first
-    names = row_names(budgets)
-    looks = [dict(color=colors[i % 20], marker="ovs"[i // 20 % 3], ms=4, lw=1) for i in range(len(names))]
-    panels = {}                                 # {metric: [(metric drawn, look, means)]}
-    for key, (name, look) in itertools.product(LEARNED, zip(names, looks)):
-        means = {steps: mean for steps, mean in mean_by_budget(budgets, name, key).items() if mean < 8}
-        if means:
-            panels.setdefault(DASHED.get(key, key), []).append((key, look, means))
-    down = len(panels) // 4 + 1                 # the last panel holds the names
-    figure, axes = pyplot.subplots(down, 4, figsize=(16, 3 * down), squeeze=False)
-    for (panel, lines), axis in zip(panels.items(), axes.flat):
-        for key, look, means in lines:
-            axis.plot([*means], [*means.values()], "-" if key == panel else "--", **look)
-        better = "more" if METRICS[panel].more_is_better else "less"
-        dashed = "".join(f"; dashed: {METRICS[key].heading}" for key, other in DASHED.items() if other == panel)
-        axis.set_title(f"{METRICS[panel].heading} ({better} is better{dashed})", fontsize=8)
-        axis.set_xscale("log")
-        axis.set_xticks([*budgets], [*budgets])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
+    colors = [*matplotlib.colormaps["tab10"].colors, *matplotlib.colormaps["Dark2"].colors]
+    colors = dict(zip(row_names(budgets), itertools.cycle(colors)))
+    panels = {key: {name: mean_by_budget(budgets, name, key) for name in colors} for key in LEARNED}
+    panels = {key: lines for key, lines in panels.items() if any(lines.values())}
+    down = math.ceil(len(panels) / 3)
+    figure, axes = pyplot.subplots(down, 3, figsize=(14, 3.6 * down), squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.axis("off")
-    for name, look in zip(names, looks):
-        axes.flat[-1].plot([], [], label=name, **look)
-    axes.flat[-1].legend(ncols=2, loc="center", frameon=False)
+    for (key, lines), axis in zip(panels.items(), axes.flat):
+        most = math.inf
+        if not METRICS[key].more_is_better:
+            most = 2 * statistics.median(value for means in lines.values() for value in means.values())
+        ends = {}                               # {name: (steps, value)}
+        for name, means in lines.items():
+            points = [(steps, value) for steps, value in means.items() if value <= most]
+            if points:
+                axis.plot(*zip(*points), color=colors[name], marker="o", ms=3, lw=1)
+                ends[name] = points[-1]
+        better = "more" if METRICS[key].more_is_better else "less"
+        axis.set_title(f"{METRICS[key].heading} ({better} is better)", fontsize=9)
+        axis.set_xscale("log")
+        axis.set_xticks([*budgets], [f"{x:g}" for x in budgets])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        low, high = axis.get_ylim()
+        places = spread({name: value for name, (_, value) in ends.items()}, 0.06 * (high - low))
+        for name, end in ends.items():
+            line = dict(arrowstyle="-", lw=0.4, color=colors[name])
+            axis.annotate(name, end, (1.04, places[name]), textcoords=("axes fraction", "data"), va="center",
+                          fontsize=8, color=colors[name], arrowprops=line)
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
     return path
+
+
+def spread(values, gap):  # {name: value}, smallest distance -> {name: place near its value}
+    names = sorted(values, key=values.get)
+    places = [values[name] for name in names]
+    for _ in range(100):
+        for i in range(len(places) - 1):
+            overlap = gap - (places[i + 1] - places[i])
+            if overlap > 0:
+                places[i] -= overlap / 2
+                places[i + 1] += overlap / 2
+    return dict(zip(names, places))
 
 
 # ---- the program
@@ -447,7 +462,19 @@ def write_report(path, budgets, setting, references):  # path without its ending
         f.write(text)
     curves = path + ".csv" if setting else os.path.join(os.path.dirname(path), "curves.csv")
     write_curves(budgets, curves, setting or "objective")
-    print(f"\n{path}.md, {curves}, {draw_picture(budgets, path + '.png')}\n\n{text}")
+    print(f"\n{path}.md, {curves}, {draw_picture(over_values(budgets, setting), path + '.png')}\n\n{text}")
+
+
+def over_values(budgets, setting):  # of one budget and rows that are numbers -> {number: {setting: {seed: metrics}}}
+    """What the picture is drawn over, in place of the budget."""
+    rows = budgets[max(budgets)]
+    try:
+        values = {float(name): seeds for name, seeds in rows.items()}
+    except ValueError:
+        return budgets
+    if len(budgets) > 1 or min(values) <= 0:    # the axis is logarithmic
+        return budgets
+    return {value: {setting: seeds} for value, seeds in sorted(values.items())}
 
 
 if __name__ == "__main__":

@@ -171,10 +171,25 @@ def test_tables_are_of_the_largest_budget_trends_and_curves_of_all(tmp_path, mon
 def test_the_picture_has_a_curve_over_the_budgets(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    worse = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}   # than no model: not drawn
+    worse = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}   # far above the median: not drawn
     assert os.path.getsize(compare.draw_picture(worse, str(tmp_path / "compare.png"))) > 5000
-    bits, infill, *_ = pyplot.gcf().axes
-    assert infill.get_title() == "infill 4 (less is better; dashed: left 4)"
-    drawn = [(line.get_linestyle(), line.get_xydata().tolist()) for line in [*bits.lines, *infill.lines]]
-    assert drawn == [("-", [[10, 1.1], [100, 1.01]]), ("-", [[10, 3.5]]), ("--", [[10, 3.0], [100, 3.0]]),
-                     ("-", [[10, 2.0], [100, 2.0]])]
+    bits, left, infill = pyplot.gcf().axes
+    assert infill.get_title() == "infill 4 (less is better)"
+    drawn = [[line.get_xydata().tolist() for line in axis.lines] for axis in (bits, left, infill)]
+    assert drawn == [[[[10, 1.1], [100, 1.01]]], [[[10, 3.0], [100, 3.0]]], [[[10, 2.0], [100, 2.0]]]]
+    assert [[text.get_text() for text in axis.texts] for axis in (bits, left, infill)] == [["clm"], ["clm"], ["mlm"]]
+
+
+def test_names_at_the_ends_of_lines_do_not_overlap():
+    places = compare.spread({"a": 1.0, "b": 1.1, "c": 5.0, "d": 1.05}, 0.5)
+    assert list(places) == ["a", "d", "b", "c"] and places["c"] == 5
+    gaps = [b - a for a, b in zip([*places.values()], [*places.values()][1:])]
+    assert min(gaps) > 0.49 and places["d"] == pytest.approx(1.05, abs=0.1)
+
+
+def test_a_sweep_over_numbers_is_drawn_over_them():
+    rows = {".4": {1: {"probe": 0.4}}, ".1": {1: {"probe": 0.1}}}
+    points = compare.over_values({5: rows}, "mask_rate")
+    assert points == {0.1: {"mask_rate": rows[".1"]}, 0.4: {"mask_rate": rows[".4"]}}
+    for other in ({5: rows, 6: rows}, {5: rows | {"0": {}}}, {5: rows | {"clm": {}}}):
+        assert compare.over_values(other, "mask_rate") is other

@@ -1,0 +1,91 @@
+"""Every command that a page or a help text prints is one that its program takes."""
+import glob
+import importlib
+import os
+import re
+import shlex
+
+import pytest
+
+import run
+import sample
+from experiments import compare
+from experiments.flags import parse_own_flags, parse_with_train_flags
+
+ROOT = os.path.dirname(run.__file__)
+PROGRAM = r"python (train\.py|sample\.py|-m experiments\.\w+)"
+PAGES = ["README.md", *(os.path.join("assets", name) for name in sorted(os.listdir(os.path.join(ROOT, "assets")))
+                        if name.endswith(".md"))]
+
+
+def read(page):
+    with open(os.path.join(ROOT, page), encoding="utf-8") as f:
+        return f.read()
+
+
+def page_commands(page):  # -> those in blocks of code and in backticks, which may go on in the next line
+    for i, text in enumerate(read(page).split("```")):
+        texts = text.splitlines() if i % 2 else re.findall(r"`([^`]+)`", text)
+        for each in texts:
+            yield from cut_commands(" ".join(each.split("\n")))
+            if page.endswith("EXERCISES.md") and not i % 2 and re.match("--(budgets|sweep|objectives) ", each):
+                yield "-m experiments.compare", each        # the flags of a question
+
+
+def help_commands(doc):
+    for line in doc.splitlines():               # what a command does stands after two spaces
+        yield from cut_commands(re.split(r"(?<=\S)  +", line)[0])
+
+
+def cut_commands(line):  # "A && B # why" -> (program, flags) of A and of B
+    for part in re.split(r" && |; ", line):
+        match = re.search(PROGRAM, part)
+        if match:
+            yield match[1], part[match.end():]
+
+
+def check(program, flags):
+    flags = re.sub(r",?\.\.\.", "", flags)
+    flags = re.sub(r"\b(NAME|all_tokens|recase)\b", "mlm", re.sub(r"\b(STEPS|WIDTH|N|T|B)\b(/32)?", "32", flags))
+    if flags.count('"') % 2:                    # a text that goes on in the next line
+        flags += '"'
+    argv = shlex.split(flags, comments=True)
+    if program == "train.py":
+        given = run.parse(argv)
+        if not {"resume", "init_from"} & set(given):
+            run.get_config(argv)
+    elif program == "sample.py":
+        run.make_parser("", "", sample.FLAGS).parse_args(argv)
+    else:
+        module = importlib.import_module(program.split()[1])
+        if "--help" in argv:
+            return
+        if hasattr(module, "RESERVED"):
+            own, rest = parse_with_train_flags("", "", module.FLAGS, module.RESERVED, argv)
+            if module is compare:
+                compare.plan_cells(own, rest)
+        else:
+            parse_own_flags("", "", module.FLAGS, argv)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_pages_parse(page):
+    for command in page_commands(page):
+        check(*command)
+
+
+def test_commands_of_help_texts_parse():
+    names = ["train", "sample"]
+    names += [f"experiments.{os.path.basename(path)[:-3]}" for path in glob.glob(f"{ROOT}/experiments/*.py")]
+    found = [command for name in names for command in help_commands(importlib.import_module(name).__doc__)]
+    assert len(found) > 30
+    for command in found:
+        check(*command)
+
+
+def test_a_command_that_does_not_parse_is_found():
+    for bad in ("python train.py --objectiv mlm", "python train.py --objective clm --mask_rate .3",
+                "python -m experiments.compare --sweep mask_rate", "python sample.py --top 3"):
+        [command] = cut_commands(bad)
+        with pytest.raises(SystemExit):
+            check(*command)
