@@ -358,7 +358,7 @@ def draw_picture(budgets, path):  # -> path, or why there is none
     colors = dict(zip(row_names(budgets), itertools.cycle(colors)))
     panels = {key: {name: mean_by_budget(budgets, name, key) for name in colors} for key in LEARNED}
     panels = {key: lines for key, lines in panels.items() if any(lines.values())}
-    down = math.ceil(len(panels) / 3)
+    down = max(1, math.ceil(len(panels) / 3))
     figure, axes = pyplot.subplots(down, 3, figsize=(14, 3.6 * down), squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.axis("off")
