@@ -41,7 +41,7 @@ SETTINGS = {
     },
     "model": {
         "n_layer": Flag({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
-        "n_head": Flag({"cpu": 4, "cuda": 6}, "attention heads", 1, 1000),
+        "n_head": Flag({"cpu": 2, "cuda": 6}, "attention heads", 1, 1000),
         "n_embd": Flag({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
         "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", MIN_BLOCK_SIZE, 1 << 24),
         "ngram_rows": Flag(65536, "rows of the hashed n-gram table for each length; 0 for no n-grams", 0, 1 << 26),
@@ -186,7 +186,7 @@ def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
         names |= {"objective", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
     else:                                       # a default of the objective's own comes before the parent's setting
         own = shared_defaults(member_names(given["objective"]))
-        names -= {"attn_scale", "block_size"} & set(own)
+        names -= {"attn_scale", "block_size", "n_head"} & set(own)              # no weight's shape depends on these
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 

@@ -189,7 +189,7 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
         if not first:
             return {}
         argv = [*argv, "--init_from", first]
-        for name in ("block_size", "batch_size", "attn_scale"):                     # else the first run's count
+        for name in ("block_size", "batch_size", "attn_scale", "n_head"):           # else the first run's count
             argv += [f"--{name}", str(getattr(cell.hp, name))]
     folder = train_cell(argv, crcs, out_dir)
     if not folder:

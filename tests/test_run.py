@@ -54,8 +54,8 @@ def refused(capsys, program, *flags):  # -> the one line that says why; nothing 
     ("--objective rotation --block_size 96", dict(block_size=96, batch_size=16)),
     # a mixture has the defaults that all its members share
     ("--objective electra:.5,nsp:.5", dict(attn_scale=2.0, mask_rate=0.15)),
-    ("--objective bart,span", dict(attn_scale=2.0)),
-    ("--objective bart,clm", dict(attn_scale=1.0, block_size=256, batch_size=16))])
+    ("--objective bart,span", dict(attn_scale=2.0, n_head=4)),
+    ("--objective bart,clm", dict(attn_scale=1.0, n_head=2, block_size=256, batch_size=16))])
 def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
     hp = get_config(["--device", "cpu", *flags.split()])
     assert {name: getattr(hp, name) for name in expected} == expected
@@ -65,15 +65,16 @@ def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
 def test_a_child_has_its_parents_model_and_where_they_are_alike_its_objective(text):
     """Its rows are as many as fill a step of the default number of positions."""
     fit(text, "a", "--objective", "mlm", "--mask_rate", ".5", "--doc_mask", "--attn_scale", "3", "--block_size", "128",
-        "--max_iters", "0")
-    same = dict(n_embd=16, block_size=128, batch_size=32, objective="mlm", mask_rate=0.5, doc_mask=True, attn_scale=3.0)
+        "--n_head", "1", "--max_iters", "0")
+    same = dict(n_embd=16, n_head=1, block_size=128, batch_size=32, objective="mlm", mask_rate=0.5, doc_mask=True,
+                attn_scale=3.0)
     for flags, expected in {
             "": same,
             "--objective mlm:1": same | {"objective": "mlm:1"},
             "--mask_rate .2 --no-doc_mask --attn_scale 1": same | dict(mask_rate=0.2, doc_mask=False, attn_scale=1.0),
             "--objective hybrid": same | dict(objective="hybrid", mask_rate=0.3, doc_mask=False),
             "--objective clm --block_size 64": dict(block_size=64, batch_size=16),
-            "--objective span": same | dict(objective="span", mask_rate=0.3, doc_mask=False, attn_scale=2.0),
+            "--objective span": same | dict(objective="span", mask_rate=0.3, doc_mask=False, attn_scale=2.0, n_head=4),
             "--objective rotation": dict(block_size=64, batch_size=64, attn_scale=3.0)}.items():
         hp = get_config(["--device", "cpu", "--init_from", "a", *flags.split()])
         assert {name: getattr(hp, name) for name in expected} == expected, flags
