@@ -88,9 +88,8 @@ def from_bytes(b):  # bytes -> (N,) uint8
 
 # ---- the corpus: a list of sources, dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc, map, note}
 def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
-    """Opens what --data names: files, folders or "stdlib", each with a ":weight" or none of them; without weights their
-    shares follow from their sizes. The weights returned add up to 1. map: of a mapped file, else None. note: a line for
-    the user, where files were skipped. Fails where a source is missing, empty or unreadable."""
+    """Files, folders or "stdlib", each with a ":weight" or none of them; without weights their shares follow from their
+    sizes. The weights returned add up to 1. map: of a mapped file, else None. note: for the user, on skipped files."""
     named = [split_weight(spec) for spec in specs]
     without = [path for path, weight in named if not weight]
     if 0 < len(without) < len(named):

@@ -10,13 +10,11 @@ the Canon layers of Allen-Zhu 2025) and to hashed n-gram embeddings (Pagnoni et 
 hidden states; the objective turns them into a loss.
 """
 import functools
-import warnings
 from dataclasses import dataclass
 
-warnings.filterwarnings("ignore", "Failed to initialize NumPy")                     # NumPy is not required
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 ROPE_BASE = 10000.0
 CONV_WIDTH = 4                                  # ids that the convolution over the embeddings reads

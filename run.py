@@ -77,21 +77,14 @@ RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "l
 
 
 # ---- flags, of every program
-class Parser(argparse.ArgumentParser):
-    ranges = {}                                 # {name: Flag}
-
-    def error(self, message):
-        if message.endswith("expected one argument"):
-            fail(f"{message}. Try {message.split()[1][:-1]}=VALUE where the value starts with a dash")
-        fail(f"{message}. Try: {self.prog} --help")
-
-    def parse_known_args(self, args=None, namespace=None):
-        given, rest = super().parse_known_args(args, namespace)
-        for name, value in vars(given).items():
-            flag = self.ranges[name]
-            if flag.low is not None and not flag.low <= value <= flag.high:
-                self.error(f"argument --{name}: {value} does not lie between {flag.low} and {flag.high}")
-        return given, rest
+def in_range(flag, kind):  # -> what turns a word of the command line into a value, for argparse
+    def convert(word):
+        value = kind(word)
+        if flag.low is not None and not flag.low <= value <= flag.high:
+            raise argparse.ArgumentTypeError(f"{value} does not lie between {flag.low} and {flag.high}")
+        return value
+    convert.__name__ = kind.__name__            # argparse prints it where the word is no number
+    return convert
 
 
 def choose_default(default, *keys):  # a default, or a dict of them -> the value of the first key in it, else its first
@@ -100,16 +93,22 @@ def choose_default(default, *keys):  # a default, or a dict of them -> the value
     return next((default[key] for key in keys if key in default), next(iter(default.values())))
 
 
-def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> Parser
+def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> ArgumentParser
     """It returns only the flags that were given: a checkpoint's settings come before defaults."""
-    parser = Parser(prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
+
+    def error(message):
+        if message.endswith("expected one argument"):           # as of --prompt -x
+            fail(f"{message}. Try {message.split()[1][:-1]}=VALUE where the value starts with a dash")
+        fail(f"{message}. Try: {prog} --help")
+    parser.error = error
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
-        parser.ranges = parser.ranges | flags
         for name, flag in flags.items():
             first = choose_default(flag.default)
-            how = dict(metavar="X", type=type(first))
+            how = dict(metavar="X", type=in_range(flag, type(first)))
             if isinstance(first, bool):
                 how = dict(action=argparse.BooleanOptionalAction)
             elif isinstance(first, list):
@@ -146,8 +145,7 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
 
 def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to resume, or ""
     """Defaults of the device, then of the objective, then a checkpoint's settings, then the flags given. --resume takes
-    all settings from the checkpoint, --init_from those of the model and, where the objective stays the same, of the
-    objective. Has no side effects. Fails on a value out of range, or one that contradicts the checkpoint."""
+    all settings from the checkpoint, --init_from those of the model and, where it stays the same, of the objective."""
     given = parse(argv)
     saved = {}
     resume = ""
@@ -218,9 +216,7 @@ def resolve_device(name):  # auto: CUDA, else the CPU, never mps, on which nothi
     if name == "cuda" and WORLD > 1:            # each of torchrun's processes has its own GPU
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
-        probe = torch.zeros(1, device=name)
-        probe.cpu()                             # the meta device has no data
-        return probe.device
+        return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
         fail(f"--device {name}: unknown, or not on this machine. Try --device cpu")
 
@@ -431,9 +427,6 @@ def for_inference(model):  # casts weights to the activations' type, so that a p
 
 # ---- a program
 def run_program(main):  # ends the process with main's exit code; Ctrl-C and a closed pipe (| head) without a traceback
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:          # closed at the start, as by >&-
-            setattr(sys, name, open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")    # a console that lacks a character prints "?"
     try:
         code = main()

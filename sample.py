@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-MAX_ROWS = 64                                   # texts or windows that one pass reads at most
+MAX_ROWS = 64                                   # rows that one pass of --score reads at most
 FILLED_BYTES = 8192                             # of a file, that are scored by filling, a pass for each
 BOUND_GROUPS, BOUND_ROWS = 4, 4                 # corruptions of a window for a bound
 GREEDY = dict(temperature=0.0)                  # the default for holes and repairs
@@ -103,8 +103,10 @@ def draw(p, g):  # (..., 256) -> bytes (...)
     return inverse_cdf(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
 
 
-def sample_byte_or_stop(logits, g, stop_id, **how):  # (N, V) -> ids (N,): a byte of a hole, or the id that ends it
-    """The hole ends as soon as stop_id and EOT together have a probability of END_THRESHOLD; neither is sampled."""
+def sample_byte(logits, g, stop_id=None, **how):  # (N, V) -> ids (N,)
+    """stop_id ends a hole as soon as it and EOT together have a probability of END_THRESHOLD; neither is sampled."""
+    if stop_id is None:
+        return draw(distribution(logits, **how), g)
     stops = logits.softmax(-1)[:, list({stop_id, EOT})].sum(1) >= END_THRESHOLD
     logits = logits.clone()
     logits[:, EOT] = -torch.inf
@@ -116,7 +118,7 @@ def sample_byte_or_stop(logits, g, stop_id, **how):  # (N, V) -> ids (N,): a byt
 def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positions=None, hp=None, compile=False,
              **how):
     """prompt (N, n) -> yields (N,): continues each row, one id a row at a time; a row that wrote EOT continues with
-    EOT. stop_id: what ends a hole, for sample_byte_or_stop. positions, hp: the objective's, for prefix rows.
+    EOT. stop_id: what ends a hole, for sample_byte. positions, hp: the objective's, for prefix rows.
 
     prefix 0: causal; when the block of T is full, its last half is encoded again. prefix P: the first P positions
     of the prompt are read both ways; generation ends where the block is full, so the prompt must leave space in it."""
@@ -127,7 +129,7 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
     start = max(0, ids.size(1) - T)             # of the block in ids
     new = ids[:, start:]                        # ids that the cache lacks
 
-    def step(new, prefix=0, at=None):           # at: positions, None where they are 0, 1, 2, ...
+    def step(new, at=None):                     # at: positions, None where they are 0, 1, 2, ...
         return model.logits(model(new, prefix, cache=cache, positions=at)[:, -1])
     fast_step = compile_step(step, ids[:, :1]) if compile else step
     for _ in range(max_new_tokens):
@@ -138,16 +140,10 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
             cache.length.zero_()
             new = ids[:, start:]
         if positions:
-            logits = step(new, prefix if new.size(1) > 1 else 0, positions(ids, rows, hp)[:, -new.size(1):])
-        elif new.size(1) > 1:
-            logits = step(new, prefix)
+            logits = step(new, positions(ids, rows, hp)[:, -new.size(1):])
         else:
-            logits = fast_step(new)
-        if stop_id is None:
-            byte = draw(distribution(logits, **how), g).to(ids.device)
-        else:
-            byte = sample_byte_or_stop(logits, g, stop_id, **how)
-        byte = byte.masked_fill(ended, EOT)
+            logits = step(new) if new.size(1) > 1 else fast_step(new)
+        byte = sample_byte(logits, g, stop_id, **how).to(ids.device).masked_fill(ended, EOT)
         ended |= byte == EOT
         new = byte[:, None]
         ids = torch.cat((ids, new), dim=1)
@@ -171,7 +167,7 @@ def compile_step(step, ids):  # step: ids -> tensors; ids: of the shape that it 
 
 
 @torch.inference_mode()
-def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats=None, compile=False, **how):
+def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=False, **how):
     """ids -> yields ids. Self-speculative decoding: heads of the model draft, the model verifies the draft in one pass
     (Stern et al. 2018). At temperature 0 the text equals that of generate, at others its distribution does. draft:
     Continue.drafter's function. stats: a list that receives (drafted, kept) of each pass."""
@@ -181,7 +177,7 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats=None, com
     start = max(0, len(ids) - T)                # of the block in ids
     cache = Cache(model, 1, T)
     drafts = []                                 # of what follows ids[-1]
-    q = None                                    # the distributions that they were drawn from
+    q = torch.zeros(0, N_BYTES, device=device)  # the distributions that they were drawn from
 
     def step(new):  # (1, m) -> logits of the next id (m, V), of the k after it (m, k, V)
         h = model(new, 0, cache=cache)[0]
@@ -201,8 +197,7 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats=None, com
         n = len(drafts)
         out = verify(distribution(logits[-n - 1:], **how), q, drafts, g)
         cache.length -= n + 1 - len(out)
-        if stats is not None:
-            stats.append((n, len(out) - 1))
+        stats.append((n, len(out) - 1))
         for i in out:
             ids.append(i)
             yield i
@@ -217,11 +212,9 @@ def verify(p, q, drafts, g):  # p (n + 1, 256), q (n or more, 256), n ids -> the
     """A draft d is kept with probability min(1, p(d) / q(d)). The first rejected one is replaced by a sample of
     (p - q)+, after the last kept one comes a sample of p (Leviathan et al. 2023): each id is distributed as p."""
     n = len(drafts)
-    kept = 0
-    if n:
-        d = torch.tensor(drafts, device=p.device)[:, None]
-        u = torch.rand(n, 1, generator=g, dtype=torch.double).to(p.device)
-        kept = int((u * q[:n].gather(1, d) < p[:n].gather(1, d)).long().cumprod(0).sum())
+    d = torch.tensor(drafts, dtype=torch.long, device=p.device)[:, None]
+    u = torch.rand(n, 1, generator=g, dtype=torch.double).to(p.device)
+    kept = int((u * q[:n].gather(1, d) < p[:n].gather(1, d)).long().cumprod(0).sum())
     rest = p[kept] if kept == n else (p[kept] - q[kept]).clamp(min=0)
     rest = rest if rest.sum() > 0 else p[kept]  # zero only through rounding
     return drafts[:kept] + [int(draw(rest, g))]
@@ -256,10 +249,10 @@ def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, cache
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
     confident: the sampled bytes that the model finds most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
-    without the noise that it adds to the ranking); left: from the left. ancestral: MDLM's
-    sampler, which between the times t and s < t of two passes unmasks each with probability (t - s) / t, in 64 passes.
-    analytic: SEDD's (its Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that
-    probability. Time runs from 1, all masked, to 0, so that (t - s) / t is 1 / the number of passes left."""
+    without the noise that it adds to the ranking); left: from the left. ancestral: MDLM's sampler, which between the
+    times t and s < t of two passes unmasks each with probability (t - s) / t, in 64 passes. analytic: SEDD's (its
+    Tweedie denoiser), which takes (t - s) / t * sum of the ratios c, untempered, as that probability. Time runs from 1,
+    all masked, to 0, so that (t - s) / t is 1 / the number of passes left."""
     at_random = order in ("ancestral", "analytic")
     if not steps:
         steps = 64 if at_random else int((ids == MASK).sum(1).max())
@@ -368,10 +361,7 @@ def repair(model, objective, noisy, hp, g, **how):  # ids of any number -> yield
     T = hp.block_size
     use = find_use(objective, "repair")
     n = objective.n_bytes(T, hp)
-    most = use.max_bytes(hp) if use.max_bytes else None
-    # a source that is not cut may be longer than its text of n bytes
-    whole = not most and len(noisy) <= T - 1 - n
-    for piece in cut_after_spaces(noisy, len(noisy) if whole else min(n, most or n)):
+    for piece in cut_after_spaces(noisy, min(n, use.max_bytes(hp))):
         ids = to_row([i for i in piece if i != EOT] + [SEP], hp)                    # a copied EOT would end the row
         P = ids.size(1)
         limit = min(T + 1 - P, n + 1)           # no target was longer in training
@@ -394,18 +384,13 @@ def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids, about equall
 def score_exact(model, data, T, stride, doc_mask=False):  # -> bits, left to right
     """Window i scores bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
     windows are disjoint, and each starts with one byte of context. The first byte of all counts 8 bits."""
-    n = len(data)
     bits = 8.0
-    # (first byte, first scored byte, end) of each
-    windows = [(max(0, at + stride - T), at, min(at + stride, n - 1)) for at in range(0, n - 1, stride)]
-    rows_of_passes = batches(windows, lambda w: w[2] - w[0])
-    for rows in tqdm(rows_of_passes, total=len(windows) // MAX_ROWS, disable=None, leave=False):
-        x = torch.stack([data[a:end + 1] for a, _, end in rows])                    # (rows, n + 1)
-        x = x.long().to(model.embed.weight.device)
-        logits = model.logits(model(x[:, :-1], 0, document_ids(x[:, :-1]) if doc_mask else None))
-        nats = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(rows), -1)
-        for row, (a, at, _) in zip(nats.cpu(), rows):
-            bits += float(row[at - a:].double().sum()) / math.log(2)
+    for at in tqdm(range(0, len(data) - 1, stride), disable=None, leave=False):
+        start = max(0, at + stride - T)
+        x = data[start:at + stride + 1].long().to(model.embed.weight.device)[None]  # (1, n + 1)
+        logits = model.logits(model(x[:, :-1], 0, document_ids(x[:, :-1]) if doc_mask else None))[0]
+        nats = F.cross_entropy(logits, x[0, 1:], reduction="none")                  # (n,)
+        bits += float(nats[at - start:].cpu().double().sum()) / math.log(2)
     return bits
 
 
@@ -423,12 +408,6 @@ def score_by_filling(model, data, T, use, doc_mask=False):  # -> bits, left to r
             logits = fill_logits(model, rows, use, doc_mask)[range(len(rows)), scored, :N_BYTES]
             bits += float(F.cross_entropy(logits.double(), x[scored], reduction="sum")) / math.log(2)
     return bits
-
-
-def batches(rows, length):  # -> lists of at most MAX_ROWS consecutive rows of one length
-    for _, group in itertools.groupby(rows, length):
-        while some := list(itertools.islice(group, MAX_ROWS)):
-            yield some
 
 
 @torch.inference_mode()
@@ -454,7 +433,7 @@ def score_bound(model, objective, data, hp, seed):  # -> bits at most, standard 
                 batch["prefix"] = n
             if hp.doc_mask:
                 batch["doc"] = document_ids(batch["inp"])
-            means.append(objective.nelbo(model, batch, hp).cpu().double().mean() / math.log(2))
+            means.append(objective.loss(model, batch, hp)["bound"].cpu().double() / BOUND_ROWS / math.log(2))
         means = torch.stack(means)
         bits += float(means.mean())
         variance += float(means.var()) / BOUND_GROUPS
@@ -568,27 +547,24 @@ def choose_order(objective, use, order):  # -> order, or its default
 def fill_mode(model, objective, use, hp, g, how, prompt, max_new_tokens=300, order="", steps=0, show=False):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, in the same block."""
     T = hp.block_size
-    order = choose_order(objective, use, order)
     default = GREEDY
-    before = []                                 # what does not fit the block
+    first = 0                                   # of what fits the block
     if MASK not in prompt:
         if not use.trained_at_any_rate:
             fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
         near = keep_within(prompt, T // 2)
-        before = prompt[:len(prompt) - len(near)]
-        prompt = near + [MASK] * min(max_new_tokens, T - len(near))
+        first = len(prompt) - len(near)
+        prompt = prompt + [MASK] * min(max_new_tokens, T - len(near))
         default = DIFFUSION_SAMPLING
-    ids = to_row(prompt, hp)
-    state = ids
-    how = dict(steps=steps, order=order, doc_mask=hp.doc_mask) | default | how
+    ids = state = to_row(prompt[first:], hp)
+    how = dict(steps=steps, order=choose_order(objective, use, order), doc_mask=hp.doc_mask) | default | how
     for state in unmask_long(model, ids, T, g, use, **how):
         if show:
             print(f"--- pass\n{to_text(state[0])}", flush=True)
-    print(highlight(before + state[0].tolist(), [False] * len(before) + [i == MASK for i in prompt]))
+    print(highlight(prompt[:first] + state[0].tolist(), [i == MASK for i in prompt]))
 
 
 def infill_mode(model, objective, use, hp, g, how, prompt=None, prefix=None, suffix=None, max_new_tokens=None):
-    """Writes what belongs in the holes of a prompt, or between --prefix and --suffix."""
     T = hp.block_size
     if prompt is not None and (prefix is not None or suffix is not None):
         fail("--prompt: contains the text around its holes. Try it without --prefix and --suffix")
@@ -622,7 +598,6 @@ def infill_mode(model, objective, use, hp, g, how, prompt=None, prefix=None, suf
 
 
 def repair_mode(model, objective, use, hp, g, how, prompt):
-    """Writes the clean text of a noisy one, piece by piece of a long text; [MASK] may stand in it."""
     stream([], repair(model, objective, prompt, hp, g, **GREEDY | how))
 
 
@@ -647,21 +622,12 @@ def follow_mode(model, objective, use, hp, prefix, suffix):  # prints the probab
 
 def search_mode(model, objective, use, hp, query, corpus):  # prints the three lines of --corpus nearest to --query
     lines = [(number, line) for number, line in enumerate(corpus.splitlines(), 1) if line.strip()]
-    vectors = embed_texts(model, objective, [query, *(line for _, line in lines)], hp.block_size)   # (N + 1, C)
+    texts = tqdm([query, *(line for _, line in lines)], disable=None, leave=False)
+    vectors = torch.cat([use.predict(model, to_row([*text[:hp.block_size]], hp)) for text in texts])    # (N + 1, C)
     similarity = vectors[1:] @ vectors[0]
     for i in similarity.argsort(descending=True)[:3].tolist():
         number, line = lines[i]
         print(f"--- similarity {float(similarity[i]):.3f}, line {number}:\n{to_text(line)}")
-
-
-def embed_texts(model, objective, texts, T):  # list of ids -> (N, C) float32 of length 1, of their first T bytes
-    predict = find_use(objective, "search").predict
-    by_length = sorted(range(len(texts)), key=lambda i: min(len(texts[i]), T))      # texts of one length share a batch
-    vectors = []
-    for some in batches(by_length, lambda i: min(len(texts[i]), T)):
-        x = torch.tensor([list(texts[i][:T]) or [EOT] for i in some], device=model.embed.weight.device)
-        vectors.append(predict(model, x).cpu())
-    return torch.cat(vectors)[torch.tensor(by_length).argsort()]
 
 
 def seam_mode(model, objective, use, hp, prompt):  # rotates a text back to where the model finds its first byte
@@ -672,7 +638,6 @@ def seam_mode(model, objective, use, hp, prompt):  # rotates a text back to wher
 
 
 def score_mode(model, objective, use, hp, score, seed=1):
-    """Bits per byte of a file: exact, a bound or both, and prints which."""
     data = from_bytes(score)
     T = hp.block_size
     fill = find_use(objective, "fill")
@@ -680,7 +645,7 @@ def score_mode(model, objective, use, hp, score, seed=1):
         those = " ".join(name for name, other in OBJECTIVES.items() if other.bpb or find_use(other, "fill"))
         fail(f"--score: {objective.name} defines no probability of a text. Try a run trained as {those}")
     print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
-    if objective.nelbo:
+    if objective.bpb == "bound":
         bits, error = score_bound(model, objective, data, hp, seed)
         print_bits(bits, len(data), f"{objective.name}'s upper bound, standard error {error / len(data):.4f}")
     elif objective.bpb:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import EOT, MAPPED_BYTES, check_sizes, check_unchanged, compressor_bits, document_ids, fail, make_rng
@@ -63,31 +63,20 @@ def micro_batch(batch, i, n):  # -> the i-th of n parts, equal to within a row; 
 
 
 # ---- optimizers: Muon for the StackedLinear layers inside blocks, ngram_step for the n-gram table, AdamW for the rest
-@dataclass
-class Optimizer:
-    """Its tensors keep their addresses, so that a CUDA graph can replay a step."""
-    lr: torch.Tensor                            # 0-D
-    hidden: list                                # the matrices of blocks
-    muon: list                                  # [(params, momentum (N, r, c))]: all matrices of one shape
-    adamw: list                                 # the other parameters
-    first: torch.Tensor                         # their moments (n,), one parameter after another
-    second: torch.Tensor
-    ngrams: torch.Tensor                        # (R,): second moments of the n-gram table's rows
-
-
-def make_optimizer(model, hp):
+def make_optimizer(model, hp):  # -> its state, in tensors that keep their addresses for a CUDA graph
     hidden = [m.weight for name, m in model.named_modules() if isinstance(m, StackedLinear) and "blocks." in name]
     rest = [p for name, p in model.named_parameters() if name != "ngrams.table" and not any(p is q for q in hidden)]
     by_shape = {}                               # one Newton-Schulz call per shape: few large products, not many small
     for p in hidden if hp.optimizer == "muon" else []:          # (n, rows, columns): n matrices of one shape
         by_shape.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
-    muon = [(params, torch.zeros(sum(map(len, params)), *shape, device=hp.device))
+    muon = [(params, torch.zeros(sum(map(len, params)), *shape, device=hp.device))              # momentum (N, r, c)
             for shape, params in by_shape.items()]
     adamw = rest if hp.optimizer == "muon" else rest + hidden
-    first, second = torch.zeros(2, sum(p.numel() for p in adamw), device=hp.device)
+    first, second = torch.zeros(2, sum(p.numel() for p in adamw), device=hp.device)             # one p after another
     rows = 0 if model.ngrams is None else len(model.ngrams.table)
-    return Optimizer(torch.zeros((), device=hp.device), hidden, muon, adamw, first, second,
-                     torch.zeros(rows, device=hp.device))
+    ngrams = torch.zeros(rows, device=hp.device)                # second moments of the table's rows (R,)
+    lr = torch.zeros((), device=hp.device)
+    return Namespace(lr=lr, hidden=hidden, muon=muon, adamw=adamw, first=first, second=second, ngrams=ngrams)
 
 
 def optimizer_tensors(opt):  # -> {name: tensor}, for a checkpoint
@@ -228,39 +217,26 @@ def learning_rate(step, hp):  # linear warm-up, constant, linear to 0: the small
 
 
 # ---- a step
-@dataclass
-class State:
-    """All that a training step reads and writes, in tensors that keep their addresses, so that a CUDA graph can replay
-    the step. The host writes windows, seeds, rates and step number (load_step_inputs); the device writes the rest."""
-    hp: object
-    members: list
-    corpus: list
-    sources: list                               # [name, size, crc, weight] of each, for checkpoints and logs
-    model: torch.nn.Module
-    opt: Optimizer
-    losses: list                                # the members' loss functions, perhaps compiled
-    windows: list                               # [source (B,), offset (B, candidates)] of each member
-    gens: list                                  # a torch.Generator for each member
-    params: list                                # all parameters but the n-gram table
-    table: object                               # the n-gram table, or None
-    step: torch.Tensor
-    progress: torch.Tensor                      # share of the run's steps that are done, for corrupt
-    first_nonfinite_step: torch.Tensor          # the first step whose loss or gradient was not finite, else -1
-
-
 def prepare(members, corpus, hp):  # -> State before the first step
+    """State: all that a training step reads and writes, in tensors that keep their addresses, so that a CUDA graph can
+    replay the step. The host writes windows, seeds, rates and step number (load_step_inputs); the device the rest."""
     model = build(hp)
     device = corpus[0]["train"].device
-    progress = torch.zeros((), device=hp.device)
+    progress = torch.zeros((), device=hp.device)                # share of the run's steps that are done, for corrupt
     members = [replace(m, hp=Namespace(**vars(m.hp) | {"progress": progress})) for m in members]
-    sources = [[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus]
-    return State(
-        hp, members, corpus, sources, model, make_optimizer(model, hp), [m.objective.loss for m in members],
+    return Namespace(
+        hp=hp, members=members, corpus=corpus, model=model, opt=make_optimizer(model, hp), progress=progress,
+        # of each source, for checkpoints and logs
+        sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus],
+        # of each member: its loss function, perhaps compiled; source (B,) and offset (B, candidates) of its windows
+        losses=[m.objective.loss for m in members],
         windows=[[t.to(device) for t in draw_windows(m, corpus, "train", m.rows, "0")] for m in members],
         gens=[torch.Generator(hp.device) for _ in members],
+        # all parameters but the n-gram table, and that table, or None
         params=[p for name, p in model.named_parameters() if name != "ngrams.table"],
         table=None if model.ngrams is None else model.ngrams.table,
-        step=torch.zeros((), dtype=torch.long, device=hp.device), progress=progress,
+        step=torch.zeros((), dtype=torch.long, device=hp.device),
+        # the first step whose loss or gradient was not finite, else -1
         first_nonfinite_step=torch.full((), -1, device=hp.device))
 
 
@@ -283,11 +259,10 @@ def load_step_inputs(s, step):
         s.model.ngrams.seed.fill_(to_seed(key))
 
 
-def training_step(s):  # -> batches, loss (nats: sum over terms of coefficient * sum / count), norm of the gradient
+def training_step(s):  # -> loss (nats: sum over terms of coefficient * sum / count), norm of the gradient
     """One update: the same code for one process or several, called eagerly or replayed. Never waits for the device."""
     hp = s.hp
     # forward and backward: sums of nats, divided by the counts of the whole batch
-    batches = []
     lookups = []
     loss = torch.zeros_like(s.first_nonfinite_step, dtype=torch.float32)
     for m, loss_fn, windows, g in zip(s.members, s.losses, s.windows, s.gens):
@@ -302,7 +277,6 @@ def training_step(s):  # -> batches, loss (nats: sum over terms of coefficient *
                 part.backward()
                 loss += part.detach()
                 lookups += take_lookups(s.table)
-        batches.append(batch)
     if WORLD > 1:
         lookups = sum_over_processes(s.params, s.table, lookups, loss)
 
@@ -313,7 +287,7 @@ def training_step(s):  # -> batches, loss (nats: sum over terms of coefficient *
     s.first_nonfinite_step.copy_(torch.where((s.first_nonfinite_step < 0) & ~finite, s.step, s.first_nonfinite_step))
     optimizer_step(s.opt, s.table, lookups, s.step, s.first_nonfinite_step >= 0, hp)
     s.model.zero_grad(set_to_none=True)
-    return batches, loss, norm
+    return loss, norm
 
 
 def compile_losses(s):
@@ -402,8 +376,7 @@ def any_rank(flag):  # -> is it true in any process?
 
 
 # ---- the run
-def main(argv=None, with_sample=True):  # -> exit code
-    """with_sample: ends with compressors, the picture and a sample."""
+def main(argv=None, with_sample=True):  # -> exit code; with_sample: draws losses, prints compressors and a sample
     hp = get_config(sys.argv[1:] if argv is None else argv)
     if WORLD > 1:
         join_processes(hp)
@@ -455,12 +428,12 @@ def train(hp):  # -> exit code, State of a run that is done or None
             metrics.truncate(run["metrics_bytes"])
             metrics.seek(0, os.SEEK_END)
         announce(s, metrics, run)
-        bar = tqdm(total=hp.max_iters, initial=run["step"], disable=True if RANK else None, unit="step",
-                   dynamic_ncols=True)
         start = clock_step = run["step"]
         clock = last_line = time.perf_counter()
         # once more than there are steps: the last iteration only evaluates and saves
-        for step in range(start, hp.max_iters + 1):
+        bar = tqdm(range(start, hp.max_iters + 1), total=hp.max_iters, initial=start, disable=True if RANK else None,
+                   unit="step", dynamic_ncols=True)
+        for step in bar:
             due = step % hp.eval_interval == 0 or step == hp.max_iters
             halt = any_rank(bool(stop))
             if (due or halt) and (step > start or not hp.resume):
@@ -485,21 +458,22 @@ def train(hp):  # -> exit code, State of a run that is done or None
             if step == hp.max_iters or halt:
                 break
             load_step_inputs(s, step)
-            batches, loss, norm = step_fn()
-            bar.update()
+            loss, norm = step_fn()
             if step % hp.log_interval == 0:     # only logging waits for the device
                 if int(s.first_nonfinite_step) >= 0:
                     break
                 now = time.perf_counter()
                 speed = (step + 1 - clock_step) / (now - clock)                     # steps per second
-                record = describe_step(s, step, batches, float(loss), float(norm), speed)
-                write_line(metrics, record | {"seconds": round(run["seconds"] + now - clock, 3)})
-                line = f"loss {record['loss']:.3f}, {record['tok_per_s'] / 1e3:.1f}k positions/s"
+                positions = round(speed * hp.batch_size * hp.accum * hp.block_size)                     # per second
+                write_line(metrics, {
+                    "step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective,
+                    "loss": float(loss), "lr": learning_rate(step, hp), "grad_norm": float(norm),
+                    "tok_per_s": positions, "seconds": round(run["seconds"] + now - clock, 3)})
+                line = f"loss {float(loss):.3f}, {positions / 1e3:.1f}k positions/s"
                 bar.set_postfix_str(line)
                 if bar.disable and now - last_line > 5:         # no terminal: a plain line every 5 seconds
                     last_line = now
                     say(f"step {step:6d} | {line}, {(hp.max_iters - step) / speed:.0f} s left", stop)
-        bar.close()
         bad = int(s.first_nonfinite_step)
         if bad >= 0:                            # no update was made after it
             save(s, metrics, "ckpt.pt", run | {"step": bad})
@@ -621,17 +595,6 @@ def show_row(objective, batch, width=96, most=256):  # prints the first row of a
     print(f"  {objective.name} attention  {objective.attention}, prefix {int(prefix)}")
 
 
-def describe_step(s, step, batches, loss, norm, speed):  # -> a record of a training step
-    hp = s.hp
-    positions = hp.batch_size * hp.accum * hp.block_size
-    targets = sum(float(n_targets(m.objective, batch, m.hp)) for m, batch in zip(s.members, batches))
-    # of a training batch bits per byte are known where the loss is nats per byte; a bound needs validation's corruption
-    known = len(s.members) == 1 and s.members[0].objective.bpb == "loss"
-    return {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective, "loss": loss,
-            "bpb": loss / math.log(2) if known else None, "targets": targets / positions,
-            "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": round(speed * positions)}
-
-
 def describe(step, r):  # -> a line for a record of evaluate
     bound = "<= " if OBJECTIVES[r["objective"]].bpb == "bound" else ""
     bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
@@ -662,8 +625,7 @@ def draw_losses(hp):  # into loss.png beside metrics.jsonl: nats over steps, by 
     curves = {}
     with open(os.path.join(hp.out_dir, "metrics.jsonl"), "rb") as f:
         for r in [json.loads(line) for line in f][1:]:
-            loss = math.nan if r["loss"] is None else r["loss"]
-            curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], loss))
+            curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
     axes = Figure().subplots()
     for label, points in sorted(curves.items()):
         style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)

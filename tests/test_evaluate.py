@@ -129,6 +129,17 @@ def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_the_texts(monk
     assert share == [pytest.approx(0.05, abs=0.01), pytest.approx(0.025, abs=0.01)]
 
 
+def test_auc_is_the_chance_of_the_right_order():
+    scores = torch.randint(0, 6, (60,), generator=make_rng("s")).float()
+    labels = torch.randint(0, 2, (60,), generator=make_rng("l"))
+    ones = scores[labels == 1][:, None]
+    zeros = scores[labels == 0]
+    want = (ones > zeros).double().mean() + 0.5 * (ones == zeros).double().mean()
+    assert float(evaluate.auc(scores, labels)) == pytest.approx(float(want))
+    assert float(evaluate.auc(torch.zeros(60), labels)) == 0.5
+    assert float(evaluate.auc(scores, torch.zeros(60))) == 0.5, "one of the two is missing"
+
+
 # ---- tasks
 
 def test_a_mark_is_right_where_the_letter_was_replaced():

@@ -341,14 +341,13 @@ def check_replay(name, nan_before=None, **changes):
                 train.load_step_inputs(s, step)
                 if step == nan_before:
                     s.model.conv_weight.data[0] = math.nan
-            batches, loss, norm = train.training_step(eager)
+            said = train.training_step(eager)
             if step:
                 recording.replay()
             else:
                 with recording:
-                    static_batches, static_loss, static_norm = train.training_step(graphed)
-            for what, a, b in (("batches", batches, static_batches), ("loss", [loss, norm], [static_loss, static_norm]),
-                               ("weights", state_of(eager), state_of(graphed))):
+                    static = train.training_step(graphed)
+            for what, a, b in (("loss", said, static), ("weights", state_of(eager), state_of(graphed))):
                 torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True, msg=f"other {what} at step {step}")
     assert int(eager.first_nonfinite_step) == (-1 if nan_before is None else nan_before)
 
@@ -395,7 +394,6 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     assert objective.name == name
     assert objective.uses, "sample.py can do nothing with it"
     assert {use.mode for use in objective.uses} <= set(sample.MODES)
-    assert (objective.bpb == "bound") == (objective.nelbo is not None)
     for use in objective.uses:
         if isinstance(use, Fill):
             assert use.orders and {*use.orders} <= {"confident", "left", "ancestral", "analytic"}
@@ -514,7 +512,7 @@ def test_all_are_equally_likely(kinds, draws):
 
 TERMS = {  # of each objective: {term: (coefficient, kinds among which an untrained model chooses by chance, or 0)}
     "mtp": {"nll": (1, 256), "head2": (0.1, 256), "head3": (0.1, 256), "head4": (0.1, 256)},
-    "electra": {"generator": (1, 256), "discriminator": (50, 2), "auc": (0, 0), "replaced": (0, 0)},
+    "electra": {"generator": (1, 256), "discriminator": (50, 2), "replaced": (0, 0)},
     "nsp": {"nll": (1, 256), "nsp": (1, 2), "accuracy": (0, 0)},
     "rotation": {"seam": (1, T), "accuracy": (0, 0)},
     "hybrid": {"masked": (0.25, 256), "causal": (0.75, 256)}}
@@ -535,13 +533,10 @@ def test_terms_have_the_papers_coefficients_and_start_at_chance(name):
 
 
 @pytest.mark.parametrize("name, T, changes", [
-    ("span", 64, dict(span_rate=0.9)), ("span", 64, dict(span_rate=0.15, span_mean=20.0)),
-    ("span", 3000, dict(span_mean=1.0)), ("ul2", 32, dict(batch_size=3)),
+    ("span", 64, dict(span_rate=0.9)), ("span", 3000, dict(span_mean=1.0)), ("ul2", 32, dict(batch_size=3)),
     ("bart", 64, dict(bart_noise="mask,mask")), ("bart", 64, dict(bart_noise="hide")),
     ("nsp", 32, dict(batch_size=1)), ("contrastive", 32, dict(batch_size=1)),
-    ("hybrid", 32, dict(hybrid_ratio=0.0)), ("hybrid", 32, dict(hybrid_ratio=1.0)),
-    # one kind is left without a row of a step, or of a validation batch
-    ("hybrid", 32, dict(hybrid_ratio=0.2)), ("hybrid", 32, dict(hybrid_ratio=0.02, batch_size=64)),
+    ("hybrid", 32, dict(batch_size=1)),
     ("clm,nsp", 32, dict(batch_size=2)), ("clm:5,contrastive:3", 32, dict(accum=2)), ("clm,clm", 32, {}),
     ("clm:0,mlm", 32, {}), ("clm:x,mlm", 32, {}), ("clm,mlmm", 32, {})])
 def test_impossible_rows_are_refused_in_one_line(name, T, changes, capsys):
@@ -621,7 +616,7 @@ def test_hybrid_rows_are_masked_or_causal(rate, k):
 def test_hybrid_masks_the_whole_part_of_its_share_spread_evenly(B, ratio):
     """In float32 the product misses its integer for 75 rows and .84, in float64 for 100 and .29."""
     x = torch.ones(B, 3, dtype=torch.long)
-    rows = int(B * ratio + 1e-6)
+    rows = min(max(1, int(B * ratio + 1e-6)), B - 1)            # one at least, and not all
     masked = O.hybrid(x, make_rng("h"), settings("hybrid", 2, hybrid_ratio=ratio))["prefix"] > 0
     assert int(masked.sum()) == rows
     assert ((masked.cumsum(0) - torch.arange(1, B + 1) * rows / B).abs() < 1).all()
@@ -848,7 +843,6 @@ def test_electra_labels_what_differs_and_reports_it():
     mean = {term: x / objective.terms(batch, hp)[term][0] for term, x in objective.loss(net, batch, hp).items()}
     torch.testing.assert_close(mean["discriminator"], F.binary_cross_entropy_with_logits(scores, labels))
     assert float(mean["replaced"]) == pytest.approx(float(labels.mean()))
-    assert float(mean["auc"]) == pytest.approx(float(O.auc(scores.flatten(), labels.flatten())))
 
 
 def test_electra_is_two_models_whose_gradients_stay_on_their_side():
@@ -876,17 +870,6 @@ def test_electra_samples_follow_the_generator():
     masked = batch["inp"].gather(1, batch["masked_positions"]) == MASK
     for some in (fake[masked], fake[~masked]):  # by numbers that did not choose the masks
         assert chi2(torch.bincount(some, minlength=69)[65:], len(some) * p) < 25    # 3 degrees of freedom
-
-
-def test_auc_is_the_chance_of_the_right_order():
-    scores = torch.randint(0, 6, (60,), generator=make_rng("s")).float()
-    labels = torch.randint(0, 2, (60,), generator=make_rng("l"))
-    ones = scores[labels == 1][:, None]
-    zeros = scores[labels == 0]
-    want = (ones > zeros).double().mean() + 0.5 * (ones == zeros).double().mean()
-    assert float(O.auc(scores, labels)) == pytest.approx(float(want))
-    assert float(O.auc(torch.zeros(60), labels)) == 0.5
-    assert float(O.auc(scores, torch.zeros(60))) == 0.5, "one of the two is missing"
 
 
 # ---- bart
@@ -1115,7 +1098,7 @@ def test_bd3lm_chooses_the_number_of_masked_bytes_of_each_block_from_every_strat
     weight = (sizes / torch.stack(counts, dim=1)).repeat_interleave(sizes, dim=1)
     torch.testing.assert_close(batch["weight"], F.pad(weight, (0, 22)))
     assert torch.equal(batch["inp"], torch.cat((x.masked_fill(masked, MASK), x), dim=1))
-    assert int(O.bound_terms(batch, hp)["bound"][0]) == 8 * 22
+    assert int(OBJECTIVES["bd3lm"].terms(batch, hp)["bound"][0]) == 8 * 22
 
 
 @torch.no_grad()
@@ -1140,7 +1123,7 @@ def test_bd3lm_of_one_block_is_mdlm():
     _, plain, _ = make("mdlm", T=T // 2)
     net = randomized(n_outputs=256)
     assert torch.equal(batch["inp"][:, :T // 2], plain["inp"])
-    torch.testing.assert_close(OBJECTIVES["bd3lm"].nelbo(net, batch, hp), OBJECTIVES["mdlm"].nelbo(net, plain, hp))
+    torch.testing.assert_close(OBJECTIVES["bd3lm"].loss(net, batch, hp), OBJECTIVES["mdlm"].loss(net, plain, hp))
 
 
 def mdlm_cost(logits, x, t):
@@ -1167,13 +1150,14 @@ def test_a_bound_equals_its_authors_integral_over_t(name, cost):
         m = int(hidden.sum())
         batch = dict(inp=x.masked_fill(hidden, MASK), tgt=x.where(hidden, IGNORE_INDEX), prefix=3,
                      weight=torch.ones(1, 3))
-        exact += float(OBJECTIVES[name].nelbo(net, batch, None)) / math.comb(3, m) / max(1, m)
+        exact += float(OBJECTIVES[name].loss(net, batch, None)["bound"]) / math.comb(3, m) / max(1, m)
         logits = net.logits(net(batch["inp"], 3))[0, :, :256].double()
         for i in hidden[0].nonzero().flatten().tolist():
             authors += float((t ** m * (1 - t) ** (3 - m) * cost(logits[i], int(x[0, i]), t)).mean())
     assert exact == pytest.approx(authors, rel=1e-3)
     batch = OBJECTIVES[name].corrupt(x.expand(3000, -1), make_rng("m"), settings(name, 3))
-    assert float(OBJECTIVES[name].nelbo(net, batch, None).mean()) == pytest.approx(authors, rel=0.03)
+    bound = OBJECTIVES[name].loss(net, batch, None)["bound"] / len(batch["tgt"])
+    assert float(bound) == pytest.approx(authors, rel=0.03)
 
 
 def test_sedd_costs_nothing_where_nothing_is_masked_though_ratios_overflow_there():
@@ -1194,10 +1178,9 @@ def test_sedd_costs_nothing_where_nothing_is_masked_though_ratios_overflow_there
 @pytest.mark.parametrize("mixture, B, accum, rows", [
     ("clm:3,mlm:1", 8, 1, [6, 2]), ("clm:.5,mlm:.3,prefix:.2", 7, 1, [4, 2, 1]), ("clm:2, mlm, nsp", 8, 3, [12, 6, 6]),
     ("clm:5,nsp:3", 2, 4, [5, 3]), ("clm:2,contrastive:3", 5, 2, [4, 6]), ("mlm", 4, 2, [8])])
-def test_rows_of_a_step_are_apportioned_by_weight_and_settings_hold_a_members_own(mixture, B, accum, rows):
+def test_rows_of_a_step_are_apportioned_by_weight(mixture, B, accum, rows):
     members = get_members(settings(mixture, T, batch_size=B, accum=accum))
     assert [m.rows for m in members] == rows
-    assert [m.hp.batch_size for m in members] == [r / accum for r in rows]
 
 
 @pytest.mark.parametrize("accum, fits", [(1, 10), (3, 4)])
@@ -1223,6 +1206,5 @@ def test_each_member_gives_what_it_gives_alone():
         member = dataclasses.replace(get_members(own)[0], key=f",{i}" if i else "")
         alone.append(train.draw_batch(member, corpus, "train", m.rows, "7,3", own))
         want += m.rows / 16 * total(m.objective, s.model, alone[i], own)
-    batches, loss, _ = train.training_step(s)
-    assert all(map(same, batches, alone))
+    loss, _ = train.training_step(s)
     torch.testing.assert_close(loss, want.detach())

@@ -76,6 +76,11 @@ def start(*flags):  # -> State before the first step
     return train.prepare(get_members(hp), open_corpus(hp.data), hp)
 
 
+def batches_of(s, step):  # -> what a step trains on
+    train.load_step_inputs(s, step)
+    return [train.make_batch(m, s.corpus, "train", *each, s.hp) for m, *each in zip(s.members, s.windows, s.gens)]
+
+
 def take(s, *steps):  # -> what the last of these steps returns
     out = None
     for step in steps:
@@ -280,7 +285,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     grads = []
     update = mock.Mock(side_effect=lambda *args: grads.extend(train.gradients(s.params)))
     monkeypatch.setattr(train, "optimizer_step", update)
-    _, loss, norm = take(s, 0)
+    loss, norm = take(s, 0)
 
     net.ngrams.drop.fill_(0.3)
     net.ngrams.seed.copy_(s.model.ngrams.seed)
@@ -303,16 +308,14 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
 
 
 def test_a_mixtures_rows_are_apportioned_over_the_step(text):
-    """Whatever the number of micro-batches, the same rows, loss and targets per position."""
+    """Whatever the number of micro-batches, the same rows and loss."""
     seen = []
     for batch_size, accum in (8, 1), (4, 2), (2, 4):
         rows = ["--batch_size", str(batch_size), "--accum", str(accum)]
         s = start("--data", text, "--objective", "clm:.3,mlm:.7", *rows)
-        batches, loss, norm = take(s, 0, 1)
-        record = train.describe_step(s, 1, batches, float(loss), float(norm), 1.0)
+        loss, norm = take(s, 0, 1)
         assert [m.rows for m in s.members] == [2, 6]
-        assert record["targets"] == pytest.approx((2 + 6 * 10 / 32) / 8)
-        seen.append((batches, loss, norm))
+        seen.append((batches_of(s, 1), loss, norm))
         assert_close(seen[-1], seen[0], rtol=1e-4, atol=1e-6)
 
 
@@ -390,10 +393,10 @@ def test_the_share_of_the_run_reaches_training_alone(text):
     [(_, _, _, [val], _)] = train.validation_list(s.members, s.corpus, s.hp)
     assert len(counts(val)) == 32
     for step, few in ((0, True), (6, True), (7, False), (9, False)):
-        [batch], *_ = take(s, step)
+        [batch] = batches_of(s, step)
         assert (counts(batch) == {13}) == few and float(s.progress) == pytest.approx(step / 10)
     s.hp.init_from = "a run"
-    [batch], *_ = take(s, 0)
+    [batch] = batches_of(s, 0)
     assert len(counts(batch)) > 20
 
 
@@ -403,7 +406,7 @@ def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(t
         s = start("--data", text, "--max_iters", "9", "--seed", seed, "--objective", "mlm")
         seen.append(s.model.embed.weight.tolist())
         for step in range(2):
-            [batch], *_ = take(s, step)
+            [batch] = batches_of(s, step)
             seen += [s.windows[0][1].tolist(), (batch["tgt"] < 0).tolist(), int(s.model.ngrams.seed)]
             assert float(s.model.ngrams.drop) == pytest.approx(train.ngram_drop_rate(step, s.corpus, s.members, s.hp))
     assert not any(a == b for a, b in itertools.combinations(seen, 2)) and s.model.ngrams.drop > 0
@@ -411,7 +414,7 @@ def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(t
 
 def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
     write("nul.txt", b"ab\0" * 2000)
-    [batch], *_ = take(start("--data", "nul.txt", "--objective", "mdlm", "--doc_mask", "--batch_size", "64"), 0)
+    [batch] = batches_of(start("--data", "nul.txt", "--objective", "mdlm", "--doc_mask", "--batch_size", "64"), 0)
     ends = (batch["inp"] == 0).long()
     assert (batch["tgt"] == 0).any() and torch.equal(batch["doc"], ends.cumsum(1) - ends)
 
@@ -492,9 +495,9 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
     assert {"ckpt.pt", "best.pt", "metrics.jsonl"} <= set(os.listdir("out/prefix-2"))
     [line, *_] = metrics("out/prefix-2", "train")
     [val, *_] = metrics("out/prefix-2", "val")
-    assert set(line) == {"step", "split", "data", "objective", "loss", "bpb", "targets", "lr", "grad_norm"}
+    assert set(line) == {"step", "split", "data", "objective", "loss", "lr", "grad_norm"}
     assert val["bpb"] == pytest.approx(8.0) and val["loss"] == pytest.approx(math.log(256))
-    assert 0.5 < line["targets"] < 0.95
+    assert 0.5 < val["targets"] < 0.95
 
 
 def test_a_run_says_what_its_text_is_not_good_for(text, capsys):
@@ -532,7 +535,7 @@ def test_validation_text_is_held_out(text):
     write("split.txt", b"a" * 9000 + b"b" * 1000)
     s = start("--data", "split.txt")
     [(_, _, _, [val], _)] = train.validation_list(s.members, s.corpus, s.hp)
-    [batch], *_ = take(s, 0)
+    [batch] = batches_of(s, 0)
     assert val["inp"].unique().tolist() == [ord("b")] and batch["inp"].unique().tolist() == [ord("a")]
 
 
@@ -549,7 +552,7 @@ def test_each_member_is_validated_on_each_source_and_best_is_the_least_of_their_
     best = load_checkpoint("a/best.pt")
     assert best["step"] == best["best_step"] == min(total, key=total.get) != 20
     assert best["best"] == pytest.approx(total[best["step"]])
-    assert losses("a")[0] == pytest.approx(math.log(256), abs=1e-4) and losses("a", "bpb")[0] is None
+    assert losses("a")[0] == pytest.approx(math.log(256), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.bpb == "causal"])
@@ -599,7 +602,6 @@ def test_every_objective_learns_in_a_short_run(name, text):
         limits = dict.fromkeys(limits, unigram) | {"nsp": math.log(2) - 0.01}
     if name == "electra":
         limits["discriminator"] = float(Bernoulli(terms["replaced"]).entropy())
-        assert terms["auc"] > 0.55
     for term, (_, coefficient) in objective.terms(batches[0], s.hp).items():
         assert terms[term] < limits[term] or not coefficient, term
     if objective.bpb in ("loss", "causal"):
@@ -610,7 +612,7 @@ def test_every_objective_learns_in_a_short_run(name, text):
 def test_any_bytes_can_be_trained_on(content, text):
     write("any.bin", content)
     for name in OBJECTIVES:
-        _, loss, norm = take(start("--data", "any.bin", "--objective", name), 0, 1)
+        loss, norm = take(start("--data", "any.bin", "--objective", name), 0, 1)
         assert math.isfinite(loss) and math.isfinite(norm), name
 
 
