@@ -416,12 +416,12 @@ def span_prompt(pieces, m, hp, mode=()):
 
 SPAN_ENDS = tuple(range(SENTINEL + 1, VOCAB_SIZE))              # an answer ends with the next one's sentinel
 SHARP_ATTENTION = {"attn_scale": 2.0}           # sharper attention learns long-range lookups sooner
-# where a target copies from its source, four narrow heads learn more than two wide ones
-SOURCE_AND_TARGET = SHARP_ATTENTION | {"n_head": {"cpu": 4, "cuda": 6}}
+# whoever looks up a source or compares two texts learns more with four narrow heads than with two wide ones
+NARROW_HEADS = {"n_head": {"cpu": 4, "cuda": 6}}
 OBJECTIVES["span"] = Objective(
     "span", corrupt=span, help="spans of a text after their sentinels", use_help="fill holes", attention="prefix",
     n_bytes=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], n_outputs=VOCAB_SIZE,
-    flag_defaults=SOURCE_AND_TARGET | MORE_PASSES,
+    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
            "span_mean": Flag(6.0, "mean length of a span, in bytes", 1.0, 1e6)},
     single_document=True, positions=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
@@ -479,7 +479,7 @@ def ul2_prompt(pieces, m, hp):
 OBJECTIVES["ul2"] = dataclasses.replace(
     OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
     use_help="fill holes, continue", n_bytes=lambda T, hp: max(n for _, _, n, _, _ in denoisers(T, hp)), min_rows=4,
-    flag_defaults=SOURCE_AND_TARGET | {"max_passes": 8.0},
+    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | {"max_passes": 8.0},
     uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
 
 
@@ -873,7 +873,7 @@ OBJECTIVES["bart"] = Objective(
            "bart_rate_min": Flag(0.0, "smallest share of them; as large as bart_rate: the same in every row", 0.0, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     # short rows are learned sooner; n-grams lower the loss, but the model loses its place in the source sooner
-    flag_defaults=SOURCE_AND_TARGET | MORE_PASSES | {"block_size": 128, "ngram_rows": 0},
+    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES | {"block_size": 128, "ngram_rows": 0},
     single_document=True, positions=bart_positions, target_hidden=False,
     uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,))))
 
@@ -939,7 +939,7 @@ OBJECTIVES["nsp"] = Objective(
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
-    flag_defaults=SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
+    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
     joins_documents=lambda hp: hp.nsp_negatives == "random",
     uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))))
 
@@ -981,7 +981,7 @@ OBJECTIVES["contrastive"] = Objective(
     terms=lambda batch, hp: {"infonce": (2 * len(batch["inp"]), 1.0), "top1": (len(batch["inp"]), 0.0)},
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
-    flag_defaults=MORE_PASSES | {"batch_size": 32},             # its rows are the negatives
+    flag_defaults=NARROW_HEADS | MORE_PASSES | {"batch_size": 32},                  # its rows are the negatives
     single_document=True, compares_rows=True, uses=(Predict("search", embed),))
 
 

@@ -47,7 +47,7 @@ def refused(capsys, program, *flags):  # -> the one line that says why; nothing 
     ("--objective bd3lm", dict(block_size=512, batch_size=16, mask_rate=0.4)),
     ("--objective mlm", dict(mask_rate=0.3, max_passes=OBJECTIVES["mlm"].flag_defaults["max_passes"])),
     ("--objective nsp", dict(mask_rate=0.15)),
-    ("--objective contrastive", dict(batch_size=32)),
+    ("--objective contrastive", dict(batch_size=32, n_head=4)),
     # shorter rows of its own are more rows, so that a step has as many positions
     ("--objective rotation", dict(block_size=64, batch_size=64)),
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
