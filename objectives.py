@@ -81,7 +81,7 @@ class Infill:
 class Repair:
     """Writes the clean text of a noisy one, in rows of seq2seq."""
     mode = "repair"
-    max_bytes: Callable = lambda hp: hp.block_size              # (hp) -> bytes that are repaired at once, if they fit
+    max_bytes: Callable | None = None           # (hp) -> bytes that are repaired at once; None: as many as fit a row
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Objective:
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, for sample.py; None: 0, 1, ...
 
     # evaluation
-    # bits per byte: "loss" (its loss / ln 2, as clm's), "causal" (its loss on clm's rows, as fim's), "bound" (its loss
-    # / ln 2 is an upper bound, as mdlm's), None where it defines none
+    # bits per byte: "loss" (its loss / ln 2, as clm's), "causal" (its loss on clm's rows, as fim's), "bound" (its only
+    # term, "bound", which counts bytes, is an upper bound, as mdlm's), None where it defines none
     bpb: str | None = None
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
     is_random: bool = True                      # corrupt draws random numbers
@@ -423,7 +423,7 @@ OBJECTIVES["span"] = Objective(
     n_bytes=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], n_outputs=VOCAB_SIZE,
     flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
-           "span_mean": Flag(6.0, "mean length of a span, in bytes", 1.0, 1e6)},
+           "span_mean": Flag(6.0, "mean length of a span, in bytes, at most a row's noise", 1.0, 1e6)},
     single_document=True, positions=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
 
 
@@ -859,10 +859,10 @@ def bart_prompt(pieces, m, hp):
     return source + left, len(source)
 
 
-def bart_piece_bytes(hp):  # -> most bytes that are repaired at once
+def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
     """After an error of its own the model loses its place in the source, and finds it again where the next piece
     begins. Noises that move text can only be undone in the whole text."""
-    return hp.block_size if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
+    return None if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
 
 
 OBJECTIVES["bart"] = Objective(
@@ -870,7 +870,7 @@ OBJECTIVES["bart"] = Objective(
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
-           "bart_rate_min": Flag(0.0, "smallest share of them; as large as bart_rate: the same in every row", 0.0, 0.9),
+           "bart_rate_min": Flag(0.0, "smallest share of them; as bart_rate or more: always the same", 0.0, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
     # short rows are learned sooner; n-grams lower the loss, but the model loses its place in the source sooner
     flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES | {"block_size": 128, "ngram_rows": 0},
@@ -1180,7 +1180,7 @@ def hybrid_loss(model, batch, hp):
 OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, terms=hybrid_terms, loss=hybrid_loss,
-    flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of rows that are masked", 0.0, 1.0)},
+    flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows, of which there is one at least", 0.0, 1.0)},
     flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal",
     uses=(Fill((EOT,), shift=1), Continue()))
 

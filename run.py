@@ -184,7 +184,7 @@ def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
         names |= {"objective", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
     else:                                       # a default of the objective's own comes before the parent's setting
         own = shared_defaults(member_names(given["objective"]))
-        names -= {"attn_scale", "block_size", "n_head"} & set(own)              # no weight's shape depends on these
+        names -= {"attn_scale", "block_size"} & set(own)
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 

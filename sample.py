@@ -361,7 +361,10 @@ def repair(model, objective, noisy, hp, g, **how):  # ids of any number -> yield
     T = hp.block_size
     use = find_use(objective, "repair")
     n = objective.n_bytes(T, hp)
-    for piece in cut_after_spaces(noisy, min(n, use.max_bytes(hp))):
+    most = use.max_bytes(hp) if use.max_bytes else None
+    # a source that is not cut may be longer than its text of n bytes
+    whole = not most and len(noisy) <= T - 1 - n
+    for piece in cut_after_spaces(noisy, len(noisy) if whole else min(n, most or n)):
         ids = to_row([i for i in piece if i != EOT] + [SEP], hp)                    # a copied EOT would end the row
         P = ids.size(1)
         limit = min(T + 1 - P, n + 1)           # no target was longer in training

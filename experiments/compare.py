@@ -189,7 +189,7 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
         if not first:
             return {}
         argv = [*argv, "--init_from", first]
-        for name in ("block_size", "batch_size", "attn_scale", "n_head"):           # else the first run's count
+        for name in ("block_size", "batch_size", "attn_scale"):                     # else the first run's count
             argv += [f"--{name}", str(getattr(cell.hp, name))]
     folder = train_cell(argv, crcs, out_dir)
     if not folder:
@@ -347,7 +347,7 @@ def write_curves(budgets, path, first_column):
 
 def draw_picture(budgets, path):  # -> path, or why there is none
     """A panel for each metric that has a better side, over the budget; a line for each row, named at its end. More than
-    twice the median of a panel in bits would hide the rest: not drawn."""
+    twice the median of a panel in bits would hide the rest: not drawn, as the title says."""
     try:
         import matplotlib  # here: it is optional
     except ImportError:
@@ -362,25 +362,30 @@ def draw_picture(budgets, path):  # -> path, or why there is none
     figure, axes = pyplot.subplots(down, 3, figsize=(14, 3.6 * down), squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.axis("off")
+    axis_of = dict(zip(panels, axes.flat))
+    ends = {key: {} for key in panels}          # {metric: {name: (steps, value)}}
     for (key, lines), axis in zip(panels.items(), axes.flat):
         most = math.inf
         if not METRICS[key].more_is_better:
             most = 2 * statistics.median(value for means in lines.values() for value in means.values())
-        ends = {}                               # {name: (steps, value)}
+        if key.replace("infill", "left") in axis_of:
+            axis.sharey(axis_of[key.replace("infill", "left")])
         for name, means in lines.items():
             points = [(steps, value) for steps, value in means.items() if value <= most]
             if points:
                 axis.plot(*zip(*points), color=colors[name], marker="o", ms=3, lw=1)
-                ends[name] = points[-1]
+                ends[key][name] = points[-1]
         better = "more" if METRICS[key].more_is_better else "less"
-        axis.set_title(f"{METRICS[key].heading} ({better} is better)", fontsize=9)
+        left_out = "".join(f", without {name}" for name, means in lines.items() if means and name not in ends[key])
+        axis.set_title(f"{METRICS[key].heading} ({better} is better{left_out})", fontsize=9)
         axis.set_xscale("log")
         axis.set_xticks([*budgets], [f"{x:g}" for x in budgets])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
+    for key, axis in axis_of.items():
         low, high = axis.get_ylim()
-        places = spread({name: value for name, (_, value) in ends.items()}, 0.06 * (high - low))
-        for name, end in ends.items():
+        places = spread({name: value for name, (_, value) in ends[key].items()}, 0.06 * (high - low))
+        for name, end in ends[key].items():
             line = dict(arrowstyle="-", lw=0.4, color=colors[name])
             axis.annotate(name, end, (1.04, places[name]), textcoords=("axes fraction", "data"), va="center",
                           fontsize=8, color=colors[name], arrowprops=line)
@@ -472,7 +477,7 @@ def over_values(budgets, setting):  # of one budget and rows that are numbers ->
         values = {float(name): seeds for name, seeds in rows.items()}
     except ValueError:
         return budgets
-    if len(budgets) > 1 or min(values) <= 0:    # the axis is logarithmic
+    if len(budgets) > 1 or len(values) < len(rows) or min(values) <= 0:             # the axis is logarithmic
         return budgets
     return {value: {setting: seeds} for value, seeds in sorted(values.items())}
 

@@ -74,7 +74,7 @@ def test_a_child_has_its_parents_model_and_where_they_are_alike_its_objective(te
             "--mask_rate .2 --no-doc_mask --attn_scale 1": same | dict(mask_rate=0.2, doc_mask=False, attn_scale=1.0),
             "--objective hybrid": same | dict(objective="hybrid", mask_rate=0.3, doc_mask=False),
             "--objective clm --block_size 64": dict(block_size=64, batch_size=16),
-            "--objective span": same | dict(objective="span", mask_rate=0.3, doc_mask=False, attn_scale=2.0, n_head=4),
+            "--objective span": same | dict(objective="span", mask_rate=0.3, doc_mask=False, attn_scale=2.0),
             "--objective rotation": dict(block_size=64, batch_size=64, attn_scale=3.0)}.items():
         hp = get_config(["--device", "cpu", "--init_from", "a", *flags.split()])
         assert {name: getattr(hp, name) for name in expected} == expected, flags

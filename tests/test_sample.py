@@ -432,7 +432,7 @@ def test_a_long_text_is_cut_into_equal_parts_after_spaces_but_not_right_before_a
 
 
 @pytest.mark.parametrize("noise, n, sources", [("infill", 32, [32]), ("infill", 33, [17, 16]),
-                                               ("infill,permute", 63, [63]), ("infill,permute", 64, [32, 32])])
+                                               ("infill,permute", 64, [64]), ("infill,permute", 65, [33, 32])])
 def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sources, monkeypatch):
     hp = settings("bart", 128, bart_noise=noise)
     asked = []
