@@ -58,7 +58,7 @@ FLAGS = {
         "score": Flag("", "file whose bits per byte to print; takes no other text"),
     },
     "how": {
-        "max_new_tokens": Flag(300, "bytes to write at most; more than 16 a hole ask ul2 for long spans", 0, 1 << 40),
+        "max_new_tokens": Flag(300, "bytes to write at most; given, above 16 a hole: ul2 in long spans", 0, 1 << 40),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
         "temperature": Flag(0.8, "randomness; 0 always takes the most likely byte: the default for holes and repairs. "
                                  "mdlm, sedd, bd3lm write at 1 with top_p .8", 0.0, 1e6),
