@@ -216,7 +216,9 @@ def resolve_device(name):  # auto: CUDA, else the CPU, never mps, on which nothi
     if name == "cuda" and WORLD > 1:            # each of torchrun's processes has its own GPU
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
-        return torch.zeros(1, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.cpu()                             # the meta device has no data
+        return probe.device
     except (RuntimeError, AssertionError):
         fail(f"--device {name}: unknown, or not on this machine. Try --device cpu")
 

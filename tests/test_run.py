@@ -104,7 +104,7 @@ def test_help_names_every_objective_and_flag(capsys):
 def test_auto_is_cuda_or_cpu_and_each_process_has_its_own_gpu(monkeypatch):
     """Never mps, which was never tried."""
     def probe(n, device):
-        return SimpleNamespace(device=torch.device(device))
+        return SimpleNamespace(device=torch.device(device), cpu=lambda: None)
     monkeypatch.setattr(torch, "zeros", probe)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -243,6 +243,7 @@ BAD = {  # name: flags, what the line says
     "tiny file": ("--data tiny.txt", "--block_size"),
     "no such device": ("--device cuda:99", "--device cpu"),
     "no device at all": ("--device toaster", "--device cpu"),
+    "a device that holds nothing": ("--device meta", "--device cpu"),
     "a graph without a GPU": ("--cuda_graph", "NVIDIA GPU"),
     "micro-batches that processes cannot share": ("--accum 3", "a multiple of 2"),
     "a file as folder": ("--out_dir text.txt", "--out_dir"),
