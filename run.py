@@ -188,9 +188,15 @@ def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 
-def shared_defaults(names):  # -> {flag: default} that all these objectives have of their own
-    first, *others = [OBJECTIVES[name].flag_defaults for name in names if name in OBJECTIVES] or [{}]
-    return {flag: default for flag, default in first.items() if all(other.get(flag) == default for other in others)}
+def shared_defaults(names):  # -> {flag: default} of which these objectives' own are the same, where they have that flag
+    members = [OBJECTIVES[name] for name in names if name in OBJECTIVES]
+    shared = {flag for group in SETTINGS.values() for flag in group}
+    found = {}
+    for flag, default in [item for member in members for item in member.flag_defaults.items()]:
+        readers = [member for member in members if flag in shared or flag in member.flags]
+        if all(member.flag_defaults.get(flag) == default for member in readers):
+            found[flag] = default
+    return found
 
 
 def check_combinations(hp, given):  # fails where settings exclude each other
