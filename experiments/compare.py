@@ -358,8 +358,9 @@ def draw_picture(budgets, path):  # -> path, or why there is none
     colors = dict(zip(row_names(budgets), itertools.cycle(colors)))
     panels = {key: {name: mean_by_budget(budgets, name, key) for name in colors} for key in LEARNED}
     panels = {key: lines for key, lines in panels.items() if any(lines.values())}
+    across = max(1, min(3, len(panels)))
     down = max(1, math.ceil(len(panels) / 3))
-    figure, axes = pyplot.subplots(down, 3, figsize=(14, 3.6 * down), squeeze=False)
+    figure, axes = pyplot.subplots(down, across, figsize=(4.7 * across, 3.6 * down), squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.axis("off")
     axis_of = dict(zip(panels, axes.flat))
