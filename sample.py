@@ -547,7 +547,7 @@ def choose_order(objective, use, order):  # -> order, or its default
     return order or use.orders[0]
 
 
-def fill_mode(model, objective, use, hp, g, how, prompt, max_new_tokens=300, order="", steps=0, show=False):
+def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0, show=False):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, in the same block."""
     T = hp.block_size
     default = GREEDY
@@ -589,7 +589,9 @@ def infill_mode(model, objective, use, hp, g, how, prompt=None, prefix=None, suf
         fail(f"--prompt: {len(ids)} positions with its holes leave no space in a block of {T}. Try a shorter text")
     spans, ended = infill(model, objective, hp, ids, P, holes, limit, g, **GREEDY | how)
     if holes == 1:
-        spans = [trim_to_suffix(model, objective, hp, near[0], spans[0], near[1])]
+        trimmed = trim_to_suffix(model, objective, hp, near[0], spans[0], near[1])
+        ended = ended or trimmed != spans[0]    # where the suffix fits
+        spans = [trimmed]
     out = list(pieces[0])
     is_new = [False] * len(out)
     for span, piece in zip(spans, pieces[1:]):

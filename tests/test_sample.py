@@ -612,7 +612,7 @@ INPUTS = {
     "hybrid": [["[MASK]" + LONG, "--order", "left"], [HOLE, "--max_new_tokens", "9"]],
     "bd3lm": [["", "--max_new_tokens", "40"], [LONG], ["x", "--max_new_tokens", "0"], ["é\0", "--order", "left"],
               ["x", "--steps", "1", "--order", "ancestral"]],
-    "mdlm": [["[MASK:90]", "--order", "confident"], [LONG], ["é\0"], ["x", "--max_new_tokens", "0"]],
+    "mdlm": [["[MASK:90]", "--order", "confident"], [LONG], ["é\0"], ["x", "--max_new_tokens", "0"], [""]],
     "sedd": [["import "], ["a[MASK:9]b", "--order", "analytic"]],
     "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]<MASK>\udcff"]],
     "span": [[HOLE + "<extra_id_1>"], ["<extra_id_0>", "--num_samples", "2"], [HOLE + LONG]],
@@ -751,6 +751,13 @@ def test_a_terminal_gets_no_control_character_and_sees_what_is_new(name, prompt,
     out = stdout(capsys, name, "--prompt", prompt)
     assert r"a\x1b[31mb\x07c\x08d" in out and not has_control_characters(out)
     assert ("\x1b[7m" in out) == (name != "clm")
+
+
+@pytest.mark.parametrize("n, ended", [(2, True), (9, False)])
+def test_a_middle_that_was_trimmed_has_ended(n, ended, runs, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "infill", lambda *args, **how: ([[97] * 9], False))
+    monkeypatch.setattr(sample, "trim_to_suffix", lambda *args: [97] * n)
+    assert ("did not end by itself" in output(capsys, "fim", *SIDES).err) != ended
 
 
 def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
