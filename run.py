@@ -188,7 +188,7 @@ def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 
-def shared_defaults(names):  # -> {flag: default} of which these objectives' own are the same, where they have that flag
+def shared_defaults(names):  # -> {flag: default of their own}, the same in all of these that read the flag
     members = [OBJECTIVES[name] for name in names if name in OBJECTIVES]
     shared = {flag for group in SETTINGS.values() for flag in group}
     found = {}

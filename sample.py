@@ -548,7 +548,7 @@ def choose_order(objective, use, order):  # -> order, or its default
 
 
 def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0, show=False):
-    """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, in the same block."""
+    """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, even an empty one."""
     T = hp.block_size
     default = GREEDY
     first = 0                                   # of what fits the block

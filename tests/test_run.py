@@ -52,7 +52,7 @@ def refused(capsys, program, *flags):  # -> the one line that says why; nothing 
     ("--objective rotation", dict(block_size=64, batch_size=64)),
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
     ("--objective rotation --block_size 96", dict(block_size=96, batch_size=16)),
-    # a mixture has the defaults that all its members share which have that flag
+    # a mixture has a default of its members' own where all that read the flag have the same
     ("--objective clm,electra", dict(attn_scale=1.0, mask_rate=0.15)),
     ("--objective mlm,electra", dict(mask_rate=0.3)),
     ("--objective electra:.5,nsp:.5", dict(attn_scale=2.0, mask_rate=0.15)),
