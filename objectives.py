@@ -137,8 +137,8 @@ class Objective:
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, for sample.py; None: 0, 1, ...
 
     # evaluation
-    # bits per byte: "loss" (its loss / ln 2, as clm's), "causal" (its loss on clm's rows, as fim's), "bound" (its only
-    # term, "bound", which counts bytes, is an upper bound, as mdlm's), None where it defines none
+    # bits per byte: "loss" (its loss / ln 2, for clm's rows), "causal" (its loss on clm's rows, as fim's), "bound" (its
+    # only term, "bound", which counts bytes, is an upper bound, as mdlm's), None where it defines none
     bpb: str | None = None
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
     is_random: bool = True                      # corrupt draws random numbers

@@ -155,7 +155,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         given["out_dir"] = os.path.dirname(resume) or "."
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
-                fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag]}. Try without --{flag}")
+                fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag]}. Try without it, or "
+                     f"--init_from {given['out_dir']} for a new run")
     elif given.get("init_from"):
         saved = inherited(load_checkpoint(given["init_from"]), given)
 

@@ -114,7 +114,7 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
                 assert batch["inp"].shape == has_target.shape == (4, size)
                 assert has_target.any(1).all(), "a row without a target"
                 assert batch["tgt"][has_target].min() >= 0 and batch["tgt"].max() < objective.n_outputs
-            assert ("positions" in batch) == (objective.positions is not None or "mask" in batch)
+            assert "positions" not in batch or objective.positions or "mask" in batch, "sample.py must know them, too"
             if objective.positions:             # sampling has the same
                 assert torch.equal(batch["positions"], objective.positions(batch["inp"], batch["prefix"], hp))
         assert len(shapes) == 1
@@ -423,7 +423,7 @@ def test_a_prompt_is_laid_out_as_in_training(name):
         n = P or T                              # a causal row is a prompt to its end
         text = row[:n - len(use.before) - len(use.after)]
         is_like_training.append(use.both_ways == (0 < P < T) and inp[:n] == [*use.before, *text, *use.after])
-    assert any(is_like_training)
+    assert any(is_like_training), "no row starts with a text in its order, as a prompt of Continue does"
 
 
 # ---- objectives of one's own
