@@ -12,6 +12,7 @@ import ctypes
 import lzma
 import mmap
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -86,32 +87,29 @@ def from_bytes(b):  # bytes -> (N,) uint8
     return torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else torch.empty(0, dtype=torch.uint8)
 
 
-# ---- the corpus: a list of sources, dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc, map, note}
+# ---- the corpus: a list of sources, dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}
 def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
     """Files, folders or "stdlib", each with a ":weight" or none of them; without weights their shares follow from their
-    sizes. The weights returned add up to 1. map: of a mapped file, else None. note: for the user, on skipped files."""
+    sizes. The weights returned add up to 1."""
     named = [split_weight(spec) for spec in specs]
     without = [path for path, weight in named if not weight]
     if 0 < len(without) < len(named):
         fail(f"--data {without[0]}: has no weight, another source has. Try {without[0]}:0.05, or no weight at all")
     corpus = []
     for path, weight in named:
-        note = ""
-        mapped = None
         try:
             if path == "stdlib":
                 train, val = split_documents([*read_stdlib().values()])
             elif os.path.isdir(path):
                 documents, n_skipped = read_folder(path)
-                note = f"{len(documents):,} files; skipped {n_skipped:,} (empty, binary, duplicate, hidden, unreadable)"
+                print(f"--data {path}: {len(documents):,} files; skipped {n_skipped:,} (empty, binary, duplicate)")
                 train, val = split_documents([*documents.values()])
             else:
-                data, mapped = read_file(path)
-                train, val = split_file(data)
+                train, val = split_file(read_file(path))
         except OSError as e:
             fail(f"--data {path}: cannot be read ({e}). Try another file")
         corpus.append(dict(name=path, weight=weight or max(1, len(train)), train=train, val=val,
-                           size=len(train) + len(val), crc=checksum(val, checksum(train)), map=mapped, note=note))
+                           size=len(train) + len(val), crc=checksum(val, checksum(train))))
     total = sum(s["weight"] for s in corpus)
     for s in corpus:
         s["weight"] /= total
@@ -119,34 +117,20 @@ def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
 
 
 def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); 0: no weight; a colon that is part of a path stays one
-    path, colon, weight = spec.rpartition(":")
-    try:
-        weight = float(weight)
-    except ValueError:
+    match = re.fullmatch(r"(.+):(\d*\.?\d+(?:e-?\d\d?)?)", spec)
+    if not match or os.path.exists(spec):
         return spec, 0.0
-    if not colon or os.path.exists(spec):
-        return spec, 0.0
-    if not 1e-9 < weight < 1e9:
-        fail(f"--data {spec}: the weight after the colon must be a positive number, as in {path}:0.5")
-    return path, weight
+    return match[1], float(match[2])
 
 
-def read_file(path):  # -> (N,) uint8, and its map or None: private memory does not grow with a large file
+def read_file(path):  # -> (N,) uint8; a large file is mapped, so that private memory does not grow with it
     size = os.path.getsize(path) if os.path.isfile(path) else 0
     if not size:
         fail(f"--data {path}: no such file or folder, or empty. Try a path to text")
     with open(path, "rb") as f:
         if size < MAPPED_BYTES:
-            return from_bytes(f.read()), None
-        mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-    return torch.frombuffer(mapped, dtype=torch.uint8), mapped
-
-
-def check_unchanged(corpus, contents=True):
-    """Fails where a mapped file has another size or, with contents, other bytes. One that was replaced stays open."""
-    for s in [s for s in corpus if s.get("map")]:
-        if s["map"].size() != s["size"] or contents and checksum(s["val"], checksum(s["train"])) != s["crc"]:
-            fail(f"--data {s['name']}: was changed while the run read it. Try --resume with the file as it was")
+            return from_bytes(f.read())
+        return torch.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
 
 def read_stdlib():  # -> {path: document}: the source of Python's own standard library, without tests
@@ -157,27 +141,22 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: document (b
     """Every text file under a folder, each text once. Files with a NUL (binaries), empty, hidden and unreadable files
     and the folders of runs are left out. Documents are held in memory: join a larger corpus into one file."""
     paths = []
-    unreadable = []                             # subfolders
-    n_found = 0                                 # files, and folders that are not read
-    for root, dirs, files in os.walk(folder, onerror=unreadable.append):
-        n_found += len(files) + len(dirs)
+    for root, dirs, files in os.walk(folder):
         if {"ckpt.pt", "best.pt"} & set(files):
             dirs[:] = []
             continue
         dirs[:] = [name for name in dirs if name not in skipped_folders and not name.startswith(".")]
-        n_found -= sum(not os.path.islink(os.path.join(root, name)) for name in dirs)           # os.walk follows none
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
+    paths = sorted(filter(os.path.isfile, paths), key=lambda p: p.replace(os.sep, "/"))         # no pipe, no socket
     documents = {}                              # {contents: path}
-    for path in sorted(paths, key=lambda p: p.replace(os.sep, "/")):
-        text = b""
-        if os.path.isfile(path):                # not a socket, a pipe or a dangling link
-            with contextlib.suppress(OSError), open(path, "rb") as f:
-                text = f.read()
-        if text and b"\0" not in text:
-            documents.setdefault(text, path)
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "rb") as f:
+            text = f.read()
+            if text and b"\0" not in text:
+                documents.setdefault(text, path)
     if not documents:
         fail(f"--data {folder}: holds no readable text file (none with a NUL byte is text). Try another folder")
-    return {path: text for text, path in documents.items()}, n_found + len(unreadable) - len(documents)
+    return {path: text for text, path in documents.items()}, len(paths) - len(documents)
 
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8: every tenth document is for validation

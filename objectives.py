@@ -132,7 +132,6 @@ class Objective:
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, perhaps by device
     single_document: bool = False               # prefers windows without a NUL inside
-    joins_documents: Callable = lambda hp: False    # does it join texts of two rows, which should be two documents?
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, for sample.py; None: 0, 1, ...
 
@@ -649,16 +648,14 @@ def electra_heads(config, hp):
     C = 2 * H * max(1, round(config.n_embd * hp.gen_scale / (2 * H)))
     small = dataclasses.replace(config, n_head=H, n_embd=C, n_outputs=N_BYTES, ngram_rows=0)
     generator = Transformer(small, getattr(torch, hp.dtype))
-    return {"generator": generator} | scalar_heads("replaced")(config, hp)
+    return {"generator": generator, "replaced": scalar_head(config)}
 
 
-def scalar_heads(name):  # -> heads of an Objective: one number for each state
-    def heads(config, hp):
-        layer = nn.Linear(config.n_embd, 1)
-        nn.init.zeros_(layer.weight)            # an untrained model is at chance
-        nn.init.zeros_(layer.bias)
-        return {name: layer}
-    return heads
+def scalar_head(config):  # one number for each state
+    layer = nn.Linear(config.n_embd, 1)
+    nn.init.zeros_(layer.weight)                # an untrained model is at chance
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 def sample_replacements(generator, batch):  # -> generator's logits (B, k, V), clean bytes, sampled bytes (B, k)
@@ -745,8 +742,6 @@ def bart_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
 
 
 # a noise: ids, keep (B, W), k (B, 1) bytes to corrupt -> ids, keep (B, W'), with another W' if it inserts ids
-
-
 def permute_noise(ids, keep, k, g, hp):  # sentences in another order; ids that are not kept come after them
     """A sentence ends with a newline, or with white space after a full stop, question or exclamation mark."""
     space = (ids == 32) | ((ids >= 9) & (ids <= 13))
@@ -922,8 +917,6 @@ def nsp_loss(model, batch, hp):
 
 
 def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
-    if not hp.nsp_weight:
-        fail("--nsp_weight 0: this run did not learn to compare texts. Try another run, or --prompt with [MASK] in it")
     h = (hp.block_size - 3) // 2                # bytes of a piece; a longer second text loses its first NSP_GAP
     second = second[NSP_GAP:] if len(second) > h else second
     row = torch.tensor([[CLS, *first[-h:], SEP, *second[:h], SEP]], device=model.embed.weight.device)
@@ -933,14 +926,13 @@ def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that 
 OBJECTIVES["nsp"] = Objective(
     "nsp", corrupt=nsp, help="whether B follows A, and masked bytes", use_help="compare two texts",
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
-    heads=scalar_heads("nsp"), loss=nsp_loss,
+    heads=lambda config, hp: {"nsp": scalar_head(config)}, loss=nsp_loss,
     terms=lambda batch, hp: {"nll": (count_token_targets(batch), 1.0), "nsp": (len(batch["labels"]), hp.nsp_weight),
                              "accuracy": (len(batch["labels"]), 0.0)},
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
     flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
-    joins_documents=lambda hp: hp.nsp_negatives == "random",
     uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))))
 
 
@@ -1132,7 +1124,7 @@ def rotation_loss(model, batch, hp):
 
 OBJECTIVES["rotation"] = Objective(
     "rotation", corrupt=rotation, help="where a rotated text was cut", use_help="find where a text was cut",
-    attention="bidirectional", n_bytes=aligned_window, heads=scalar_heads("seam"),
+    attention="bidirectional", n_bytes=aligned_window, heads=lambda config, hp: {"seam": scalar_head(config)},
     terms=lambda batch, hp: {"seam": (len(batch["labels"]), 1.0), "accuracy": (len(batch["labels"]), 0.0)},
     loss=rotation_loss, flag_defaults={"block_size": 64},       # 16 rows of 256 do not learn
     single_document=True, uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),))

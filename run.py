@@ -9,7 +9,6 @@ import ctypes
 import gc
 import glob
 import itertools
-import math
 import os
 import sys
 import zipfile
@@ -74,6 +73,7 @@ SETTINGS = {
 # flags that may change when a run is resumed
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
+SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # which every objective reads
 
 
 # ---- flags, of every program
@@ -98,23 +98,16 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
     parser = argparse.ArgumentParser(
         prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-
-    def error(message):
-        if message.endswith("expected one argument"):           # as of --prompt -x
-            fail(f"{message}. Try {message.split()[1][:-1]}=VALUE where the value starts with a dash")
-        fail(f"{message}. Try: {prog} --help")
-    parser.error = error
+    parser.error = lambda message: fail(f"{message}. Try: {prog} --help")
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for name, flag in flags.items():
             first = choose_default(flag.default)
-            how = dict(metavar="X", type=in_range(flag, type(first)))
+            how = dict(choices=flag.choices) if flag.choices else dict(metavar="X", type=in_range(flag, type(first)))
             if isinstance(first, bool):
                 how = dict(action=argparse.BooleanOptionalAction)
             elif isinstance(first, list):
                 how = dict(metavar="X", nargs="+")
-            elif flag.choices:
-                how = dict(choices=flag.choices)
             default = f" [{flag.default}]" if first and first is not True else ""
             group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **how)
     return parser
@@ -163,8 +156,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
     chosen = saved | given
     base = defaults(device.type, chosen.get("optimizer", "muon"))
-    own = shared_defaults(member_names(chosen.get("objective", base["objective"])))
-    own = {flag: choose_default(default, device.type) for flag, default in own.items()}
+    own = shared_defaults(member_names(chosen.get("objective", base["objective"])), device.type)
     if "block_size" not in given:               # shorter rows are more rows, so that a step has as many positions
         positions = base["batch_size"] * base["block_size"]
         base["batch_size"] = max(1, positions // chosen.get("block_size", own.get("block_size", base["block_size"])))
@@ -189,14 +181,13 @@ def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 
-def shared_defaults(names):  # -> {flag: default of their own}, the same in all of these that read the flag
+def shared_defaults(names, kind="cpu"):  # -> {flag: default of their own}, the same in all of these that read the flag
     members = [OBJECTIVES[name] for name in names if name in OBJECTIVES]
-    shared = {flag for group in SETTINGS.values() for flag in group}
     found = {}
     for flag, default in [item for member in members for item in member.flag_defaults.items()]:
-        readers = [member for member in members if flag in shared or flag in member.flags]
+        readers = [member for member in members if flag in SHARED_FLAGS or flag in member.flags]
         if all(member.flag_defaults.get(flag) == default for member in readers):
-            found[flag] = default
+            found[flag] = choose_default(default, kind)
     return found
 
 
@@ -204,11 +195,10 @@ def check_combinations(hp, given):  # fails where settings exclude each other
     if hp.cuda_graph and not hp.device.startswith("cuda"):
         fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {hp.device}. Try --no-cuda_graph")
     if hp.n_embd % (2 * hp.n_head):
-        fits = 2 * hp.n_head * math.ceil(hp.n_embd / hp.n_head / 2)
+        fits = 2 * hp.n_head * (hp.n_embd // (2 * hp.n_head) + 1)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
     objectives = [m.objective for m in get_members(hp)]
-    shared = {flag for group in SETTINGS.values() for flag in group}
-    for flag in sorted(set(given) - shared - {flag for objective in objectives for flag in objective.flags}):
+    for flag in sorted(set(given) - SHARED_FLAGS - {flag for objective in objectives for flag in objective.flags}):
         those = " ".join(name for name, other in OBJECTIVES.items() if flag in other.flags)
         fail(f"--{flag}: {hp.objective} has no such setting. Try it with {those}")
     if hp.doc_mask and not all(objective.supports_doc_mask for objective in objectives):
@@ -223,9 +213,7 @@ def resolve_device(name):  # auto: CUDA, else the CPU, never mps, on which nothi
     if name == "cuda" and WORLD > 1:            # each of torchrun's processes has its own GPU
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
-        probe = torch.zeros(1, device=name)
-        probe.cpu()                             # the meta device has no data
-        return probe.device
+        return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError):
         fail(f"--device {name}: unknown, or not on this machine. Try --device cpu")
 
@@ -300,20 +288,15 @@ class GraphedStep:
 
 # ---- the folder
 def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_dir does
-    """Without --out_dir it is also made here, so that of several runs that start at once each has its own."""
     if hp.out_dir:
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
     base = path = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
     for i in itertools.count(2):
-        try:
-            os.makedirs(path)
+        if not os.path.exists(path):
             return path
-        except FileExistsError:
-            path = f"{base}-{i}"
-        except OSError:
-            return path                         # open_metrics says why
+        path = f"{base}-{i}"
 
 
 def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at a time

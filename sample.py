@@ -29,7 +29,7 @@ import sys
 from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, decode, document_ids, encode, fail, from_bytes
 from data import make_rng
 from model import Cache
-from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
+from objectives import N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
 from run import DEVICE_FLAGS, GraphedStep, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ FLAGS = {
     "what": {
         "out_dir": Flag("", "run folder or checkpoint file; without it the latest run under out/"),
         "objective": Flag("", "of a mixture, the member to use; without it the first"),
-        "prompt": Flag("", "the text to continue, fill, repair or examine"),
+        "prompt": Flag("", "the text to continue, fill, repair or examine; --prompt=-x where it starts with a dash"),
         "prefix": Flag("", "the text before a hole; nsp: the first text"),
         "suffix": Flag("", "the text after a hole; nsp: the second text"),
         "query": Flag("", "contrastive: the text to look for"),
@@ -362,9 +362,7 @@ def repair(model, objective, noisy, hp, g, **how):  # ids of any number -> yield
     use = find_use(objective, "repair")
     n = objective.n_bytes(T, hp)
     most = use.max_bytes(hp) if use.max_bytes else None
-    # a source that is not cut may be longer than its text of n bytes
-    whole = not most and len(noisy) <= T - 1 - n
-    for piece in cut_after_spaces(noisy, len(noisy) if whole else min(n, most or n)):
+    for piece in cut_after_spaces(noisy, min(n, most or n)):
         ids = to_row([i for i in piece if i != EOT] + [SEP], hp)                    # a copied EOT would end the row
         P = ids.size(1)
         limit = min(T + 1 - P, n + 1)           # no target was longer in training
@@ -416,24 +414,15 @@ def score_by_filling(model, data, T, use, doc_mask=False):  # -> bits, left to r
 @torch.inference_mode()
 def score_bound(model, objective, data, hp, seed):  # -> bits at most, standard error
     """The objective's bound in disjoint windows of a block. Each is corrupted BOUND_GROUPS times, as a batch of
-    BOUND_ROWS rows, whose numbers of masked bytes are stratified; the error is that of the mean over these batches. A
-    shorter last window follows the bytes before it, as many as fill the block, where the prefix rule lets it."""
+    BOUND_ROWS rows, whose numbers of masked bytes are stratified; the error is that of the mean over these batches."""
     g = make_rng(f"{seed},bound", hp.device)
     bits = 0.0
     variance = 0.0
-    n = objective.n_bytes(hp.block_size, hp)
-    for start in tqdm(range(0, len(data), n), disable=None, leave=False):
-        end = min(start + n, len(data))
-        rows = data[max(0, end - n):end].long().to(hp.device).expand(BOUND_ROWS, -1)
-        context, x = rows.split((rows.size(1) - (end - start), end - start), dim=1)
+    for x in tqdm(data.split(objective.n_bytes(hp.block_size, hp)), disable=None, leave=False):
+        x = x.long().to(hp.device).expand(BOUND_ROWS, -1)
         means = []
         for _ in range(BOUND_GROUPS):
             batch = objective.corrupt(x, g, hp)
-            if context.size(1) and "mask" not in batch:
-                batch["inp"] = torch.cat((context, batch["inp"]), dim=1)
-                batch["tgt"] = F.pad(batch["tgt"], (context.size(1), 0), value=IGNORE_INDEX)
-                batch["weight"] = F.pad(batch["weight"], (context.size(1), 0))
-                batch["prefix"] = n
             if hp.doc_mask:
                 batch["doc"] = document_ids(batch["inp"])
             means.append(objective.loss(model, batch, hp)["bound"].cpu().double() / BOUND_ROWS / math.log(2))
@@ -534,17 +523,11 @@ def continue_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=3
 
 
 def continue_blocks_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0):
-    how = dict(steps=steps, order=choose_order(objective, use, order)) | DIFFUSION_SAMPLING | how
+    how = dict(steps=steps, order=order or use.orders[0]) | DIFFUSION_SAMPLING | how
     prompt = list(prompt) or [EOT]
     T = objective.n_bytes(hp.block_size, hp)
     n = min(use.length(hp), T)
     stream(prompt, generate_blocks(model, prompt, max_new_tokens, T, n, g, **how))
-
-
-def choose_order(objective, use, order):  # -> order, or its default
-    if order and order not in use.orders:
-        fail(f"--order {order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
-    return order or use.orders[0]
 
 
 def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0, show=False):
@@ -560,7 +543,7 @@ def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, 
         prompt = prompt + [MASK] * min(max_new_tokens, T - len(near))
         default = DIFFUSION_SAMPLING
     ids = state = to_row(prompt[first:], hp)
-    how = dict(steps=steps, order=choose_order(objective, use, order), doc_mask=hp.doc_mask) | default | how
+    how = dict(steps=steps, order=order or use.orders[0], doc_mask=hp.doc_mask) | default | how
     for state in unmask_long(model, ids, T, g, use, **how):
         if show:
             print(f"--- pass\n{to_text(state[0])}", flush=True)
@@ -607,14 +590,8 @@ def repair_mode(model, objective, use, hp, g, how, prompt):
 
 
 def mark_mode(model, objective, use, hp, prompt):  # marks suspicious bytes, and lists the most suspicious ones
-    x = to_row(prompt, hp)
-    T = hp.block_size
-    p = []
-    while len(p) < len(prompt):                 # windows overlap by half, and the last ends with the text
-        start = max(0, min(len(p) - T // 4, len(prompt) - T))
-        end = T if start + T >= len(prompt) else T - T // 4     # of what is kept: a byte has context on both sides
-        p += use.predict(model, x[:, start:start + T])[0, len(p) - start:end].tolist()
-    p = torch.tensor(p).sigmoid()
+    rows = [to_row(piece, hp) for piece in cut_after_spaces(prompt, hp.block_size)]
+    p = torch.cat([use.predict(model, row)[0] for row in rows]).sigmoid().cpu()
     print(highlight(prompt, p > 0.5, ("«", "»")))
     for i in p.argsort(descending=True)[:10].tolist():
         print(f"  byte {i:4d}  {repr(bytes([prompt[i]]))[1:]:6s} is wrong with probability {float(p[i]):.2f}")
@@ -678,15 +655,11 @@ def choose_mode(objective, texts):  # -> key of MODES: of the uses that read the
     if "score" in texts:
         return "score"
     modes = [use.mode for use in objective.uses]
-    fit = [mode for mode in modes if set(texts) <= set(inspect.signature(MODES[mode]).parameters)]
-    wanted = fit + modes
-    if "prompt" in texts:
-        wanted = ["continue"] + wanted
-    if re.search(MASKS, texts.get("prompt", b"")):
-        wanted = ["fill", "repair"] + wanted
-    if re.search(HOLES, texts.get("prompt", b"")):
-        wanted = ["infill"] + wanted
-    return next(mode for mode in wanted if mode in (fit or modes))
+    modes = [mode for mode in modes if set(texts) <= set(inspect.signature(MODES[mode]).parameters)] or modes
+    # what a prompt asks for by its markers: the first of these that the objective has
+    wanted = {"infill": HOLES, "fill": MASKS, "repair": MASKS, "continue": b""} if "prompt" in texts else {}
+    wanted = [mode for mode, marker in wanted.items() if re.search(marker, texts["prompt"])]
+    return next(mode for mode in wanted + modes if mode in modes)
 
 
 def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out bytes, spoiled as the mode wants them
@@ -726,6 +699,9 @@ def main(argv=None):
     read = {*flags, *COMMON, *(SAMPLING | {"num_samples"} if "how" in flags else ())}
     for flag in sorted(set(given) - read):      # ignoring it would look as if it had no effect
         fail(f"--{flag}: is not read here. Try what {name} reads: --{' --'.join(TEXTS & read)}")
+    use = find_use(objective, mode)
+    if "order" in given and given["order"] not in use.orders:
+        fail(f"--order {given['order']}: unknown to {name}. Try {' or '.join(use.orders)}")
     for flag in {"prompt", "prefix", "suffix", "query"} & set(texts):
         texts[flag] = read_markers(texts[flag], mode if flag == "prompt" else None)
     note(f"{path}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
@@ -742,7 +718,6 @@ def main(argv=None):
         if n > 1:
             print(f"--- sample {i + 1}")
         values = given | texts | {"how": how, "g": make_rng(f"{given.get('seed', 1)},{i},sample")}
-        use = find_use(objective, mode)
         MODES[mode](model, objective, use, hp, **{flag: values[flag] for flag in flags if flag in values})
 
 

@@ -18,12 +18,12 @@ from argparse import Namespace
 from dataclasses import replace
 
 # isort: off  data silences a warning of torch's, and so comes before it
-from data import EOT, MAPPED_BYTES, check_sizes, check_unchanged, compressor_bits, document_ids, fail, make_rng
-from data import open_corpus, read_windows, sample_windows, to_seed, to_symbol
+from data import check_sizes, compressor_bits, document_ids, fail, make_rng, open_corpus, read_windows, sample_windows
+from data import to_seed, to_symbol
 from model import NGRAM_DIM, NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, get_members, n_targets
-from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, defaults, discard_stdout
-from run import get_config, load_checkpoint, open_metrics, run_program, save_checkpoint, start_from, use_device
+from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, discard_stdout, get_config
+from run import load_checkpoint, open_metrics, run_program, save_checkpoint, start_from, use_device
 import torch
 from tqdm import tqdm
 
@@ -189,8 +189,7 @@ def shorten_run(corpus, members, hp):
     most = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if most < hp.max_iters:
         hp.max_iters = most
-        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
-            hp.eval_interval = math.ceil(most / 4)
+        hp.eval_interval = min(hp.eval_interval, math.ceil(most / 4))
 
 
 def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups that a step drops
@@ -243,7 +242,6 @@ def prepare(members, corpus, hp):  # -> State before the first step
 def load_step_inputs(s, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
-    check_unchanged(s.corpus, contents=False)
     key = f"{hp.seed},{hp.init_step + step}"    # --init_from: continues after the windows of its parent
     for m, windows, g in zip(s.members, s.windows, s.gens):
         for a, b in zip(windows, draw_windows(m, s.corpus, "train", m.rows, key)):
@@ -407,12 +405,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
     if hp.resume:
         run = resume(load_checkpoint(hp.resume), s)
     elif hp.init_from:
-        parent = load_checkpoint(hp.init_from)
-        start_from(s.model, parent["model"], hp.init_from)
-        known = [crc for _, _, crc, _ in parent["sources"]]
-        for name, _, crc, _ in s.sources:
-            if crc not in known:
-                print(f"--data {name}: its validation loss is too low if {hp.init_from} was trained on that text")
+        start_from(s.model, load_checkpoint(hp.init_from)["model"], hp.init_from)
     validation = validation_list(members, corpus, hp)
     if hp.compile:
         compile_losses(s)
@@ -425,7 +418,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
     any_rank(False)                             # the first process makes the folder after all have looked into it
     with open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) as metrics, catch_signals() as stop:
         if not RANK:                            # drop log lines after the checkpoint: those steps are run again
-            metrics.truncate(run["metrics_bytes"])
+            metrics.truncate(min(run["metrics_bytes"], metrics.seek(0, os.SEEK_END)))
             metrics.seek(0, os.SEEK_END)
         announce(s, metrics, run)
         start = clock_step = run["step"]
@@ -494,7 +487,6 @@ def train(hp):  # -> exit code, State of a run that is done or None
 def save(s, metrics, name, run):
     if RANK:
         return
-    check_unchanged(s.corpus)
     os.fsync(metrics.fileno())                  # the checkpoint stores its length
     save_checkpoint(os.path.join(s.hp.out_dir, name), run | dict(
         version=VERSION, config=vars(s.hp) | {"resume": False}, sources=s.sources,
@@ -524,7 +516,6 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no 
         for source in corpus:
             source["train"] = source["train"].to(hp.device)
             source["val"] = source["val"].to(hp.device)
-            source["map"] = None
     elif hp.cuda_graph:
         fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
 
@@ -558,32 +549,11 @@ def announce(s, metrics, run):  # the first line of metrics.jsonl, the first lin
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members)
         print(f"--data {source['name']}: {source['size']:,} bytes, {source['weight']:.1%} of rows, {passes:.2g} passes")
-        for note in notes_on_text(source, s.members, hp):
-            print(f"--data {source['name']}: {note}")
     if run["step"] == 0:
         print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
         for m in s.members:
             show_row(m.objective, draw_batch(m, s.corpus, "train", m.rows, f"{hp.seed},{hp.init_step}", hp))
     sys.stdout.flush()
-
-
-def notes_on_text(source, members, hp):  # -> lines: where a text is not what an objective wants
-    notes = [source["note"]] if source["note"] else []
-    n = max(m.n for m in members)
-    n_windows = EVAL_ROWS * hp.eval_iters
-    if n_windows * n > len(source["val"]):
-        notes.append(f"{n_windows} validation windows of {n} bytes overlap in the {len(source['val']):,} held out")
-    for m in members:
-        name = m.objective.name
-        if m.objective.single_document:
-            x = read_windows([source], "train", *draw_windows(m, [source], "train", 256, "0"), m.n)
-            whole = float((x != EOT).all(1).float().mean())
-            if whole < 0.9:
-                notes.append(f"{whole:.0%} of {name}'s windows lie within one document, as all should. Try a smaller "
-                             "--block_size")
-        if m.objective.joins_documents(m.hp) and not (source["train"][:MAPPED_BYTES] == EOT).any():
-            notes.append(f"is one document (it has no NUL), so that {name}'s unrelated texts are of the same one")
-    return notes
 
 
 def show_row(objective, batch, width=96, most=256):  # prints the first row of a batch, inputs above targets

@@ -432,7 +432,7 @@ def test_a_long_text_is_cut_into_equal_parts_after_spaces_but_not_right_before_a
 
 
 @pytest.mark.parametrize("noise, n, sources", [("infill", 32, [32]), ("infill", 33, [17, 16]),
-                                               ("infill,permute", 64, [64]), ("infill,permute", 65, [33, 32])])
+                                               ("infill,permute", 63, [63]), ("infill,permute", 64, [32, 32])])
 def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sources, monkeypatch):
     hp = settings("bart", 128, bart_noise=noise)
     asked = []
@@ -493,19 +493,15 @@ class Informed(Stub):  # predicts byte 65 the better, the more of its row it see
 
 @pytest.mark.parametrize("n", [16, 13, 5])
 def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_standard_error(n):
-    """Exact: window by window the mean over l of L / l times the mean nats of all sets of l masked bytes. The last
-    window ends with the text, and masks only what the one before did not read."""
+    """Exact: window by window the mean over l of L / l times the mean nats of all sets of l masked bytes."""
     T = 8
     hp = settings("mdlm", T)
     model = Informed(lambda h: F.one_hot(torch.tensor(65), 512) * h)
     text = torch.tensor([65, 65, 65, 66] * 4)[:n]
     exact = 0.0
-    for end in range(T, n + T, T):
-        end = min(end, n)
-        x = text[max(0, end - T):end]
-        L = T if end % T == 0 else n % T        # bytes that may be masked
+    for x in text.split(T):
+        L = len(x)
         masked = torch.tensor([[i >> j & 1 for j in range(L)] for i in range(1, 1 << L)]).bool()   # (2^L - 1, L)
-        masked = F.pad(masked, (len(x) - L, 0))
         logits = model.logits(model(x.where(~masked, MASK), T))[..., :256]
         nats = -(logits.log_softmax(-1)[:, range(len(x)), x] * masked).sum(1)
         exact += sum(float(nats[masked.sum(1) == k].mean()) / k for k in range(1, L + 1)) / math.log(2)
@@ -777,14 +773,12 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 100])
-def test_every_byte_of_a_long_text_is_marked_with_text_on_both_sides(n, runs, capsys, monkeypatch):
+def test_every_byte_of_a_long_text_is_marked(n, runs, capsys, monkeypatch):
     windows = []
     replace_prediction(monkeypatch, "electra", lambda model, x: windows.append(x[0]) or (x[:1] == ord("b")) * 9.0 - 4)
     text = ("abcde" * n)[:n - 1] + "b"
     assert stdout(capsys, "electra", "--prompt", text).startswith(text.replace("b", "«b»").replace("»«", ""))
-    assert {len(w) for w in windows} == {min(n, 32)}
-    assert bytes(windows[-1].tolist()) == text[-32:].encode()
-    assert len(windows) == 1 + math.ceil(max(0, n - 32) / 16)
+    assert bytes(torch.cat(windows).tolist()) == text.encode() and max(map(len, windows)) <= 32
 
 
 @pytest.mark.parametrize("name", ["clm", "mlm", "nsp", "hybrid", "mdlm", "sedd"])
@@ -851,18 +845,12 @@ BAD = [
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
-    ("clm", ["--prompt", "-x"], "Try --prompt=VALUE"),
 ]
 
 
 @pytest.mark.parametrize("run, flags, hint", BAD, ids=[" ".join(flags)[:30] for _, flags, _ in BAD])
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, capsys):
     assert hint in refusal(capsys, run, *flags)
-
-
-def test_a_run_that_did_not_learn_to_compare_texts_says_so(runs, capsys):
-    changed_run("nsp", "bytes", config={"nsp_weight": 0.0})
-    assert "did not learn to compare" in refusal(capsys, "bytes", *SIDES)
 
 
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
