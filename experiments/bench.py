@@ -129,7 +129,6 @@ def make_step(hp):  # -> a function that takes one training step
 
 
 # ---- nanoGPT
-
 def load_nanogpt(folder):  # -> its model.py as a module
     path = os.path.join(folder, "model.py")
     if not os.path.isfile(path):
@@ -161,20 +160,6 @@ def nanogpt_model(folder, hp, vocab=VOCAB_SIZE):  # -> the model, the context in
                               n_embd=hp.n_embd, dropout=dropout, bias=False)
     context = torch.autocast("cuda", torch.bfloat16) if cuda else contextlib.nullcontext()
     return module.GPT(config).to(hp.device), context
-
-
-class NanoGPTAdapter:
-    """nanoGPT's model, called as sample.score_exact calls ours."""
-
-    def __init__(self, model):
-        self.model = model
-        self.embed = model.transformer.wte
-
-    def __call__(self, x, prefix, doc):
-        return self.model(x, x.contiguous())[0]                 # with targets it returns all logits
-
-    def logits(self, logits):
-        return logits
 
 
 def nanogpt_step(folder, hp, text, rate=lambda i: 1e-3, vocab=VOCAB_SIZE):  # -> function that takes a step, model
@@ -222,7 +207,6 @@ def train_nanogpt(flags, hp, text, vocab):  # -> number of steps, the trained mo
 
 
 # ---- parts: (flags, settings of the first objective) -> prints
-
 def bench_train(flags, hp):
     """Positions per second of every objective, and the share of a large product's FLOP/s that they reach."""
     hps = {}
@@ -336,7 +320,12 @@ def bench_loss(flags, hp):
     used = torch.cat((source["train"], source["val"])).unique().long()              # its vocabulary
     table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, used, torch.arange(len(used), dtype=torch.uint8))
     n, peer, seconds = train_nanogpt(flags, hp, table[source["train"].long()], len(used))
-    peer_loss = nats(NanoGPTAdapter(peer), table[source["val"].long()])
+
+    def as_ours(x, prefix, doc):                # as sample.score_exact calls our model
+        return peer(x, x.contiguous())[0]       # with targets it returns all logits
+    as_ours.embed = peer.transformer.wte
+    as_ours.logits = lambda logits: logits
+    peer_loss = nats(as_ours, table[source["val"].long()])
     print(f"{PEER:12s} {peer_loss:8.4f} {seconds:8.1f}   {n} steps without evaluation, {seconds / loop:.1f} times our "
           f"loop, whose median loss is {'no worse' if loss <= peer_loss else 'worse'}")
 

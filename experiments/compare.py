@@ -13,8 +13,8 @@
 Every objective has its own defaults. Each cell of a table is a run of train.py, in a folder named after its settings
 and its text: a finished run is not trained again, an interrupted one is resumed, other settings make another run. Its
 metrics are kept in its folder, in measured.json; delete that file to measure again. Tables show the largest budget; the
-last table, curves.csv and the picture show all. Infilling, replaced bytes and drafts are measured in rows of at least
-128 positions; in shorter rows than the default, as bart's, the texts around holes and the noisy texts are shorter, too.
+last table, curves.csv and the picture show all. Infilling and replaced bytes are measured in rows of at least 128
+positions; in shorter rows than the default, as bart's, the texts around holes and the noisy texts are shorter, too.
 Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib
@@ -74,11 +74,9 @@ METRICS = {                                     # columns of the first table, in
     "new": Metric("new corpus", 3, False),
     **{f"left_{m}": Metric(f"left {m}", 2, False) for m in HOLES},
     **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in HOLES},
-    **{f"infill_{m}_as_{n}": Metric(f"infill {m}, asked as {n}", 2) for m, n in evaluate.OTHER_MODE.items()},
     "probe": Metric("probe of byte classes", 3, True),
     "passages": Metric("probe of packages", 3, True),
     "replaced_auc": Metric("replaced bytes, AUC", 3, True),
-    "bytes_per_pass": Metric("bytes per pass", 2),
     "targets_per_row": Metric("targets per row", 1),
     "tflop": Metric("TFLOP", 2),
     "seconds": Metric("seconds", 0),
@@ -96,7 +94,6 @@ STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # for 2
 
 
 # ---- cells: which runs there are
-
 @dataclass
 class Cell:
     """A run to train and to measure."""
@@ -153,7 +150,6 @@ def replay_sources(flags, value):  # -> what --data takes: the new corpus, and a
 
 
 # ---- a cell: train, measure
-
 def train_cell(argv, crcs, out_dir):  # -> folder of the finished run of these flags, None where it diverged
     """Leaves a finished run as it is and resumes an interrupted one."""
     hp = get_config(argv)
@@ -218,8 +214,7 @@ def measure(folder, text, probes):  # -> {metric: number}
     objective = get_members(hp)[0].objective
     evaluations = [evaluate.eval_task]
     if hp.block_size >= evaluate.MIN_BLOCK:
-        evaluations += [evaluate.eval_infilling, evaluate.eval_filling_in_order,
-                        evaluate.eval_corruption, evaluate.eval_drafts]
+        evaluations += [evaluate.eval_infilling, evaluate.eval_filling_in_order, evaluate.eval_corruption]
     metrics = {}
     for evaluate_one in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
         metrics |= evaluate_one(model, objective, hp, text)
@@ -250,7 +245,6 @@ def validation_bits(folder, sources):  # -> [bits per byte of each source]
 
 
 # ---- tables, of {row: {seed: metrics}}
-
 def by_seed(seeds, metric):  # {seed: metrics} -> {seed: number}
     return {seed: metrics[metric] for seed, metrics in seeds.items() if metrics.get(metric) is not None}
 
@@ -311,7 +305,6 @@ def tables(rows):  # -> Markdown: what was learned, the tasks, differences from 
 
 
 # ---- curves over the budgets: {budget: {row: {seed: metrics}}}
-
 def row_names(budgets):
     return [*dict.fromkeys(name for rows in budgets.values() for name in rows)]
 
@@ -349,18 +342,18 @@ def draw_picture(budgets, path):  # -> path, or why there is none
     """A panel for each metric that has a better side, over the budget; a line for each row, named at its end. More than
     twice the median of a panel in bits would hide the rest: not drawn, as the title says."""
     try:
-        import matplotlib  # here: it is optional
+        from matplotlib import colormaps  # here: it is optional
+        from matplotlib.figure import Figure
     except ImportError:
         return "no picture: pip install matplotlib, and the next run draws it"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    colors = [*matplotlib.colormaps["tab10"].colors, *matplotlib.colormaps["Dark2"].colors]
+    colors = [*colormaps["tab10"].colors, *colormaps["Dark2"].colors]
     colors = dict(zip(row_names(budgets), itertools.cycle(colors)))
     panels = {key: {name: mean_by_budget(budgets, name, key) for name in colors} for key in LEARNED}
     panels = {key: lines for key, lines in panels.items() if any(lines.values())}
     across = max(1, min(3, len(panels)))
     down = max(1, math.ceil(len(panels) / 3))
-    figure, axes = pyplot.subplots(down, across, figsize=(4.7 * across, 3.6 * down), squeeze=False)
+    figure = Figure((4.7 * across, 3.6 * down))
+    axes = figure.subplots(down, across, squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.axis("off")
     axis_of = dict(zip(panels, axes.flat))
@@ -369,8 +362,6 @@ def draw_picture(budgets, path):  # -> path, or why there is none
         most = math.inf
         if not METRICS[key].more_is_better:
             most = 2 * statistics.median(value for means in lines.values() for value in means.values())
-        if key.replace("infill", "left") in axis_of:
-            axis.sharey(axis_of[key.replace("infill", "left")])
         for name, means in lines.items():
             points = [(steps, value) for steps, value in means.items() if value <= most]
             if points:
@@ -392,7 +383,6 @@ def draw_picture(budgets, path):  # -> path, or why there is none
                           fontsize=8, color=colors[name], arrowprops=line)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
-    pyplot.close(figure)
     return path
 
 
@@ -409,7 +399,6 @@ def spread(values, gap):  # {name: value}, smallest distance -> {name: place nea
 
 
 # ---- the program
-
 def make_folder(path, corpora):  # fails where it cannot be made, or where what lies in it would be read as text
     for corpus in corpora:
         if os.path.isdir(corpus) and os.path.realpath(path).startswith(os.path.join(os.path.realpath(corpus), "")):

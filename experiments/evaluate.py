@@ -6,7 +6,6 @@ but for text that is written from left to right.
 
 N windows, n bytes of a window, a bytes left of a middle of m, C width, V outputs of the byte head, K classes, L layers
 """
-import functools
 import itertools
 import keyword
 import lzma
@@ -28,7 +27,6 @@ import torch
 import torch.nn.functional as F
 
 HOLE_LENGTHS = 4, 16, 64                        # bytes to infill
-OTHER_MODE = {4: 64, 64: 4}                     # a length, and one for which a prompt may name another mode
 ROWS = 64                                       # windows of an evaluation, or of a pass
 MIDDLE_BYTES = 4096                             # bytes to infill of each length
 PROMPT = 32                                     # bytes of a prompt
@@ -47,10 +45,9 @@ def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long: windows with
 
 
 # ---- bits per byte of a middle
-
-def infill_logits(model, objective, hp, x, a, m, expected=None):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1
+def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1
     """In the objective's own format, each byte given both sides and the middle's bytes before it. By the chain rule
-    their nats add up to a code length. expected: the length that the prompt is written for, m without it."""
+    their nats add up to a code length."""
     left, middle, right = x.split((a, m, x.size(1) - a - m), dim=1)
     fill = find_use(objective, "fill")
     if fill:                                    # m passes, pass i with the middle's first i bytes in place
@@ -61,7 +58,7 @@ def infill_logits(model, objective, hp, x, a, m, expected=None):  # x (N, n) -> 
             logits.append(sample.fill_logits(model, row, fill, hp.doc_mask)[:, a + i])
         return torch.stack(logits, dim=1)
     infill = find_use(objective, "infill")
-    prompts = [infill.prompt(pieces, expected or m, hp) for pieces in zip(left.tolist(), right.tolist())]
+    prompts = [infill.prompt(pieces, m, hp) for pieces in zip(left.tolist(), right.tolist())]
     return target_logits(model, objective, hp, [ids for ids, _ in prompts], prompts[0][1], middle)
 
 
@@ -90,21 +87,16 @@ def middle_bits(predict, model, objective, hp, x, a, m):  # predict: left_logits
     return statistics.fmean(bits)
 
 
-def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, infill_m_as_n: bits per byte}
-    """The middle of a held-out window, with as many bytes left as right of it; 4096 bytes in all for each m.
-    infill_m_as_n: a hole of m bytes whose prompt asks for one of n, where the objective has a mode for each (ul2)."""
+def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits per byte}
+    """The middle of a held-out window, with as many bytes left as right of it; 4096 bytes in all for each m."""
     n = (hp.block_size - 16) // 2               # a row may hold the text twice
-    infill = find_use(objective, "infill")
     out = {}
     for m in [m for m in HOLE_LENGTHS if m + 2 <= n]:
         predictors = {}
         if find_use(objective, "continue"):
             predictors[f"left_{m}"] = left_logits
-        if infill or find_use(objective, "fill"):
+        if find_use(objective, "infill") or find_use(objective, "fill"):
             predictors[f"infill_{m}"] = infill_logits
-        other = OTHER_MODE.get(m)
-        if other and infill and names_mode(infill, hp):
-            predictors[f"infill_{m}_as_{other}"] = functools.partial(infill_logits, expected=other)
         x = windows(text, n, MIDDLE_BYTES // m, f"infill,{m}")
         for name, predict in predictors.items():
             out[name] = middle_bits(predict, model, objective, hp, x, (n - m) // 2, m)
@@ -127,13 +119,7 @@ def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, b
     return out
 
 
-def names_mode(infill, hp):  # -> does a prompt name the length of its hole by an id, not by how many there are?
-    short, long = (infill.prompt([[1], [1]], m, hp) for m in OTHER_MODE)
-    return short != long and len(short[0]) == len(long[0])
-
-
-# ---- replaced bytes, drafts
-
+# ---- replaced bytes
 def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     """A tenth of the bytes is replaced by bytes of the text's own distribution. A byte's score is what a head that
     marks bytes gives it; without such a head it is the byte's nats: given the others while every eighth byte is
@@ -171,24 +157,7 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores
     return below.sum().cpu().double() / 2 / pairs if pairs else torch.tensor(0.5)       # mps has no float64
 
 
-def eval_drafts(model, objective, hp, text):  # -> {bytes_per_pass}: bytes that one pass of the model writes
-    """Mean of 32 samples, where the model drafts; a mean of eight may be off by 0.1."""
-    use = find_use(objective, "continue")
-    draft = use.drafter(hp) if use and use.drafter else None
-    if not draft:
-        return {}
-    T = hp.block_size
-    stats = []                                  # one entry a pass
-    n_written = 0
-    for i, prompt in enumerate(windows(text, PROMPT, ROWS // 2, "prompts").tolist()):
-        g = make_rng(f"compare,{i}")
-        written = sample.generate_drafted(model, draft, prompt, min(T, 256) - 40, T, g, stats, temperature=0.8)
-        n_written += len(list(written))
-    return {"bytes_per_pass": n_written / len(stats)}
-
-
 # ---- tasks: what sample.py uses the model for, and a trivial rule; {} where it cannot be measured
-
 def eval_second_half(model, objective, hp, text):
     """Bits per byte of a window's second half, given the first. Baseline: lzma on the held-out text as one stream."""
     n = hp.block_size // 2 - 2                  # leaves space for what stands around a prompt
@@ -362,7 +331,6 @@ def eval_task(model, objective, hp, text):  # -> the metrics of the objective's 
 
 
 # ---- linear probes on frozen states: of what kind of token is a byte, of what package a passage?
-
 PROBE_TRAIN, PROBE_VAL, PROBE_TEST = range(3)
 
 

@@ -89,7 +89,6 @@ def rows_of(name):  # -> [Row]: one of each kind, the one with most special ids 
 
 
 # ---- drawing
-
 def cell(i, color):  # -> its text, its color
     if isinstance(i, str):
         return i, color
@@ -125,21 +124,20 @@ def draw_row(axis, row, rectangle):
 
 def draw(rows, path):
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
     except ImportError:
         fail("matplotlib is not installed. Try: pip install matplotlib")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     heights = [len(row.lines) + 0.9 for row in rows]
     head = 3.2                                  # the legend
-    figure, axes = pyplot.subplots(len(rows), 2, figsize=(11, 0.3 * (sum(heights) + head)), width_ratios=[12, 1],
-                                   height_ratios=heights)
+    figure = Figure((11, 0.3 * (sum(heights) + head)))
+    axes = figure.subplots(len(rows), 2, width_ratios=[12, 1], height_ratios=heights)
     for row, (left, right) in zip(rows, axes):
-        draw_row(left, row, pyplot.Rectangle)
+        draw_row(left, row, Rectangle)
         right.imshow(row.mask.tolist(), cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
         left.axis("off")
         right.axis("off")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, fc=color, ec="#cccccc") for color in COLORS]
+    handles = [Rectangle((0, 0), 1, 1, fc=color, ec="#cccccc") for color in COLORS]
     figure.legend(handles, COLORS.values(), loc="upper center", ncol=len(COLORS), fontsize=7, frameon=False)
     share = 0.3 / figure.get_figheight()        # of a line of the legend
     for k, text in enumerate(legend_texts(rows)):
@@ -150,7 +148,6 @@ def draw(rows, path):
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as e:          # ValueError: no such format
         fail(f"--out {path}: cannot be written ({e}). Try another folder, or a name that ends with .png")
-    pyplot.close(figure)
 
 
 def main(argv=None):  # -> exit code

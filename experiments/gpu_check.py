@@ -10,12 +10,12 @@ the steps that have not finished. Please send report.txt to the authors, whateve
 """
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
 import zlib
 from collections import namedtuple
+from pathlib import Path
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag
@@ -43,20 +43,13 @@ Step = namedtuple("Step", "name words")         # words: arguments of the Python
 
 
 def list_steps(flags):  # -> [Step], the most useful first: numerics before speed, speed before training
-    def command(program, size, *words, unset=""):               # unset: a setting that the size then does not set
-        size = re.sub(rf"--{unset} \S+", "", SMALL if flags.small else size)
-        return ["-m", f"experiments.{program}", *size.split(), "--device", flags.device, *words]
+    def command(program, size, *words):
+        words = [*(SMALL if flags.small else size).split(), "--device", flags.device, *words]
+        return ["-m", f"experiments.{program}", *words]
 
     def bench(size, part, objective, *words):
         few = "--repeats 1 --steps 1 --new 8 --peer_iters 9" if flags.small else ""
         return command("bench", size, *few.split(), "--parts", part, "--objectives", objective, *words)
-
-    def compare(budget, *words, unset=""):
-        words = ["--budgets", "4" if flags.small else budget, *words]
-        return command("compare", SIZE_384, "--out_dir", os.path.join(flags.out_dir, "compare"), *words, unset=unset)
-
-    def sweep(name, values):
-        return compare("1000", "--objectives", FIRST, "--sweep", f"{name}={values}", unset=name)
     graph = [] if flags.device == "cpu" else ["--cuda_graph"]
     peer = ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
     fast = ["--compile", *graph, *peer]
@@ -72,13 +65,10 @@ def list_steps(flags):  # -> [Step], the most useful first: numerics before spee
     if flags.data:
         words = ["--data", flags.data, "--max_iters", "4" if flags.small else "700"]
         steps.append(Step("time to a loss", bench(SIZE_384, "loss", FIRST, *words, *graph, *peer)))
-    return steps + [
-        Step("all tests", ["-m", "pytest", "-q", "-rs", "tests"]),
-        Step("learning rate", sweep("learning_rate", ".005,.01,.02")),
-        Step("batch size", sweep("batch_size", "4,8" if flags.small else "32,64,128")),
-        Step("n-gram rows", sweep("ngram_rows", "0,65536,262144")),
-        Step("every objective", compare("20000", *([] if flags.small else ["--block_size", "512"]))),
-    ]
+    words = ["--budgets", "4"] if flags.small else ["--budgets", "20000", "--block_size", "512"]
+    out = os.path.join(flags.out_dir, "compare")
+    return steps + [Step("all tests", ["-m", "pytest", "-q", "-rs", "tests"]),
+                    Step("every objective", command("compare", SIZE_384, "--out_dir", out, *words))]
 
 
 def run_step(step, path, seconds):  # -> verdict; the output goes to path, which is renamed once the step has ended
@@ -110,11 +100,6 @@ def describe_machine(device):  # -> text
     return "\n".join(lines)
 
 
-def read(path):
-    with open(path, encoding="utf-8", errors="replace") as f:
-        return f.read()
-
-
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.gpu_check", __doc__, FLAGS, argv)
     device = resolve_device(flags.device)
@@ -130,13 +115,15 @@ def main(argv=None):  # -> exit code
         path = os.path.join(flags.out_dir, f"{i + 1:02d}-{zlib.crc32(' '.join(step.words).encode()):08x}.txt")
         left = deadline - time.perf_counter()
         if os.path.exists(path):
-            verdicts[i] = read(path).rpartition("verdict: ")[2].strip() + " (in an earlier call)"
+            before = Path(path).read_text("utf-8", "replace").rpartition("verdict: ")[2]
+            verdicts[i] = f"{before.strip()} (in an earlier call)"
         elif left > 1:
             verdicts[i] = run_step(step, path, left)
         print(f"{i + 1}/{len(steps)} {step.name}: {verdicts[i]}", flush=True)
         for file in (path, path + ".part"):
             if os.path.exists(file):
-                outputs += f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n{read(file)}"
+                output = Path(file).read_text("utf-8", "replace")
+                outputs += f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n{output}"
         with open(report, "w", encoding="utf-8") as f:          # after each step: this program may be killed
             f.write("\n".join([machine, "", *(f"{k + 1}. {each.name}: {verdicts[k]}" for k, each in enumerate(steps))]))
             f.write(outputs + "\n")

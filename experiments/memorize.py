@@ -9,6 +9,7 @@ TIMES says. The table shows of their last 48 letters, given the first 16, the bi
 import math
 import os
 import tempfile
+from pathlib import Path
 
 # isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, fail, make_rng, open_corpus, to_bytes
@@ -63,10 +64,9 @@ def main(argv=None):  # -> exit code
     for some, n in zip(canaries, copies):
         text = plant(text, some, n, g)
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "text")
-        with open(path, "wb") as f:
-            f.write(text + to_bytes(source["val"]))
-        words = [*rest, "--data", path, "--max_iters", str(hp.max_iters), "--out_dir", folder]
+        path = Path(folder, "text")
+        path.write_bytes(text + to_bytes(source["val"]))
+        words = [*rest, "--data", str(path), "--max_iters", str(hp.max_iters), "--out_dir", folder]
         if code := train.main(words, with_sample=False):
             return code
         model, _, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")

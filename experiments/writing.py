@@ -28,7 +28,7 @@ FLAGS = {
     "judge": Flag("", "run that judges; it must continue texts, best a clm of many steps"),
     "runs": Flag([], "folders of trained runs, of the judge's text"),
     "windows": Flag(64, "held-out windows to continue", 2, 1 << 20),
-    "temperature": Flag(0.8, "of all runs but those of mdlm and sedd", 0.0, 1e6),
+    "temperature": Flag(0.8, "of all runs but those of mdlm, sedd and bd3lm", 0.0, 1e6),
     "steps": Flag(64, "passes in which mdlm and sedd fill a row, in every order", 1, 1 << 20),
 }
 COPIED_LENGTH = 48                              # bytes of a piece that is looked up in the training text
@@ -74,8 +74,6 @@ def main(argv=None):  # -> exit code
     if not find_use(judge[1], "continue"):
         fail(f"--judge {flags.judge}: must continue texts. Try a run of clm")
     n = min(hp.block_size for _, _, hp in runs) - 4             # which leaves space for what stands around a text
-    if n < 2 * evaluate.PROMPT:
-        fail(f"--runs: {n + 4} positions are too few for a prompt and its continuation. Try runs with longer rows")
     train_text = to_bytes(corpus[0]["train"])
     x = evaluate.windows(corpus[0]["val"], n, flags.windows, "writing")
     head = ["", "order", "tokenizes", "distinct", "lines", "copied", "space", "judge"]

@@ -32,6 +32,18 @@ def text(tmp_path, monkeypatch):  # a text file in an empty current folder
     return shutil.copyfile(argparse.__file__, os.path.join(tmp_path, "text.txt"))
 
 
+@pytest.fixture
+def refuses(capsys):  # (hint, function, its arguments): it ends with exit code 2 and one line, in which the hint stands
+    def check(hint, function, *args):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as e:
+            function(*args)
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1 and hint in err, err
+        return err
+    return check
+
+
 def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
     """A model in which every parameter is N(0, .3): at zero-init nothing mixes positions, and a test of a
     mask or a cache would pass on anything."""
@@ -58,6 +70,16 @@ def clean_windows(hp, B, seed=0):  # (B, n) random bytes without a NUL, in lines
     g = make_rng(f"windows {seed}")
     x = torch.randint(1, 256, (B, n), generator=g)
     return x.masked_fill(torch.rand(B, n, generator=g) < 1 / 12, ord("\n"))
+
+
+def equal(a, b):  # nested dicts, lists and tensors, to the bit
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
 
 
 class NoWaiting(TorchDispatchMode):

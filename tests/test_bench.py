@@ -16,20 +16,9 @@ def test_sides_run_in_turns_and_the_first_round_is_not_timed():
     assert 0 < speed["a"] < 10 ** 10 and speed["b"] == 0
 
 
-@pytest.mark.slow
-def test_all_objectives_are_measured_in_rows_of_the_first(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr(bench, "make_step", lambda hp: seen.append(hp) or (lambda: None))
-    monkeypatch.setattr(bench, "interleave", lambda sides, *rest: {name: sides[name](0) for name in sides})
-    sizes = ["--n_layer", "1", "--n_embd", "16", "--ngram_rows", "0", "--batch_size", "3", "--accum", "2"]
-    bench.main([*sizes, "--parts", "train", "--objectives", "clm,rotation", "--steps", "1", "--device", "cpu"])
-    assert [(hp.batch_size, hp.block_size, hp.accum) for hp in seen] == [(3, 256, 2)] * 2, "rotation's own are shorter"
-    assert capsys.readouterr().out.count(" 1536 ") == 2, "positions of a step: 3 * 2 rows of 256"
-
-
-def count(name, T, C=8, device="cpu", *more):
+def count(name, T, C, device="cpu"):
     sizes = ["--n_layer", "3", "--n_head", "1", "--n_embd", str(C), "--block_size", str(T), "--batch_size", "4"]
-    hp = get_config(["--objective", name, "--dtype", "float32", "--ngram_rows", "0", *sizes, *more])
+    hp = get_config(["--objective", name, "--dtype", "float32", "--ngram_rows", "0", *sizes])
     hp.device = device
     return bench.count_flops(hp)
 
@@ -42,12 +31,6 @@ def test_flops_are_counted_as_by_hand(name, T, C, told):
     blocks = 3 * 6 * 4 * T * (12 * C * C + T * 2 * C)
     assert count(name, T, C) == blocks + 6 * 4 * told * C * 256
     assert count(name, T, C, "cuda") == blocks + 6 * 4 * T * C * 256
-
-
-def test_a_long_causal_row_skips_a_quarter_of_the_keys_and_ngrams_cost_the_product_that_joins_them():
-    assert count("clm", 160) == count("prefix", 160, 8, "cpu", "--prefix_max", "0.001") - 3 * 6 * 4 * 80 * 80 * 2 * 8
-    for device in ("cpu", "cuda"):
-        assert count("clm", 40, 8, device, "--ngram_rows", "9") == count("clm", 40, 8, device) + 6 * 4 * 40 * 4 * 32 * 8
 
 
 PEER = """
@@ -81,8 +64,5 @@ def test_every_part_is_printed_beside_a_peer(text, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, hint", [(["--parts", "fly"], "train,decode"), (["--nanogpt", "nowhere"], "model.py"),
                                          (["--parts", "loss", "--data", "a", "b"], "one file")])
-def test_bad_flags_are_one_line(flags, hint, capsys):
-    with pytest.raises(SystemExit) as e:
-        bench.main([*SMALL, *flags])
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and err.count("\n") == 1 and hint in err
+def test_bad_flags_are_one_line(flags, hint, refuses):
+    refuses(hint, bench.main, [*SMALL, *flags])

@@ -42,20 +42,16 @@ def test_damage_and_another_model_are_found():
 
 
 @pytest.mark.parametrize("flags", [["clm"], ["mlm,clm"], ["mlm"], ["clm", "--doc_mask"]])
-def test_the_program_restores_a_file_or_refuses_the_run(flags, text, capsys):
+def test_the_program_restores_a_file_or_refuses_the_run(flags, text, tmp_path, refuses):
     train.main([*TINY, "--data", text, "--objective", *flags, "--max_iters", "1", "--out_dir", "run"], False)
     if flags not in (["clm"], ["mlm,clm"]):
-        with pytest.raises(SystemExit):
-            compress.main(["--out_dir", "run", "--file", text])
-        assert "left-to-right" in capsys.readouterr().err and not os.path.exists(text + ".nptx")
+        refuses("left-to-right", compress.main, ["--out_dir", "run", "--file", text])
+        assert not os.path.exists(text + ".nptx")
         return
-    with open("good.txt", "wb") as f:
-        f.write(CODE[:200])
+    good = tmp_path / "good.txt"
+    good.write_bytes(CODE[:200])
     compress.main(["--out_dir", "run", "--file", "good.txt"])
-    with pytest.raises(SystemExit):
-        compress.main(["--out_dir", "run", "--file", "good.txt.nptx"])
-    assert "exists" in capsys.readouterr().err
-    os.remove("good.txt")
+    refuses("exists", compress.main, ["--out_dir", "run", "--file", "good.txt.nptx"])
+    good.unlink()
     compress.main(["--out_dir", "run", "--file", "good.txt.nptx"])
-    with open("good.txt", "rb") as f:
-        assert f.read() == CODE[:200]
+    assert good.read_bytes() == CODE[:200]

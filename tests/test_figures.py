@@ -1,11 +1,13 @@
 import ast
-import dataclasses
 import glob
 import os
 
 import pytest
 import torch
 
+import run
+import sample
+import train
 from data import CLS, MODE_R, MODE_S, MODE_X, PRE
 from experiments import figures
 from objectives import IGNORE_INDEX, OBJECTIVES
@@ -17,6 +19,8 @@ def test_one_row_of_each_kind_is_drawn_the_most_telling_first_and_every_id_is_ex
     assert first["fim"][0] == PRE and len(first["fim"]) == 2, "a rearranged row, then a plain one"
     assert set(first["ul2"]) == {MODE_R, MODE_S, MODE_X} and first["nsp"] == [CLS]
     assert [bool(row.mask.all()) for row in rows["hybrid"]] == [True, False]
+    assert torch.equal(rows["clm"][0].mask, torch.ones(figures.T, figures.T).tril().bool())
+    assert rows["bd3lm"][0].mask[0].nonzero().tolist() == [[0], [1], [2], [3]], "the batch's own mask: a block of 4"
     assert len(rows["mlm"]) == 1, "a MASK at the start is no kind of row"
     assert rows["rotation"][0].lines[-1][1] != ["0"], "it is rotated"
     legend = " ".join(figures.legend_texts([row for some in rows.values() for row in some]))
@@ -25,22 +29,14 @@ def test_one_row_of_each_kind_is_drawn_the_most_telling_first_and_every_id_is_ex
         assert text and (color != figures.SPECIAL or text in "②③④" or f"{text} " in legend)
 
 
-def test_the_mask_is_that_of_the_prefix_or_the_batchs_own(monkeypatch):
-    own = torch.rand(8, figures.T, figures.T) < 0.5
-    clm = OBJECTIVES["clm"]
-    assert torch.equal(figures.rows_of("clm")[0].mask, torch.ones(figures.T, figures.T).tril().bool())
-    masked = dataclasses.replace(clm, corrupt=lambda x, g, hp: clm.corrupt(x, g, hp) | {"mask": own})
-    monkeypatch.setitem(OBJECTIVES, "clm", masked)
-    assert torch.equal(figures.rows_of("clm")[0].mask, own[0])
-
-
 def test_the_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     figures.draw(figures.rows_of("fim"), str(tmp_path / "rows.png"))
     assert os.path.getsize(tmp_path / "rows.png") > 5000
 
 
-@pytest.mark.parametrize("path", glob.glob(os.path.join(os.path.dirname(figures.__file__), "*.py")))
+@pytest.mark.parametrize("path", [run.__file__, train.__file__, sample.__file__,
+                                  *glob.glob(os.path.join(os.path.dirname(figures.__file__), "*.py"))])
 def test_no_objective_is_named_in_the_code(path):
     """What a program needs to know of an objective stands in its struct. Texts for the user may name examples."""
     with open(path, encoding="utf-8") as f:

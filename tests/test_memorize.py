@@ -32,7 +32,7 @@ def test_a_model_is_credited_with_the_letters_that_it_predicts():
 
 
 @pytest.mark.slow
-def test_what_was_read_often_is_known_better(text, capsys, monkeypatch):
+def test_what_was_read_often_is_known_better(text, capsys, monkeypatch, refuses):
     monkeypatch.setattr(memorize, "TIMES", (0, 3, 12))
     monkeypatch.setattr(memorize, "CANARIES", 3)
     flags = [*TINY, "--block_size", "128", "--data", text, "--learning_rate", ".02", "--max_iters"]
@@ -40,6 +40,4 @@ def test_what_was_read_often_is_known_better(text, capsys, monkeypatch):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [float(row[0]) for row in rows] == [0, pytest.approx(3, abs=0.4), pytest.approx(12, abs=0.4)]
     assert float(rows[0][2]) > 5 > float(rows[2][2]), "letters of which nothing is known cost more than 4.7 bits"
-    with pytest.raises(SystemExit):
-        memorize.main([*flags, "9"])
-    assert "reads too little" in capsys.readouterr().err
+    refuses("reads too little", memorize.main, [*flags, "9"])

@@ -1,6 +1,5 @@
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -80,15 +79,6 @@ def test_under_a_mask_states_depend_on_what_it_allows_and_on_their_context():
         assert not depends[b, q, 1 - b].any(), "a row depends on another"
 
 
-def test_the_readme_shows_the_rule():
-    with open(os.path.join(os.path.dirname(M.__file__), "README.md"), encoding="utf-8") as f:
-        readme = f.read()
-    masks = M.dense_mask(torch.tensor([0, 3, 5]), torch.arange(5), 5)[:, 0].tolist()
-    grids = [[" ".join("■" if allowed else "·" for allowed in row) for row in mask] for mask in masks]
-    for rows in zip(*grids):
-        assert (" " * 14).join(rows) in readme
-
-
 # ---- the forms of attention
 def by_loops(q, k, v, mask):  # mask (B, T, T)
     want = torch.zeros(q.shape)
@@ -135,13 +125,6 @@ def test_every_form_of_attention_equals_loops_forward_and_backward(name, doc):
         for p in (positions[i:], on_gpu[i:]):
             last = M.choose_attention(prefix, p, T, 2, torch.float32, doc)
             near(last(q[:, :, i:], k, v).as_subclass(torch.Tensor), want[:, :, i:])
-
-
-@pytest.mark.parametrize("n", [2, 7, T])
-def test_a_causal_row_in_halves_equals_the_whole(n):
-    q, k, v = (torch.randn(B, 2, n, 16, generator=make_rng(s)) for s in "qkv")
-    bias = torch.zeros(n, n).masked_fill(torch.ones(n, n).triu(1) > 0, -torch.inf)[None]
-    near(M.attend_causal_halves(q, k, v, bias), M.attend_dense(q, k, v, bias))
 
 
 # ---- the cache

@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NoWaiting, Recording, clean_windows, randomize, randomized, settings
+from conftest import NoWaiting, clean_windows, equal, randomize, randomized, settings
 
 import objectives as O
 import run
 import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, document_ids, make_rng
-from model import CONTEXT_WIDTH, Cache, ModelConfig, Transformer, can_attend, norm, run_blocks
+from model import CONTEXT_WIDTH, Cache, ModelConfig, can_attend, norm, run_blocks
 from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Repair, find_use, get_members
 
 T = 48
@@ -46,18 +46,8 @@ def case(name, B=4, **changes):  # -> objective, net with random parameters, bat
     return objective, net, batch, hp
 
 
-def untrained(objective, hp):  # -> net as it is before its first step
-    net = Transformer(ModelConfig(2, 2, 16, n_outputs=objective.n_outputs))
-    net.heads.update(objective.heads(net.config, hp))
-    return net
-
-
 def prefixes(batch):  # -> (B,): how many positions of each row are read both ways
     return torch.as_tensor(batch["prefix"]).expand(len(batch["inp"]))
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
 def total(objective, net, batch, hp):  # -> what training descends
@@ -75,7 +65,6 @@ def random_corpus(low, high, n):  # one source of n bytes from low .. high - 1 f
 
 
 # ---- generic: batches
-
 @every
 def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
     objective = OBJECTIVES[name]
@@ -88,8 +77,8 @@ def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
             batch = objective.corrupt(x, make_rng("a"), hp)
         counts.add(counter.count)
         assert torch.equal(x, copy), "the caller's windows were changed"
-        assert same(batch, objective.corrupt(x, make_rng("a"), hp))
-        assert same(batch, objective.corrupt(x, make_rng("b"), hp)) == (not objective.is_random)
+        assert equal(batch, objective.corrupt(x, make_rng("a"), hp))
+        assert equal(batch, objective.corrupt(x, make_rng("b"), hp)) == (not objective.is_random)
     assert len(counts) == 1
 
 
@@ -121,7 +110,6 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
 
 
 # ---- generic: no position reads its target
-
 def hidden_targets(objective, batch):
     """-> (B, T) bool each: targets that are the next id; other targets that the objective claims to hide. An objective
     may predict a few bytes that the input shows (BERT leaves a tenth of its targets as they are, and replaces a tenth).
@@ -210,7 +198,6 @@ def test_document_masks_keep_documents_apart(name):
 
 
 # ---- generic: on random bytes no likelihood falls below the entropy
-
 SMALL_T = 32
 ENTROPY = math.log(255)                         # nats of a byte that is drawn uniformly from 1..255
 
@@ -262,7 +249,6 @@ def test_on_random_bytes_no_likelihood_of_other_settings_falls_below_the_entropy
 
 
 # ---- generic: terms and losses
-
 def select_all_positions(h, tgt, select_targets=O.select_targets):
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
         return select_targets(h, tgt)
@@ -295,7 +281,7 @@ def test_an_untrained_model_is_at_chance(name):
     """Else a wrong count would go unnoticed: of a doubled row, for instance, twice its bytes."""
     _, batch, hp = make(name, B=8)
     objective = OBJECTIVES[name]
-    net = untrained(objective, hp)
+    net = run.build(hp)
     if objective.bpb in ("loss", "bound"):
         loss = float(total(objective, net, batch, hp).detach())
         assert loss == pytest.approx(math.log(256), abs=1e-4), "the terms' counts are not the raw bytes"
@@ -319,65 +305,7 @@ def test_nats_equal_loops_over_positions_with_a_target(name):
     assert float(sums["nll"].detach()) == pytest.approx(sum(nats))
 
 
-# ---- generic: a step that a CUDA graph will replay, replayed on the CPU
-
-def state_of(s):  # -> {name: tensor}: copies of all that a step leaves behind
-    state = s.model.state_dict() | train.optimizer_tensors(s.opt) | {"first bad step": s.first_nonfinite_step}
-    return {k: v.detach().clone() for k, v in state.items()}
-
-
-def check_replay(name, nan_before=None, **changes):
-    """A step is recorded and replayed after only load_step_inputs; everything equals eager steps to the bit. Rates, the
-    share of dropped lookups and the step number differ at each step. Before step nan_before a weight becomes NaN."""
-    hp = settings(name, SMALL_T, **dict(batch_size=8, n_layer=2, n_head=2, n_embd=16, max_iters=8, warmup_iters=3,
-                                        weight_decay=0.1) | changes)
-    corpus = random_corpus(0, 60, 20_000)
-    eager = train.prepare(get_members(hp), corpus, hp)
-    graphed = train.prepare(get_members(hp), corpus, hp)
-    recording = Recording()
-    with as_on_a_gpu:
-        for step in range(4):
-            for s in (eager, graphed):
-                train.load_step_inputs(s, step)
-                if step == nan_before:
-                    s.model.conv_weight.data[0] = math.nan
-            said = train.training_step(eager)
-            if step:
-                recording.replay()
-            else:
-                with recording:
-                    static = train.training_step(graphed)
-            for what, a, b in (("loss", said, static), ("weights", state_of(eager), state_of(graphed))):
-                torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True, msg=f"other {what} at step {step}")
-    assert int(eager.first_nonfinite_step) == (-1 if nan_before is None else nan_before)
-
-
-@every
-def test_a_recorded_step_can_be_replayed(name):
-    check_replay(name)
-
-
-@pytest.mark.parametrize("name, changes", [
-    ("mtp", dict(mtp_kind="sequential")), ("prefix", dict(doc_mask=True, accum=2, optimizer="adamw")),
-    ("clm:5,mlm:3", dict(doc_mask=True, accum=2)), ("electra,nsp,hybrid:2", {}),
-    ("mlm", dict(ngram_rows=0, grad_clip=0.0)), ("clm", dict(nan_before=2))])
-def test_a_recorded_step_of_other_settings_can_be_replayed(name, changes):
-    check_replay(name, **changes)
-
-
-def test_a_rate_that_a_replay_would_not_read_anew_would_be_noticed(monkeypatch):
-    muon_step = train.muon_step
-    calls = itertools.count()
-
-    def rate_of_python(params, momentum, lr, *rest):            # a replay has the recorded step's
-        return muon_step(params, momentum, lr + 0.001 * (next(calls) // 4), *rest)
-    monkeypatch.setattr(train, "muon_step", rate_of_python)
-    with pytest.raises(AssertionError, match="other weights"):
-        check_replay("mlm")
-
-
 # ---- generic: flags and uses
-
 @every
 def test_a_flag_of_several_objectives_is_the_same_for_all(name):
     """Else its default or its range in one objective would be another's; flag_defaults hold an objective's own."""
@@ -427,7 +355,6 @@ def test_a_prompt_is_laid_out_as_in_training(name):
 
 
 # ---- objectives of one's own
-
 def add_forks():  # the examples of README.md and assets/EXERCISES.md
     for name in ("README.md", "assets/EXERCISES.md"):
         text = (pathlib.Path(O.__file__).parent / name).read_text(encoding="utf-8")
@@ -491,7 +418,6 @@ def test_a_target_that_is_read_would_be_noticed(name, wrong, learns):
 
 
 # ---- each objective: what is drawn, and its terms
-
 EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
     "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, make_rng("p"))[1]),
     "masked bytes": (15, lambda: make("mlm", 4000, T=6, mask_rate=0.34)[1]["tgt"] != IGNORE_INDEX),
@@ -522,7 +448,7 @@ TERMS = {  # of each objective: {term: (coefficient, kinds among which an untrai
 def test_terms_have_the_papers_coefficients_and_start_at_chance(name):
     _, batch, hp = make(name, B=8)
     objective = OBJECTIVES[name]
-    sums = objective.loss(untrained(objective, hp), batch, hp)
+    sums = objective.loss(run.build(hp), batch, hp)
     terms = objective.terms(batch, hp)
     assert terms.keys() == TERMS[name].keys()
     for term, (coefficient, kinds) in TERMS[name].items():
@@ -538,20 +464,16 @@ def test_terms_have_the_papers_coefficients_and_start_at_chance(name):
     ("nsp", 32, dict(batch_size=1)), ("contrastive", 32, dict(batch_size=1)),
     ("hybrid", 32, dict(batch_size=1)),
     ("clm,nsp", 32, dict(batch_size=2)), ("clm:5,contrastive:3", 32, dict(accum=2)), ("clm,clm", 32, {}),
-    ("clm:0,mlm", 32, {}), ("clm:x,mlm", 32, {}), ("clm,mlmm", 32, {})])
-def test_impossible_rows_are_refused_in_one_line(name, T, changes, capsys):
-    with pytest.raises(SystemExit) as e:
-        get_members(settings(name, T, **changes))
-    err = capsys.readouterr().err
-    assert e.value.code == 2
-    assert err.count("\n") == 1 and ("Try" in err or "as in" in err)
+    ("clm:1e-320,mlm", 32, {}), ("clm:x,mlm", 32, {}), ("clm,mlmm", 32, {})])
+def test_impossible_rows_are_refused_in_one_line(name, T, changes, refuses):
+    err = refuses("--", get_members, settings(name, T, **changes))
+    assert "Try" in err or "as in" in err
 
 
 # ---- clm, mlm, prefix, hybrid
-
 def test_clm_shifts_once():
     x, batch, _ = make("clm")
-    assert same(batch, dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0))
+    assert equal(batch, dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0))
 
 
 def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
@@ -566,11 +488,13 @@ def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
         assert abs(float(seen.float().mean()) - share) <= 5 * (share * (1 - share) / n) ** 0.5
 
 
-@pytest.mark.parametrize("name, rate, k, masked, random", [
-    ("mlm", 0.15, 7, 0.8, 0.1), ("mlm", 0.33, 16, 1.0, 0.0), ("mlm", 1.0, T, 0.0, 1.0), ("mlm", 0.001, 1, 0.5, 0.25),
-    ("mlm", 0.3, 14, 0.0, 0.0), ("electra", 0.15, 7, 0.85, 0.0), ("electra", 0.001, 1, 0.85, 0.0)])
-def test_masked_replaced_and_left_bytes_have_their_shares_of_an_exact_count(name, rate, k, masked, random):
-    x, batch, _ = make(name, B=2000, mask_rate=rate, mask_token=masked, mask_random=random)
+@pytest.mark.parametrize("name, T, rate, k, masked, random", [
+    ("mlm", T, 0.15, 7, 0.8, 0.1), ("mlm", T, 0.33, 16, 1.0, 0.0), ("mlm", T, 1.0, T, 0.0, 1.0),
+    ("mlm", T, 0.001, 1, 0.5, 0.25), ("electra", T, 0.15, 7, 0.85, 0.0), ("electra", T, 0.001, 1, 0.85, 0.0),
+    # 4.5, 7.5 and 10.5: halves go to the even number, as in BERT's code
+    ("mlm", 30, 0.15, 4, 0.8, 0.1), ("mlm", 30, 0.25, 8, 0.8, 0.1), ("mlm", 30, 0.35, 10, 0.0, 0.0)])
+def test_masked_replaced_and_left_bytes_have_their_shares_of_an_exact_count(name, T, rate, k, masked, random):
+    x, batch, _ = make(name, B=2000, T=T, mask_rate=rate, mask_token=masked, mask_random=random)
     check_mlm(x, batch, k, mask=masked, left=1 - masked - random + random / 255)
 
 
@@ -597,7 +521,7 @@ def test_prefix_has_loss_on_the_suffix_alone(share, longest):
     x, batch, _ = make("prefix", B=500, prefix_max=share)
     P = batch["prefix"]
     suffix = torch.arange(T) >= P[:, None] - 1
-    assert same(batch, dict(inp=x[:, :-1], tgt=x[:, 1:].where(suffix, IGNORE_INDEX), prefix=P))
+    assert equal(batch, dict(inp=x[:, :-1], tgt=x[:, 1:].where(suffix, IGNORE_INDEX), prefix=P))
     assert (int(P.min()), int(P.max())) == (1, longest)
 
 
@@ -633,7 +557,6 @@ def test_hybrid_weighs_its_kinds_by_their_rows():
 
 
 # ---- span, ul2, fim
-
 def all_parts(batch):  # seq2seq rows -> [(source ids, target ids without EOT)]
     rows = []
     for z, tgt, P in zip(batch["inp"].tolist(), batch["tgt"].tolist(), batch["prefix"].tolist()):
@@ -645,35 +568,58 @@ def all_parts(batch):  # seq2seq rows -> [(source ids, target ids without EOT)]
     return rows
 
 
-def spliced(source, target):  # sentinels of the source replaced by their spans -> bytes, span lengths
-    spans = {}
-    for t in target:
-        if t >= SENTINEL:
-            assert t == SENTINEL + len(spans), "sentinels must ascend"
-            span = spans[t] = []
-        else:
-            span.append(t)
-    assert [i for i in source if i >= SENTINEL] == list(spans)
-    return [j for i in source for j in spans.get(i, [i])], [len(s) for s in spans.values()]
+@pytest.mark.parametrize("T, mean, rate, counts", [(1023, 3, 0.15, (929, 139, 46)), (1023, 20, 0.15, (1006, 151, 8)),
+                                                   (1023, 3, 0.5, (766, 383, 128)), (11, 9, 0.05, (8, 1, 1))])
+def test_noise_bytes_and_spans_are_as_many_as_t5s_code_has(T, mean, rate, counts):
+    assert O.fit_spans(T, rate, mean) == counts
 
 
-def check_spans(row, source, target, N, S):  # -> does the row hold fewer bytes?
-    raw, lengths = spliced(source, target)
-    assert raw == row[:len(raw)], "the row cannot be put together again"
-    assert min(lengths) > 0 and sum(lengths) <= N
-    assert not any(i >= SENTINEL and j >= SENTINEL for i, j in zip(source, source[1:])), "two spans touch"
-    assert 8 <= len(raw) < len(row) or (sum(lengths), len(lengths)) == (N, S)
-    return len(raw) < len(row)
+def with_one_sentinel_a_run(ids, drop):
+    out = []
+    n = 0
+    for dropped, places in itertools.groupby(range(len(ids)), key=lambda i: drop[i]):
+        out += [SENTINEL + n] if dropped else [ids[i] for i in places]
+        n += dropped
+    return out
+
+
+@pytest.mark.parametrize("name, mean", [("span", 6.0), ("span", 2.0), ("ul2", 3.0)])
+def test_source_and_target_are_t5s_given_the_noise(name, mean, monkeypatch):
+    """In the source each run of noise becomes a sentinel, in the target each run of kept bytes. T5's texts start with a
+    kept byte and end with noise: one is put before ours, and the target has no sentinel for bytes after the noise."""
+    masks = []
+
+    def record_noise(*args, place_spans=O.place_spans):
+        placed = place_spans(*args)
+        masks.extend(placed[1].tolist())
+        return placed
+    monkeypatch.setattr(O, "place_spans", record_noise)
+    x, batch, _ = make(name, B=160, T=66, span_mean=mean)
+    rows = [row for row in zip(x.tolist(), all_parts(batch)) if MODE_S not in row[1][0]]
+    for (raw, (source, target)), mask in zip(rows, masks, strict=True):
+        n = sum(i < 256 for i in source + target)               # a row may be truncated
+        ids = [1, *raw[:n]]
+        noise = [False, *mask[:n]]
+        end = n + 1 - noise[::-1].index(True)
+        assert source[name == "ul2":] == with_one_sentinel_a_run(ids, noise)[1:]
+        assert target == with_one_sentinel_a_run(ids[:end], [not is_noise for is_noise in noise])
+
+
+def is_truncated(row, source, target, N, S):  # a full row has N noise bytes in S spans
+    noise = sum(i < 256 for i in target)
+    n = noise + sum(i < 256 for i in source)
+    assert 8 <= n < len(row) or (n, noise, len(target) - noise) == (len(row), N, S)
+    return n < len(row)
 
 
 @pytest.mark.parametrize("T, rate, mean", [(48, 0.15, 3), (64, 0.15, 9), (100, 0.5, 2), (33, 0.9, 9)])
-def test_span_rows_can_be_put_together_again(T, rate, mean):
+def test_span_rows_are_full_but_for_one_in_eight(T, rate, mean):
     x, batch, _ = make("span", B=400, T=T, span_rate=rate, span_mean=mean)
     n, N, S = O.fit_spans(T, rate, mean)
     assert T - 1 <= n + 2 * S + 2 <= T + 1, "one byte more would not fit, two ids with its sentinels"
     parts = all_parts(batch)
-    short = [source for row, (source, target) in zip(x.tolist(), parts) if check_spans(row, source, target, N, S)]
-    assert 20 < len(short) < 80, "one row in eight"
+    short = [source for row, (source, target) in zip(x, parts) if is_truncated(row, source, target, N, S)]
+    assert 20 < len(short) < 80
     assert len({len(source) for source in short}) > 5, "of any length"
     assert 0 < sum(source[-1] >= SENTINEL for source in short) < len(short), "cut in a span or after it"
 
@@ -689,7 +635,7 @@ def test_ul2_rows_are_what_their_mode_says():
             assert source[1:] + target == row[:98] and 1 <= len(source) - 1 <= 97
         else:
             n, N, S = O.fit_spans(100, *((0.3, 6) if mode == MODE_R else (0.5, 32)), extra=1)
-            n_short[mode] += check_spans(row[:n], source[1:], target, N, S)
+            n_short[mode] += is_truncated(row[:n], source, target, N, S)
             n_tails += mode == MODE_X and source[-1] >= SENTINEL
     assert n_tails < 40, "one long span would be a suffix, as in S"
     assert 0 < n_short[MODE_R] < 40 and 0 < n_short[MODE_X] < 20
@@ -766,7 +712,6 @@ def test_fim_of_one_row_fills_it():
 
 
 # ---- mtp, electra
-
 def test_parallel_heads_equal_the_papers_equations():
     """Head k reads norm(h + W_k h); all but the first together weigh mtp_weight; drafts are their logits."""
     x, _, _ = make("mtp", mtp_heads=3, mtp_weight=0.5)
@@ -873,7 +818,6 @@ def test_electra_samples_follow_the_generator():
 
 
 # ---- bart
-
 def bart_case(noise, B=100, T=129, rate=0.3):  # -> [(clean text, source)] of each row
     hp = settings("bart", T, bart_noise=noise, bart_rate=rate, batch_size=B)
     x = clean_windows(hp, B)
@@ -921,22 +865,15 @@ def test_bart_strikes_exact_numbers_and_shares_its_rate(noise, rate, monkeypatch
     assert most * 0.98 - 3 <= changed <= most, "a random byte may be the old one"
 
 
-@pytest.mark.parametrize("noise, rate, n, most", [
-    ("infill", 0.3, 100, 30), ("infill,replace", 0.3, 100, 15), ("mask,delete,permute", 0.3, 100, 15),
-    ("mask", 0.001, 100, 1), ("mask", 0.3, 52, 16)])            # of 15.6
-def test_of_barts_rows_some_are_struck_little_some_much(noise, rate, n, most):
-    k = O.bart_counts(torch.full((3000, 1), n), settings("bart", T, bart_noise=noise, bart_rate=rate), make_rng("k"))
-    seen = torch.bincount(k[:, 0], minlength=most + 1)
-    assert seen[0] == 0 and len(seen) == most + 1 and k.shape == (3000, 1)
-    assert chi2(seen[1:].double(), 3000 / most) < most + 5 * (2 * most) ** 0.5
-
-
-def test_the_smallest_rate_of_bart_may_be_the_largest(monkeypatch):
-    m = torch.tensor([[5], [50], [100]])
-    for least, largest, expected in ((0.3, 0.3, {2, 15, 30}), (0.2, 0.3, {1, 2, *range(10, 16), *range(20, 31)})):
-        hp = settings("bart", 255, bart_noise="infill", bart_rate=largest, bart_rate_min=least)
-        counts = [O.bart_counts(m, hp, make_rng(f"{i}")) for i in range(400)]
-        assert {int(k) for k in torch.cat(counts)} == expected
+@pytest.mark.parametrize("noise, low, high, n, least, most", [
+    ("infill", 0.0, 0.3, 100, 1, 30), ("infill,replace", 0.0, 0.3, 100, 1, 15), ("mask", 0.001, 0.001, 100, 1, 1),
+    ("mask,delete,permute", 0.2, 0.3, 100, 10, 15), ("mask", 0.0, 0.3, 52, 1, 16), ("mask", 0.4, 0.3, 50, 15, 15)])
+def test_of_barts_rows_some_are_struck_little_some_much(noise, low, high, n, least, most):
+    hp = settings("bart", T, bart_noise=noise, bart_rate_min=low, bart_rate=high)
+    k = O.bart_counts(torch.full((3000, 1), n), hp, make_rng("k"))                  # of 52 bytes at most 15.6, rounded
+    numbers, seen = k.unique(return_counts=True)
+    assert numbers.tolist() == [*range(least, most + 1)] and k.shape == (3000, 1)
+    assert chi2(seen.double(), 3000 / len(seen)) < len(seen) + 5 * (2 * len(seen)) ** 0.5
 
 
 def test_bart_infills_exactly_its_rate_with_poisson_spans():
@@ -978,7 +915,6 @@ def test_bart_noises_combine_at_any_size_in_one_order(T, rate):
 
 
 # ---- nsp, rotation, contrastive
-
 def clean_row(batch):
     return torch.where(batch["tgt"] == IGNORE_INDEX, batch["inp"], batch["tgt"])
 
@@ -1021,18 +957,6 @@ def test_nsp_reads_its_answer_at_cls():
     assert 0 < sums["accuracy"] == ((follows > 0).long() == batch["labels"]).sum() < 16
 
 
-def test_nsp_reads_short_texts_whole_and_leaves_the_gap_before_long_ones():
-    objective, net, _, hp = case("nsp")
-    h = (T - 3) // 2
-    net.forward = mock.Mock(wraps=net.forward)
-    text = [*range(1, 2 * h)]
-    for n in (1, h, h + 1, 2 * h - 1):
-        find_use(objective, "follow").predict(net, text, text[:n], hp)
-    rows = [call.args[0][0].tolist() for call in net.forward.call_args_list]
-    expected = [text[:1], text[:h], text[O.NSP_GAP:h + 1], text[O.NSP_GAP:O.NSP_GAP + h]]
-    assert rows == [[CLS, *text[-h:], SEP, *second, SEP] for second in expected]
-
-
 @torch.no_grad()
 def test_rotation_can_be_rolled_back_and_its_scores_are_of_positions():
     x, _, _ = make("rotation", B=50)
@@ -1066,14 +990,13 @@ def test_contrastive_equals_loops():
 
 
 # ---- mdlm, sedd
-
 def test_mdlm_masks_l_bytes_with_l_from_every_stratum():
     x, batch, hp = make("mdlm", B=16, T=64)
     masked = batch["tgt"] != IGNORE_INDEX
     count = masked.sum(1)
     assert sorted(((count - 1) // 4).tolist()) == list(range(16)), "one l from each sixteenth of 1..64"
     assert O.n_targets(OBJECTIVES["mdlm"], batch, hp) == masked.sum(), "where the loss counts all bytes"
-    assert same(batch, dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), prefix=64,
+    assert equal(batch, dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), prefix=64,
                             weight=(64 / count)[:, None].expand(-1, 64)))
 
 
@@ -1174,38 +1097,9 @@ def test_sedd_costs_nothing_where_nothing_is_masked_though_ratios_overflow_there
 
 
 # ---- mixtures
-
 @pytest.mark.parametrize("mixture, B, accum, rows", [
     ("clm:3,mlm:1", 8, 1, [6, 2]), ("clm:.5,mlm:.3,prefix:.2", 7, 1, [4, 2, 1]), ("clm:2, mlm, nsp", 8, 3, [12, 6, 6]),
     ("clm:5,nsp:3", 2, 4, [5, 3]), ("clm:2,contrastive:3", 5, 2, [4, 6]), ("mlm", 4, 2, [8])])
 def test_rows_of_a_step_are_apportioned_by_weight(mixture, B, accum, rows):
     members = get_members(settings(mixture, T, batch_size=B, accum=accum))
     assert [m.rows for m in members] == rows
-
-
-@pytest.mark.parametrize("accum, fits", [(1, 10), (3, 4)])
-def test_a_member_without_a_row_is_refused_with_a_batch_size_that_fits(accum, fits, capsys):
-    with pytest.raises(SystemExit):
-        get_members(settings("clm:9,mlm:1", T, batch_size=1, accum=accum))
-    assert capsys.readouterr().err.endswith(f"Try --batch_size {fits}\n")
-    assert min(m.rows for m in get_members(settings("clm:9,mlm:1", T, batch_size=fits, accum=accum))) == 1
-
-
-def test_each_member_gives_what_it_gives_alone():
-    """The same rows from windows of its own, the same loss; the step's is their weighed mean."""
-    sizes = dict(n_layer=2, n_head=2, n_embd=16)
-    hp = settings("mlm:5,mdlm:5,electra:2,nsp:4", SMALL_T, batch_size=8, accum=2, seed=7, **sizes)
-    corpus = random_corpus(0, 60, 5_000)
-    s = train.prepare(get_members(hp), corpus, hp)
-    torch.nn.init.normal_(s.model.head.weight)  # at zero all rows would have the same loss
-    train.load_step_inputs(s, 3)
-    assert not torch.equal(s.windows[0][1], s.windows[1][1]), "two members read the same windows"
-    alone = []
-    want = 0.0
-    for i, m in enumerate(s.members):
-        own = settings(m.objective.name, SMALL_T, batch_size=m.rows, progress=s.progress, **sizes)
-        member = dataclasses.replace(get_members(own)[0], key=f",{i}" if i else "")
-        alone.append(train.draw_batch(member, corpus, "train", m.rows, "7,3", own))
-        want += m.rows / 16 * total(m.objective, s.model, alone[i], own)
-    loss, _ = train.training_step(s)
-    torch.testing.assert_close(loss, want.detach())

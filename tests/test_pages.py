@@ -1,4 +1,5 @@
 """Every command that a page or a help text prints is one that its program takes."""
+import argparse
 import glob
 import importlib
 import os
@@ -9,7 +10,7 @@ import pytest
 
 import run
 import sample
-from experiments import compare
+from experiments import compare, gpu_check
 from experiments.flags import parse_own_flags, parse_with_train_flags
 
 ROOT = os.path.dirname(run.__file__)
@@ -83,6 +84,13 @@ def test_commands_of_help_texts_parse():
     assert len(found) > 30
     for command in found:
         check(*command)
+
+
+def test_commands_of_the_gpu_check_parse():
+    flags = argparse.Namespace(out_dir="out", device="cpu", small=False, nanogpt="", data="text")
+    for _, words in gpu_check.list_steps(flags):
+        if words[1] != "pytest":
+            check(f"-m {words[1]}", shlex.join(words[2:]))
 
 
 def test_a_command_that_does_not_parse_is_found():

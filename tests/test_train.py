@@ -4,15 +4,17 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
 import torch
-from conftest import TINY, Recording, randomize, settings
+from conftest import TINY, Recording, equal, randomize, settings
 from torch.distributions import Bernoulli, Categorical
 from torch.testing import assert_close
 
@@ -22,7 +24,6 @@ from data import make_rng, open_corpus
 from objectives import OBJECTIVES, get_members, member_names
 from run import build, get_config, load_checkpoint
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 HOME = os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
 MIXTURE = "clm:.5,mlm:.5"
@@ -51,16 +52,6 @@ def metrics(out, split="train, val"):  # records but the first, without what a c
 
 def losses(out, field="loss", split="train"):
     return [r[field] for r in metrics(out, split)]
-
-
-def equal(a, b):  # nested dicts, lists and tensors, to the bit
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
 
 
 def assert_same_run(a, b):
@@ -110,7 +101,6 @@ def die(*args):
 
 
 # ---- optimizers
-
 def test_the_learning_rate_rises_holds_and_falls():
     hp = get_config("--max_iters 10 --warmup_iters 3 --learning_rate 1 --lr_decay .4 --device cpu".split())
     want = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
@@ -213,27 +203,6 @@ def test_the_update_of_looked_up_rows_equals_the_plain_rule(text, monkeypatch):
         assert len(row.unique()) < len(weights), "other rows stay"
 
 
-def test_training_drops_a_share_of_lookups_and_evaluation_none():
-    """Which, depends on row, position and seed alone, so that micro-batches agree."""
-    ngrams = model.NgramEmbedding(model.ModelConfig(1, 1, 2, ngram_rows=64))
-    torch.nn.init.ones_(ngrams.table)
-    ngrams.proj = torch.nn.Identity()           # each lookup comes out as its scale
-    ngrams.drop.fill_(0.3)
-    context = torch.randint(1, 256, (64, 32, model.CONTEXT_WIDTH), generator=make_rng("context"))
-    scale = {}
-    for seed in (0, 1, 2 ** 32 - 1):
-        ngrams.seed.fill_(seed)
-        scale[seed] = ngrams(context, torch.float32)
-        assert torch.equal(scale[seed][::2], ngrams(context[::2], torch.float32))
-        assert float((scale[seed] == 0).float().mean()) == pytest.approx(0.3, abs=0.03)
-        assert_close(scale[seed].max(), torch.tensor(1 / 0.7))
-    for a, b in itertools.combinations(scale.values(), 2):
-        assert float((a != b).float().mean()) == pytest.approx(2 * 0.3 * 0.7, abs=0.05)
-    for dimension in (0, 1):                    # rows of the batch, positions
-        assert (scale[1] != scale[1].roll(1, dimension)).any()
-    assert (ngrams.eval()(context, torch.float32) == 1).all()
-
-
 def test_the_ngram_drop_rate_grows_with_passes():
     def rate(step, size, steps, **changes):
         hp = settings("clm", 32, max_iters=steps, **{"ngram_rows": 65536} | changes)
@@ -270,7 +239,6 @@ def test_a_small_second_source_changes_steps_and_drop_rate_by_its_share():
 
 
 # ---- equalities
-
 @pytest.mark.parametrize("name, batch_size, accum, clip", [
     ("clm:3,mlm:1", 1, 8, 0.0), *((name, 4, 2, 0.01) for name in ["clm:3,mlm:1", *INDEPENDENT])])
 def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, accum, clip, text, monkeypatch):
@@ -305,18 +273,6 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     for row, grad, _ in update.call_args.args[2]:               # the n-gram table's is not cut
         table.index_add_(0, row, grad)
     assert_close(table, net.ngrams.table.grad.to_dense(), rtol=1e-3, atol=1e-5 * length)
-
-
-def test_a_mixtures_rows_are_apportioned_over_the_step(text):
-    """Whatever the number of micro-batches, the same rows and loss."""
-    seen = []
-    for batch_size, accum in (8, 1), (4, 2), (2, 4):
-        rows = ["--batch_size", str(batch_size), "--accum", str(accum)]
-        s = start("--data", text, "--objective", "clm:.3,mlm:.7", *rows)
-        loss, norm = take(s, 0, 1)
-        assert [m.rows for m in s.members] == [2, 6]
-        seen.append((batches_of(s, 1), loss, norm))
-        assert_close(seen[-1], seen[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name, n_save", [*((name, 0) for name in [*OBJECTIVES, MIXTURE]), ("clm", 2), ("clm", 3)])
@@ -366,9 +322,9 @@ def test_evaluation_never_changes_training(text):
     assert losses("often", "step", "val") == [0, 2, 4, 6]
 
 
-def test_validation_depends_on_objective_and_source_alone(text):
+def test_validation_depends_on_objective_and_held_out_text_alone(text):
     """Not on batch size, seed, other sources or members, nor on the step's dropped lookups."""
-    write("other.txt", b"another text altogether. " * 400)
+    write("other.txt", b"a" * 9000 + b"b" * 1000)
 
     def first_batches(entry, data, *flags):
         hp = get_config([*TINY, *flags])
@@ -377,7 +333,10 @@ def test_validation_depends_on_objective_and_source_alone(text):
     other = ["--batch_size", "2", "--seed", "9"]
     assert equal(alone, first_batches(1, ["other.txt", text], "--objective", "mlm", *other))
     assert equal(alone, first_batches(1, [text], "--objective", "clm,mlm:.3", "--batch_size", "9"))
-    assert not equal(alone, first_batches(0, ["other.txt", text], "--objective", "mlm"))
+    [batch] = first_batches(0, ["other.txt", text], "--objective", "mlm")
+    assert batch["tgt"].unique().tolist() == [-100, ord("b")], "training reads the others"
+    [batch] = batches_of(start("--data", "other.txt"), 0)
+    assert batch["inp"].unique().tolist() == [ord("a")]
     s = start("--data", text)
     randomize(s.model)
     validation = train.validation_list(s.members, s.corpus, s.hp)
@@ -401,14 +360,14 @@ def test_the_share_of_the_run_reaches_training_alone(text):
     assert len(counts(batch)) > 20
 
 
-def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(text):
+def test_each_seed_step_and_member_has_its_own_windows_corruption_and_dropped_lookups(text):
     seen = []
     for seed in "12":
-        s = start("--data", text, "--max_iters", "9", "--seed", seed, "--objective", "mlm")
+        s = start("--data", text, "--max_iters", "9", "--seed", seed, "--objective", "mlm,mdlm")
         seen.append(s.model.embed.weight.tolist())
         for step in range(2):
-            [batch] = batches_of(s, step)
-            seen += [s.windows[0][1].tolist(), (batch["tgt"] < 0).tolist(), int(s.model.ngrams.seed)]
+            seen += [(batch["tgt"] < 0).tolist() for batch in batches_of(s, step)]
+            seen += [*(offset.tolist() for _, offset in s.windows), int(s.model.ngrams.seed)]
             assert float(s.model.ngrams.drop) == pytest.approx(train.ngram_drop_rate(step, s.corpus, s.members, s.hp))
     assert not any(a == b for a, b in itertools.combinations(seen, 2)) and s.model.ngrams.drop > 0
 
@@ -421,7 +380,6 @@ def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
 
 
 # ---- a step as a CUDA graph
-
 def check_replay(text, *flags, nan_before=None):
     """A step is recorded and replayed after load_step_inputs alone, and equals an eager one to the bit. The rates, the
     share of dropped lookups and the step number differ at each step. Before step nan_before a weight becomes NaN."""
@@ -448,12 +406,14 @@ def check_replay(text, *flags, nan_before=None):
     assert int(eager.first_nonfinite_step) == (-1 if nan_before is None else nan_before)
 
 
-@pytest.mark.parametrize("name, nan_before", [*((name, None) for name in [*OBJECTIVES, MIXTURE]), ("clm", 2)])
-def test_a_recorded_step_can_be_replayed(name, nan_before, text):
-    check_replay(text, "--objective", name, nan_before=nan_before)
+@pytest.mark.parametrize("name, more, nan_before", [
+    *((name, "", None) for name in [*OBJECTIVES, MIXTURE]), ("mtp", "--mtp_kind sequential", None), ("clm", "", 2)])
+def test_a_recorded_step_can_be_replayed(name, more, nan_before, text):
+    flags = ["--objective", name, *more.split()]
+    check_replay(text, *flags, nan_before=nan_before)
     members = [OBJECTIVES[part] for part in member_names(name)]
     documents = ["--doc_mask"] if all(m.supports_doc_mask for m in members) else []
-    check_replay(text, "--objective", name, "--optimizer", "adamw", "--accum", "2", *documents, nan_before=nan_before)
+    check_replay(text, *flags, "--optimizer", "adamw", "--accum", "2", *documents, nan_before=nan_before)
 
 
 def test_a_recorded_step_whose_number_is_pythons_would_be_noticed(text, monkeypatch):
@@ -479,7 +439,6 @@ def test_eager_compiled_and_captured_steps_give_the_same_losses(name, text):
 
 
 # ---- what a run says and leaves behind
-
 def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys, monkeypatch):
     flags = [*TINY, "--data", text, "--max_iters", "3"]
     for figure in (mock.MagicMock(), None):     # None: not installed
@@ -501,27 +460,11 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
     assert 0.5 < val["targets"] < 0.95
 
 
-def test_a_run_says_how_much_of_it_each_text_is(text, capsys):
-    write("small.txt", b"a b c\0" * 700)
-    fit(text, "a", "--max_iters", "1", "--data", text, "small.txt")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--data ")]
-    share = 3780 / (3780 + os.path.getsize(text) * 9 // 10)
-    assert len(lines) == 2 and f"--data small.txt: 4,200 bytes, {share:.1%} of rows" in lines[1]
-
-
 def test_numbers_that_json_lacks_are_null(text):
     with open("lines", "wb") as f:
         train.write_line(f, {"loss": math.inf, "terms": {"nll": math.nan, "auc": 0.5}})
     with open("lines", "rb") as f:
         assert f.read() == b'{"loss": null, "terms": {"nll": null, "auc": 0.5}}\n'
-
-
-def test_validation_text_is_held_out(text):
-    write("split.txt", b"a" * 9000 + b"b" * 1000)
-    s = start("--data", "split.txt")
-    [(_, _, _, [val], _)] = train.validation_list(s.members, s.corpus, s.hp)
-    [batch] = batches_of(s, 0)
-    assert val["inp"].unique().tolist() == [ord("b")] and batch["inp"].unique().tolist() == [ord("a")]
 
 
 def test_each_member_is_validated_on_each_source_and_best_is_the_least_of_their_weighted_sums(text):
@@ -703,23 +646,44 @@ def test_broken_pipe_saves(text):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_50_runs_killed_at_random_moments_resume_bit_for_bit(text):
-    flags = [*TINY, "--n_embd", "96", "--data", text, "--max_iters", "60"]
-    done = subprocess.run([sys.executable, os.path.join(HERE, "kill_runs.py"), ".", "50", *flags],
-                          capture_output=True, text=True, env=ALONE)
-    assert done.returncode == 0 and "all equal" in done.stdout, done.stderr
+@on_posix
+def test_a_run_killed_at_random_moments_resumes_bit_for_bit(text):
+    """By SIGKILL, after a few of its evaluations, each of which saves: in the next steps, or while it saves."""
+    flags = ["--n_embd", "96", "--max_iters", "60", "--eval_interval", "1"]
+    fit(text, "whole", *flags)
+    args = command(text, "killed", *flags)
+    rng = random.Random(1)
+    codes = []
+    while 0 not in codes:                       # the last is done before it is killed
+        with subprocess.Popen(args, env=ALONE, stdout=subprocess.PIPE) as process:
+            lines = (line for line in process.stdout if b"validation" in line)
+            list(itertools.islice(lines, rng.randint(2, 9)))
+            time.sleep(rng.uniform(0, 0.05))
+            process.kill()
+        codes.append(process.returncode)
+        assert codes[-1] in (0, -signal.SIGKILL), "it ended by itself"
+        args = [sys.executable, train.__file__, "--resume", "--out_dir", "killed"]
+    assert len(codes) > 5
+    assert_same_run("whole", "killed")
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+EVERY = f"""
+import os, sys, train
+for name in {[*OBJECTIVES, MIXTURE]}:
+    flags = ["--objective", name, "--out_dir", os.path.join(sys.argv[1], name.replace(":", "_")), *sys.argv[2:]]
+    assert train.main(flags, with_sample=False) == 0
+if train.WORLD > 1:
+    train.torch.distributed.destroy_process_group()
+"""
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one_for_every_objective(text):
+    write("every.py", EVERY.encode())
     flags = [*TINY, "--data", text, "--accum", "4", "--max_iters", "20", "--eval_interval", "10"]
     for launch, out in (([sys.executable], "one"), (TORCHRUN, "two")):
-        subprocess.run([*launch, os.path.join(HERE, "every_objective.py"), out, *flags],
-                       check=True, capture_output=True, env=ALONE)
+        subprocess.run([*launch, "every.py", out, *flags], check=True, capture_output=True, env=ALONE)
     assert len(os.listdir("one")) == len(OBJECTIVES) + 1
     for name in os.listdir("one"):
         one = losses(f"one/{name}", split="train, val")
