@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,8 +34,7 @@ def test_an_end_belongs_to_its_own_document():
 @pytest.mark.parametrize("program", ["run", "train", "sample"])
 def test_data_is_loaded_before_torch_whose_caches_it_limits(program):
     """A search in lines of many lengths took GBs on CPUs with oneDNN."""
-    with open(os.path.join(os.path.dirname(data.__file__), f"{program}.py"), encoding="utf-8") as f:
-        text = f.read()
+    text = Path(data.__file__).with_name(f"{program}.py").read_text("utf-8")
     assert text.index("\nfrom data import") < text.index("\nimport torch")
 
 

@@ -1,6 +1,7 @@
 import ast
 import glob
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,8 +40,7 @@ def test_the_picture_is_drawn(tmp_path):
                                   *glob.glob(os.path.join(os.path.dirname(figures.__file__), "*.py"))])
 def test_no_objective_is_named_in_the_code(path):
     """What a program needs to know of an objective stands in its struct. Texts for the user may name examples."""
-    with open(path, encoding="utf-8") as f:
-        nodes = [*ast.walk(ast.parse(f.read()))]
+    nodes = [*ast.walk(ast.parse(Path(path).read_text("utf-8")))]
     texts = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
     texts += [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Flag", "fail")]
     allowed = {id(each) for node in texts for each in ast.walk(node) if isinstance(each, ast.Constant)}

@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -19,13 +20,8 @@ PAGES = ["README.md", *(os.path.join("assets", name) for name in sorted(os.listd
                         if name.endswith(".md"))]
 
 
-def read(page):
-    with open(os.path.join(ROOT, page), encoding="utf-8") as f:
-        return f.read()
-
-
 def page_commands(page):  # -> those in blocks of code and in backticks, which may go on in the next line
-    for i, text in enumerate(read(page).split("```")):
+    for i, text in enumerate(Path(ROOT, page).read_text("utf-8").split("```")):
         texts = text.splitlines() if i % 2 else re.findall(r"`([^`]+)`", text)
         for each in texts:
             yield from cut_commands(" ".join(each.split("\n")))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -40,8 +41,7 @@ def resume(out, *flags):
 
 
 def write(path, content):
-    with open(path, "wb") as f:
-        f.write(content)
+    Path(path).write_bytes(content)
 
 
 def metrics(out, split="train, val"):  # records but the first, without what a clock says
@@ -383,8 +383,7 @@ def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
 def check_replay(text, *flags, nan_before=None):
     """A step is recorded and replayed after load_step_inputs alone, and equals an eager one to the bit. The rates, the
     share of dropped lookups and the step number differ at each step. Before step nan_before a weight becomes NaN."""
-    with open(text, "rb") as f:
-        write("nul.txt", f.read().replace(b"\n", b"\0"))
+    write("nul.txt", Path(text).read_bytes().replace(b"\n", b"\0"))
     flags = ["--data", "nul.txt", "--max_iters", "8", "--warmup_iters", "3", "--weight_decay", "0.1", *flags]
     eager = start(*flags)
     graphed = start(*flags)
@@ -463,8 +462,7 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
 def test_numbers_that_json_lacks_are_null(text):
     with open("lines", "wb") as f:
         train.write_line(f, {"loss": math.inf, "terms": {"nll": math.nan, "auc": 0.5}})
-    with open("lines", "rb") as f:
-        assert f.read() == b'{"loss": null, "terms": {"nll": null, "auc": 0.5}}\n'
+    assert Path("lines").read_bytes() == b'{"loss": null, "terms": {"nll": null, "auc": 0.5}}\n'
 
 
 def test_each_member_is_validated_on_each_source_and_best_is_the_least_of_their_weighted_sums(text):
@@ -495,8 +493,7 @@ def test_bits_per_byte_are_clms_on_plain_windows(name, text):
 
 def test_a_small_text_is_read_a_few_times_unless_steps_are_given(text, monkeypatch):
     monkeypatch.setattr(train, "MIN_ITERS", 5)
-    with open(text, "rb") as f:
-        write("small.txt", f.read(1000))
+    write("small.txt", Path(text).read_bytes()[:1000])
     fit("small.txt", "a", "--max_passes", "3")  # 900 bytes to train on, 4 rows of 33 a step
     ckpt = load_checkpoint("a")
     assert (ckpt["step"], ckpt["config"]["eval_interval"]) == (math.ceil(3 * 900 / (4 * 33)), 6) == (21, 6)
