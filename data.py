@@ -12,7 +12,6 @@ import ctypes
 import lzma
 import mmap
 import os
-import re
 import sys
 import sysconfig
 import warnings
@@ -102,7 +101,8 @@ def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
                 train, val = split_documents([*read_stdlib().values()])
             elif os.path.isdir(path):
                 documents, n_skipped = read_folder(path)
-                print(f"--data {path}: {len(documents):,} files; skipped {n_skipped:,} (empty, binary, duplicate)")
+                skipped = f"skipped {n_skipped:,} (empty, binary, duplicate, unreadable)"
+                print(f"--data {path}: {len(documents):,} files; {skipped}", file=sys.stderr)
                 train, val = split_documents([*documents.values()])
             else:
                 train, val = split_file(read_file(path))
@@ -117,10 +117,16 @@ def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
 
 
 def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); 0: no weight; a colon that is part of a path stays one
-    match = re.fullmatch(r"(.+):(\d*\.?\d+(?:e-?\d\d?)?)", spec)
-    if not match or os.path.exists(spec):
+    path, colon, weight = spec.rpartition(":")
+    try:
+        weight = float(weight)
+    except ValueError:
         return spec, 0.0
-    return match[1], float(match[2])
+    if not colon or os.path.exists(spec):
+        return spec, 0.0
+    if not 1e-9 < weight < 1e9:
+        fail(f"--data {spec}: the weight after the colon must be a positive number, as in {path}:0.5")
+    return path, weight
 
 
 def read_file(path):  # -> (N,) uint8; a large file is mapped, so that private memory does not grow with it

@@ -266,7 +266,6 @@ class Transformer(nn.Module):
 
     def __init__(self, config, dtype=torch.float32):
         super().__init__()
-        assert config.n_embd % config.n_head == 0 and config.n_embd // config.n_head % 2 == 0, config
         self.config = config
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)

@@ -362,7 +362,7 @@ def repair(model, objective, noisy, hp, g, **how):  # ids of any number -> yield
     use = find_use(objective, "repair")
     n = objective.n_bytes(T, hp)
     most = use.max_bytes(hp) if use.max_bytes else None
-    for piece in cut_after_spaces(noisy, min(n, most or n)):
+    for piece in cut_after_spaces(noisy, min(n, most) if most else T - 1 - n):      # a source may be longer than n
         ids = to_row([i for i in piece if i != EOT] + [SEP], hp)                    # a copied EOT would end the row
         P = ids.size(1)
         limit = min(T + 1 - P, n + 1)           # no target was longer in training

@@ -22,8 +22,8 @@ from data import check_sizes, compressor_bits, document_ids, fail, make_rng, ope
 from data import to_seed, to_symbol
 from model import NGRAM_DIM, NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, get_members, n_targets
-from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, discard_stdout, get_config
-from run import load_checkpoint, open_metrics, run_program, save_checkpoint, start_from, use_device
+from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, defaults, discard_stdout
+from run import get_config, load_checkpoint, open_metrics, run_program, save_checkpoint, start_from, use_device
 import torch
 from tqdm import tqdm
 
@@ -189,7 +189,8 @@ def shorten_run(corpus, members, hp):
     most = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if most < hp.max_iters:
         hp.max_iters = most
-        hp.eval_interval = min(hp.eval_interval, math.ceil(most / 4))
+        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
+            hp.eval_interval = math.ceil(most / 4)
 
 
 def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups that a step drops
@@ -418,7 +419,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
     any_rank(False)                             # the first process makes the folder after all have looked into it
     with open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) as metrics, catch_signals() as stop:
         if not RANK:                            # drop log lines after the checkpoint: those steps are run again
-            metrics.truncate(min(run["metrics_bytes"], metrics.seek(0, os.SEEK_END)))
+            metrics.truncate(run["metrics_bytes"] if metrics.seek(0, os.SEEK_END) >= run["metrics_bytes"] else 0)
             metrics.seek(0, os.SEEK_END)
         announce(s, metrics, run)
         start = clock_step = run["step"]
@@ -561,8 +562,6 @@ def show_row(objective, batch, width=96, most=256):  # prints the first row of a
     for i in range(0, len(rows["inp"]), width):
         for k, row in rows.items():
             print(f"  {objective.name} {k}   {''.join(map(to_symbol, row[i:i + width]))}")
-    prefix = torch.as_tensor(batch["prefix"]).flatten()[0]
-    print(f"  {objective.name} attention  {objective.attention}, prefix {int(prefix)}")
 
 
 def describe(step, r):  # -> a line for a record of evaluate
@@ -590,7 +589,6 @@ def draw_losses(hp):  # into loss.png beside metrics.jsonl: nats over steps, by 
     try:
         from matplotlib.figure import Figure  # here: it is optional
     except ImportError:
-        print("hint: pip install matplotlib, and the next run draws its losses into loss.png")
         return
     curves = {}
     with open(os.path.join(hp.out_dir, "metrics.jsonl"), "rb") as f:

@@ -45,8 +45,7 @@ def refuses(capsys):  # (hint, function, its arguments): it ends with exit code 
 
 
 def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
-    """A model in which every parameter is N(0, .3): at zero-init nothing mixes positions, and a test of a
-    mask or a cache would pass on anything."""
+    """Every parameter is N(0, .3): at zero-init nothing mixes positions, so a mask's test passes on anything."""
     config = ModelConfig(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)
     return randomize(Transformer(config, dtype), seed)
 

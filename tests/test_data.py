@@ -36,6 +36,7 @@ def test_data_is_loaded_before_torch_whose_caches_it_limits(program):
     """A search in lines of many lengths took GBs on CPUs with oneDNN."""
     text = Path(data.__file__).with_name(f"{program}.py").read_text("utf-8")
     assert text.index("\nfrom data import") < text.index("\nimport torch")
+    assert "256" == os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"]
 
 
 # ---- sources
@@ -61,7 +62,7 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path, c
     (tmp_path / "b/zz_copy.txt").write_text("document 3")
     (tmp_path / "binary.bin").write_bytes(b"a\0b")
     [s] = open_corpus([str(tmp_path)])
-    assert capsys.readouterr().out.endswith(": 20 files; skipped 3 (empty, binary, duplicate)\n")
+    assert capsys.readouterr().err.endswith(": 20 files; skipped 3 (empty, binary, duplicate, unreadable)\n")
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
     kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
     assert data.to_bytes(s["train"]) == b"".join(kept)
@@ -74,12 +75,14 @@ def test_the_standard_library_is_real_text_without_tests():
     assert not any("site-packages" in path or f"{os.sep}test{os.sep}" in path for path in documents)
 
 
-def test_weights_follow_a_colon_unless_the_path_exists(text, tmp_path):
+def test_weights_follow_a_colon_unless_the_path_exists(text, tmp_path, refuses):
     for name in ("a.txt", "b:2", "c.txt"):
         (tmp_path / name).write_text("text" * 10)
-    corpus = open_corpus(["a.txt:3", "b:2:1", "c.txt:1e0"])
+    corpus = open_corpus(["a.txt:3", "b:2:1", "c.txt:100e-2"])
     assert [s["name"] for s in corpus] == ["a.txt", "b:2", "c.txt"]
     assert [s["weight"] for s in corpus] == pytest.approx([0.6, 0.2, 0.2])
+    assert [s["name"] for s in open_corpus(["b:2"])] == ["b:2"]
+    refuses("must be a positive number", open_corpus, ["a.txt:0"])
 
 
 def test_without_weights_sources_have_shares_by_size_and_some_alone_are_refused(text, tmp_path, refuses):

@@ -278,8 +278,7 @@ def row_by_hand(gram, rows):  # the ids of an n-gram, the last one first -> its 
 
 
 def test_ngrams_are_looked_up_as_in_a_dictionary():
-    """What stands before the row is EOT; an n-gram with a sentinel or a separator counts as zero, one with a MASK
-    does not."""
+    """Before the row stands EOT; an n-gram with a sentinel or a separator counts as zero, one with a MASK does not."""
     net = randomized()
     x = ids()
     x[0, 3] = MASK

@@ -211,6 +211,7 @@ BAD = {  # name: flags, what the line says
     "a member without a row": ("--objective clm:.9,mlm:.1 --batch_size 2 --accum 2", "Try --batch_size 5"),
     "setting of another objective": ("--mask_rate .2", "Try it with mlm"),
     "documents where order is lost": ("--objective bart --doc_mask", "--doc_mask"),
+    "unknown negatives": ("--objective nsp --nsp_negatives hard", "'random', 'swap'"),
     "odd width": ("--n_embd 15", "--n_embd 16"),
     "missing file": ("--data nowhere.txt", "nowhere.txt"),
     "tiny file": ("--data tiny.txt", "--block_size"),

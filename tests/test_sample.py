@@ -167,8 +167,7 @@ def test_what_verify_keeps_is_distributed_as_the_model_alone_would_sample(n):
 
 @pytest.mark.parametrize("n, max_new_tokens, how", [(5, 4, dict(temperature=0.7, top_k=3)), (T - 2, 9, {})])
 def test_speculation_samples_from_the_model_s_own_distribution(n, max_new_tokens, how):
-    """Triples of 4 bytes, drafted by heads that differ strongly from the model. max_new_tokens leaves space for two
-    drafts, the block for one."""
+    """Triples of 4 bytes, by heads unlike the model. max_new_tokens leaves space for two drafts, the block for one."""
     net = randomized().requires_grad_(False)
     x = ids(n)
     logits = net.logits
@@ -331,8 +330,7 @@ def test_blocks_are_written_as_without_a_cache():
 
 
 def test_a_long_text_is_filled_window_by_window():
-    """Windows of 9 bytes, each a quarter of its length before the first MASK that is left; the last quarter of all but
-    the last is only read."""
+    """Windows of 9 bytes, a quarter of each before the first MASK; the last quarter is only read, but of the last."""
     net = randomized().requires_grad_(False)
     x = ids(40)
     holes = [0, 13, 14, 18, 20, 39]
@@ -399,8 +397,7 @@ def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
 
 @pytest.mark.parametrize("n_left, n_right", [(0, 40), (5, 9), (300, 9), (300, 40)])
 def test_cuts_of_a_middle_are_compared_byte_by_byte(n_left, n_right):
-    """It takes the first cut after which the suffix's first 16 bytes are at least a tenth as likely as after the best
-    cut."""
+    """The first cut after which the suffix's first 16 bytes are at least a tenth as likely as after the best one."""
     net = randomized().requires_grad_(False)
     hp = settings("fim", 32)
     found = set()
@@ -432,13 +429,13 @@ def test_a_long_text_is_cut_into_equal_parts_after_spaces_but_not_right_before_a
 
 
 @pytest.mark.parametrize("noise, n, sources", [("infill", 32, [32]), ("infill", 33, [17, 16]),
-                                               ("infill,permute", 63, [63]), ("infill,permute", 64, [32, 32])])
+                                               ("infill,permute", 64, [64]), ("infill,permute", 65, [33, 32])])
 def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sources, monkeypatch):
     hp = settings("bart", 128, bart_noise=noise)
     asked = []
 
     def generate(model, ids, limit, T, g, prefix, stop_id, positions, hp, **how):
-        assert ids[0, -1] == SEP and prefix == ids.size(1) and stop_id is None
+        assert ids[0, -1] == SEP and EOT not in ids and prefix == ids.size(1) and stop_id is None
         assert limit == 64
         assert positions(ids, torch.tensor([prefix]), hp)[0].tolist() == [*range(prefix - 1), -1]
         asked.append(prefix - 1)
@@ -449,6 +446,13 @@ def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sou
     assert [*sample.repair(None, OBJECTIVES["bart"], text, hp, rng())] == text
     assert asked == sources
     assert [*sample.repair(None, OBJECTIVES["bart"], [97, EOT, 98], hp, rng())] == [97, 98], "a NUL would end the copy"
+
+
+@pytest.mark.parametrize("n, ended", [(2, True), (9, False)])
+def test_a_middle_that_was_trimmed_has_ended(n, ended, runs, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "infill", lambda *args, **how: ([[97] * 9], False))
+    monkeypatch.setattr(sample, "trim_to_suffix", lambda *args: [97] * n)
+    assert ("did not end by itself" in output(capsys, "fim", *SIDES).err) != ended
 
 
 # ---- scoring

@@ -297,7 +297,7 @@ def test_a_resumed_run_may_be_longer(text):
     unplanned = ["--lr_decay", "0", "--ngram_drop", "0"]
     fit(text, "long", "--max_iters", "6", *unplanned)
     fit(text, "short", "--max_iters", "3", *unplanned)
-    os.remove("short/metrics.jsonl")            # only the checkpoint was kept: the log starts anew
+    os.truncate("short/metrics.jsonl", 99)      # shorter than the checkpoint knows it: the log starts anew
     resume("short", "--max_iters", "6")
     assert losses("short") == losses("long")[3:]
     assert equal(*(load_checkpoint(out)["model"] for out in ("short", "long")))
@@ -448,21 +448,15 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
             [path] = figure.Figure().subplots().figure.savefig.call_args.args
             assert path == os.path.join("out", "prefix", "loss.png")
     out = capsys.readouterr().out
-    for words in ("prefix inp", "prefix tgt", "attention  prefix", "lzma", "bits/byte", "perplexity",
-                  "the model's answer", "pip install matplotlib"):
+    for words in ("prefix inp", "prefix tgt", "lzma", "bits/byte", "perplexity", "the model's answer"):
         assert words in out, words
     assert {"ckpt.pt", "best.pt", "metrics.jsonl"} <= set(os.listdir("out/prefix-2"))
+    assert bytes(load_checkpoint("out/prefix")["held_out"].tolist()) in Path(text).read_bytes()[-10000:]
     [line, *_] = metrics("out/prefix-2", "train")
     [val, *_] = metrics("out/prefix-2", "val")
     assert set(line) == {"step", "split", "data", "objective", "loss", "lr", "grad_norm"}
     assert val["bpb"] == pytest.approx(8.0) and val["loss"] == pytest.approx(math.log(256))
     assert 0.5 < val["targets"] < 0.95
-
-
-def test_numbers_that_json_lacks_are_null(text):
-    with open("lines", "wb") as f:
-        train.write_line(f, {"loss": math.inf, "terms": {"nll": math.nan, "auc": 0.5}})
-    assert Path("lines").read_bytes() == b'{"loss": null, "terms": {"nll": null, "auc": 0.5}}\n'
 
 
 def test_each_member_is_validated_on_each_source_and_best_is_the_least_of_their_weighted_sums(text):
