@@ -101,8 +101,7 @@ def open_corpus(specs):  # ["a.txt:0.95", "folder:0.05"] -> list of S sources
                 train, val = split_documents([*read_stdlib().values()])
             elif os.path.isdir(path):
                 documents, n_skipped = read_folder(path)
-                skipped = f"skipped {n_skipped:,} (empty, binary, duplicate, unreadable)"
-                print(f"--data {path}: {len(documents):,} files; {skipped}")
+                print(f"--data {path}: {len(documents):,} files; {n_skipped:,} empty, binary, duplicate or unreadable")
                 train, val = split_documents([*documents.values()])
             else:
                 train, val = split_file(read_file(path))

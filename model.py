@@ -266,6 +266,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config, dtype=torch.float32):
         super().__init__()
+        assert config.n_embd % (2 * config.n_head) == 0, config         # RoPE rotates pairs within a head
         self.config = config
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)

@@ -651,7 +651,7 @@ def electra_heads(config, hp):
     return {"generator": generator, "replaced": scalar_head(config)}
 
 
-def scalar_head(config):  # one number for each state
+def scalar_head(config):  # -> a head of one number for each state
     layer = nn.Linear(config.n_embd, 1)
     nn.init.zeros_(layer.weight)                # an untrained model is at chance
     nn.init.zeros_(layer.bias)

@@ -419,7 +419,8 @@ def train(hp):  # -> exit code, State of a run that is done or None
     any_rank(False)                             # the first process makes the folder after all have looked into it
     with open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) as metrics, catch_signals() as stop:
         if not RANK:                            # drop log lines after the checkpoint: those steps are run again
-            metrics.truncate(run["metrics_bytes"] if metrics.seek(0, os.SEEK_END) >= run["metrics_bytes"] else 0)
+            is_whole = metrics.seek(0, os.SEEK_END) >= run["metrics_bytes"]         # else it starts anew
+            metrics.truncate(run["metrics_bytes"] if is_whole else 0)
             metrics.seek(0, os.SEEK_END)
         announce(s, metrics, run)
         start = clock_step = run["step"]

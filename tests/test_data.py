@@ -62,7 +62,7 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path, c
     (tmp_path / "b/zz_copy.txt").write_text("document 3")
     (tmp_path / "binary.bin").write_bytes(b"a\0b")
     [s] = open_corpus([str(tmp_path)])
-    assert capsys.readouterr().out.endswith(": 20 files; skipped 3 (empty, binary, duplicate, unreadable)\n")
+    assert capsys.readouterr().out.endswith(": 20 files; 3 empty, binary, duplicate or unreadable\n")
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
     kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
     assert data.to_bytes(s["train"]) == b"".join(kept)
