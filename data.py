@@ -18,7 +18,8 @@ import warnings
 import zlib
 from dataclasses import dataclass
 
-warnings.filterwarnings("ignore", "Failed to initialize NumPy")                     # NumPy is not required
+# what follows must be set before torch is imported, so all files import this one first. NumPy is not required
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 warnings.filterwarnings("ignore", "The given buffer is not writable")               # a mapped file
 # oneDNN and torch would keep what was compiled for the last 1,024 shapes, a few MB each: texts of many lengths take GBs
 for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

@@ -24,7 +24,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
 from data import Flag, document_ids, fail
 from model import CONTEXT_WIDTH, Block, StackedLinear, Transformer, norm, run_blocks
@@ -647,8 +646,7 @@ def electra_heads(config, hp):
     H = max(1, round(config.n_head * hp.gen_scale))
     C = 2 * H * max(1, round(config.n_embd * hp.gen_scale / (2 * H)))
     small = dataclasses.replace(config, n_head=H, n_embd=C, n_outputs=N_BYTES, ngram_rows=0)
-    generator = Transformer(small, getattr(torch, hp.dtype))
-    return {"generator": generator, "replaced": scalar_head(config)}
+    return {"generator": Transformer(small, getattr(torch, hp.dtype)), "replaced": scalar_head(config)}
 
 
 def scalar_head(config):  # -> a head of one number for each state

@@ -13,7 +13,6 @@ import os
 import sys
 import zipfile
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import MIN_BLOCK_SIZE, Flag, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer
 from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
@@ -247,8 +246,7 @@ def use_device(device):
 def tune_malloc():
     """glibc returns large freed blocks to the system, and the next step's tensors fault their pages in again, which
     costs a tenth of a step. Makes it keep them for the rest of the process; other allocators are left alone."""
-    trim_threshold = -1                         # of malloc.h
-    mmap_threshold = -3
+    trim_threshold, mmap_threshold = -1, -3     # of malloc.h
     with contextlib.suppress(AttributeError, OSError, TypeError):   # no mallopt, or no libc by that name
         mallopt = ctypes.CDLL(None).mallopt
         if not mallopt(mmap_threshold, 1 << 30):
@@ -287,16 +285,20 @@ class GraphedStep:
 
 
 # ---- the folder
-def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_dir does
+def choose_out_dir(hp):  # -> a folder that holds no run yet, made here where none was named; fails where --out_dir does
     if hp.out_dir:
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
     base = path = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
     for i in itertools.count(2):
-        if not os.path.exists(path):
+        try:
+            os.makedirs(path)
             return path
-        path = f"{base}-{i}"
+        except FileExistsError:                 # perhaps made by a run that started at the same moment
+            path = f"{base}-{i}"
+        except OSError:
+            return path                         # open_metrics says why
 
 
 def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at a time

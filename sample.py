@@ -25,7 +25,6 @@ import math
 import re
 import sys
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, decode, document_ids, encode, fail, from_bytes
 from data import make_rng
 from model import Cache

@@ -17,7 +17,6 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import check_sizes, compressor_bits, document_ids, fail, make_rng, open_corpus, read_windows, sample_windows
 from data import to_seed, to_symbol
 from model import NGRAM_DIM, NGRAMS, StackedLinear

@@ -25,7 +25,6 @@ import tempfile
 import time
 from argparse import Namespace
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import VOCAB_SIZE, Flag, fail, make_rng, open_corpus
 from experiments.flags import parse_with_train_flags
 import sample

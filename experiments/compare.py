@@ -30,7 +30,6 @@ import zlib
 from argparse import Namespace
 from dataclasses import dataclass
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, check_sizes, fail, open_corpus
 from experiments import bench, evaluate
 from experiments.flags import parse_with_train_flags
@@ -338,7 +337,7 @@ def write_curves(budgets, path, first_column):
                             writer.writerow([name, steps, seed, metric, f"{metrics[metric]:.6g}"])
 
 
-def draw_picture(budgets, path):  # -> path, or why there is none
+def draw_picture(budgets, path, xlabel="steps"):  # -> path, or why there is none
     """A panel for each metric that has a better side, over the budget; a line for each row, named at its end. More than
     twice the median of a panel in bits would hide the rest: not drawn, as the title says."""
     try:
@@ -370,7 +369,7 @@ def draw_picture(budgets, path):  # -> path, or why there is none
         better = "more" if METRICS[key].more_is_better else "less"
         left_out = "".join(f", without {name}" for name, means in lines.items() if means and name not in ends[key])
         axis.set_title(f"{METRICS[key].heading} ({better} is better{left_out})", fontsize=9)
-        axis.set_xscale("log")
+        axis.set(xscale="log", xlabel=xlabel, ylabel="" if METRICS[key].more_is_better else "bits per byte")
         axis.set_xticks([*budgets], [f"{x:g}" for x in budgets])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
@@ -457,7 +456,9 @@ def write_report(path, budgets, setting, references):  # path without its ending
         f.write(text)
     curves = path + ".csv" if setting else os.path.join(os.path.dirname(path), "curves.csv")
     write_curves(budgets, curves, setting or "objective")
-    print(f"\n{path}.md, {curves}, {draw_picture(over_values(budgets, setting), path + '.png')}\n\n{text}")
+    points = over_values(budgets, setting)
+    picture = draw_picture(points, path + ".png", "steps" if points is budgets else setting)
+    print(f"\n{path}.md, {curves}, {picture}\n\n{text}")
 
 
 def over_values(budgets, setting):  # of one budget and rows that are numbers -> {number: {setting: {seed: metrics}}}

@@ -12,7 +12,6 @@ import os
 import struct
 import zlib
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import EOT, Flag, compressor_bits, fail, from_bytes, to_bytes
 from experiments.flags import parse_own_flags
 from model import Cache

@@ -16,7 +16,6 @@ import sysconfig
 import tokenize
 from dataclasses import dataclass
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import COMPRESSED_BYTES, EOT, MASK, document_ids, from_bytes, make_rng, read_stdlib, read_windows
 from data import sample_windows, to_bytes
 import sample

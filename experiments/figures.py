@@ -6,7 +6,6 @@ B rows, T positions
 """
 from collections import namedtuple
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import CLS, EOT, ID_NAMES, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, Flag
 from data import fail, from_bytes, make_rng, to_symbol
 from experiments.flags import parse_own_flags

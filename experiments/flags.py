@@ -1,7 +1,6 @@
 """The command lines of the programs in experiments/: their own flags, and for those that train also train.py's."""
 from argparse import Namespace
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import fail
 from run import make_parser, parse
 

@@ -17,7 +17,6 @@ import zlib
 from collections import namedtuple
 from pathlib import Path
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag
 from experiments.flags import parse_own_flags
 from objectives import OBJECTIVES, find_use

@@ -11,7 +11,6 @@ import os
 import tempfile
 from pathlib import Path
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, fail, make_rng, open_corpus, to_bytes
 from experiments.flags import parse_with_train_flags
 import train

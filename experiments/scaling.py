@@ -9,7 +9,6 @@ import csv
 import math
 import statistics
 
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import Flag, fail
 from experiments.compare import markdown
 from experiments.flags import parse_own_flags

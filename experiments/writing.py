@@ -15,7 +15,6 @@ for the held-out text itself:
 A text that repeats itself, or is blank, tokenizes and is cheap to a judge: no number means much without the others.
 The judge favors texts that it would write itself. All is computed on the CPU, in float32.
 """
-# isort: off  data silences a warning of torch's, and so comes before it
 from data import EOT, Flag, fail, make_rng, open_corpus, to_bytes
 from experiments import evaluate
 from experiments.compare import markdown
@@ -74,6 +73,8 @@ def main(argv=None):  # -> exit code
     if not find_use(judge[1], "continue"):
         fail(f"--judge {flags.judge}: must continue texts. Try a run of clm")
     n = min(hp.block_size for _, _, hp in runs) - 4             # which leaves space for what stands around a text
+    if n <= evaluate.PROMPT:
+        fail(f"--runs: rows of {n + 4} positions are too short. Try runs of --block_size 64 or more")
     train_text = to_bytes(corpus[0]["train"])
     x = evaluate.windows(corpus[0]["val"], n, flags.windows, "writing")
     head = ["", "order", "tokenizes", "distinct", "lines", "copied", "space", "judge"]

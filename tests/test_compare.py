@@ -149,7 +149,7 @@ CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "m
 
 
 def test_tables_are_of_the_largest_budget_trends_and_curves_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "draw_picture", lambda budgets, path: path)
+    monkeypatch.setattr(compare, "draw_picture", lambda budgets, path, xlabel: path)
     compare.write_report(str(tmp_path / "compare"), CURVES, "", {})
     table, _, trends = (tmp_path / "compare.md").read_text().partition("After 10 100 steps")
     assert "| clm | 1.010 |" in table and "1.100" not in table
@@ -170,6 +170,7 @@ def test_the_picture_has_a_curve_over_the_budgets(monkeypatch):
     compare.draw_picture(CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}, "compare.png")      # far above the median
     bits, left, infill = saved[0].axes
     assert infill.get_title() == "infill 4 (less is better)"
+    assert infill.get_xlabel() == "steps" and infill.get_ylabel() == "bits per byte"
     drawn = [[line.get_xydata().tolist() for line in axis.lines] for axis in (bits, left, infill)]
     assert drawn == [[[[10, 1.1], [100, 1.01]]], [[[10, 3.0], [100, 3.0]]], [[[10, 2.0], [100, 2.0]]]]
     assert [[text.get_text() for text in axis.texts] for axis in (bits, left, infill)] == [["clm"], ["clm"], ["mlm"]]

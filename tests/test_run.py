@@ -116,8 +116,7 @@ def test_a_run_is_named_for_its_objective_and_the_latest_is_found(text):
     for name, folder in (("clm:.5, mlm:.5", "clm_.5+mlm_.5"), ("clm", "clm"), ("clm", "clm-2")):
         path = run.choose_out_dir(settings(name, 32))
         assert path == os.path.join("out", folder)
-        os.makedirs(path)
-        write(os.path.join(path, "best.pt"), b"")
+        write(os.path.join(path, "best.pt"), b"")               # the folder is made: a run beside it takes the next
         os.utime(os.path.join(path, "best.pt"), (len(folder), len(folder)))
     assert run.newest_run() == os.path.join("out", "clm_.5+mlm_.5")
     assert run.choose_out_dir(settings("clm", 32, out_dir="mine")) == "mine"
