@@ -79,6 +79,7 @@ def to_symbol(i):  # id -> one character, to print rows with one character a pos
 
 
 def to_bytes(t):  # (N,) uint8 on the CPU -> bytes
+    assert t.dtype == torch.uint8, t.dtype
     t = t.contiguous()
     return ctypes.string_at(t.data_ptr(), t.numel())  # t.numpy() would need NumPy
 

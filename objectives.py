@@ -69,11 +69,11 @@ class Fill:
 
 @dataclass(frozen=True)
 class Infill:
-    """Writes what belongs in holes of unknown length. prompt(pieces, m, hp) -> (ids up to the first answer, length of
-    their prefix); pieces: the texts around the holes, m: bytes expected in a hole."""
+    """Writes what belongs in holes of unknown length, in bytes but EOT. prompt(pieces, m, hp) -> (ids up to the first
+    answer, length of their prefix); pieces: the texts around the holes, m: bytes expected in a hole."""
     mode = "infill"
     prompt: Callable
-    stop_ids: tuple                             # the id that ends the answer for each hole: so many holes at most
+    stop_ids: tuple                             # each ends an answer and starts the next: so many holes at most
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Objective:
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, perhaps by device
     single_document: bool = False               # prefers windows without a NUL inside
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
-    positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, for sample.py; None: 0, 1, ...
+    positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, of these alone; None: 0, 1, ...
 
     # evaluation
     # bits per byte: "loss" (its loss / ln 2, for clm's rows), "causal" (its loss on clm's rows, as fim's), "bound" (its
@@ -348,14 +348,13 @@ def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W
     The prefix is everything up to SEP; each position from SEP on predicts the next id, up to EOT. keep: which ids
     stand in the row; source and target need not have the same number."""
     sep = constant_column(source, SEP)
-    eot = constant_column(source, EOT)
     is_kept = torch.ones_like(sep, dtype=torch.bool)
     if mode is not None:
         source = torch.cat((constant_column(source, mode), source), dim=1)
         keep = torch.cat((is_kept, keep), dim=1)
     P = keep.sum(1) + 1                                                             # positions up to SEP
     end = P + keep_target.sum(1)                                                    # the position of EOT
-    ids = torch.cat((source, sep, target, eot), dim=1)
+    ids = torch.cat((source, sep, target, constant_column(source, EOT)), dim=1)
     z = pack_left(ids, torch.cat((keep, is_kept, keep_target, is_kept), dim=1), T + 1)
     i = torch.arange(T, device=z.device)
     has_loss = (i >= P[:, None] - 1) & (i < end[:, None])
@@ -988,8 +987,7 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt, weight (B, L)
     bytes are predicted, never MASK or another id (MDLM's SUBS). Departure: up to a share uniform_from of the steps, l
     is mask_rate of L, since high rates teach little early. The loss of these steps is no bound; validation's is."""
     masked, weight = mask_blocks(x, x.size(1), g, hp)
-    inp = x.masked_fill(masked, MASK)
-    return dict(inp=inp, tgt=x.where(masked, IGNORE_INDEX), weight=weight, prefix=x.size(1))
+    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight, prefix=x.size(1))
 
 
 def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)

@@ -13,7 +13,7 @@ import os
 import sys
 import zipfile
 
-from data import MIN_BLOCK_SIZE, Flag, fail, make_rng
+from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer
 from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
@@ -350,7 +350,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # data; a pickle would be a program
         if ckpt["version"] != VERSION:
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
-        config = defaults() | {"init_step": 0} | ckpt["config"] # a fork may have added flags
+        config = defaults() | {"init_step": 0} | ckpt["config"] # a fork's new flag: its default must be as before
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         why = (str(e).splitlines() or [type(e).__name__])[0]
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another run, or best.pt beside it")
@@ -362,7 +362,7 @@ def build(hp):  # -> model
     """Weights are drawn on the CPU from the seed, the model's before its heads': with equal seeds all objectives start
     from equal weights, on every device."""
     objectives = [m.objective for m in get_members(hp)]
-    config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, n_outputs=max(o.n_outputs for o in objectives),
+    config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, VOCAB_SIZE, n_outputs=max(o.n_outputs for o in objectives),
                          ngram_rows=hp.ngram_rows, attn_scale=hp.attn_scale)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
@@ -376,10 +376,12 @@ def build(hp):  # -> model
 def copy_tensors(own, saved, path):
     """Copies {name: tensor} into the tensors of the same names: the one door through which a file's numbers reach a
     model or an optimizer. Fails where names, shapes or types differ, or a number is not finite."""
-    def layout(tensors):
-        return {name: (t.shape, t.dtype) for name, t in tensors.items()}
-    if layout(own) != layout(saved):
-        fail(f"{path}: its tensors do not fit these settings. Try its own --n_layer and --n_embd, or another run")
+    def layout(t):
+        return "missing" if t is None else f"{t.dtype} {[*t.shape]}"
+    for name in own | saved:
+        here, there = layout(own.get(name)), layout(saved.get(name))
+        if here != there:
+            fail(f"{path}: {name} is {there}, here {here}. Try its own --n_layer and --n_embd, or another run")
     for name, t in own.items():
         if not saved[name].isfinite().all():
             fail(f"{path}: {name} is not finite. Try best.pt beside it, or another run")
@@ -390,8 +392,8 @@ def start_from(model, saved, path):
     """Copies a parent's weights. Heads that it lacks, or has in other shapes, keep their own, and so do the outputs of
     the byte head that it does not predict."""
     own = model.state_dict()
-    fits = {k: v for k, v in saved.items() if k in own and v.shape == own[k].shape}
-    kept = {k: v for k, v in own.items() if k.startswith("heads.") and k not in fits}
+    kept = {k: v for k, v in own.items() if k.startswith("heads.") and (k not in saved or saved[k].shape != v.shape)}
+    fits = {k: v for k, v in saved.items() if k in own}
     head = own["head.weight"].cpu()                                                 # (1, n_outputs, C)
     parents = saved.get("head.weight", head[0])
     if parents.shape[2:] == head.shape[2:]:     # else copy_tensors refuses it

@@ -14,7 +14,7 @@
     python sample.py --score book.txt   clm, mlm, prefix, fim, mtp, nsp, mdlm, sedd, bd3lm, hybrid: bits per byte
 
 Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path. Only these are special in a
-prompt: [MASK], a hole of one byte (for bart of any length); [MASK:4], of 4 bytes; <extra_id_0>, of any length.
+prompt, to those that fill: [MASK], a hole of a byte (bart: of any length); [MASK:4], of 4; <extra_id_0>, of any length.
 """
 # N samples, n ids, T = block_size positions of the model, V outputs of the byte head, P ids of a prefix
 # how: temperature, top_k and top_p, as distribution takes them
@@ -506,8 +506,7 @@ def continue_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=3
     how = dict(temperature=0.8, compile=compile) | how
     text = prompt = list(prompt) or [EOT]       # an empty prompt is the start of a document
     if use.both_ways:                           # one block holds the prompt and what is written, half of it at most
-        around = len(use.before) + len(use.after)
-        prompt = keep_within(prompt, max(1, T - around - min(max_new_tokens, T // 2)))
+        prompt = keep_within(prompt, max(1, text_space(use, T) - min(max_new_tokens, T // 2)))
     draft = use.drafter(hp) if use.drafter and speculate else None
     if draft:
         stats = []
@@ -703,7 +702,7 @@ def main(argv=None):
         fail(f"--order {given['order']}: unknown to {name}. Try {' or '.join(use.orders)}")
     for flag in {"prompt", "prefix", "suffix", "query"} & set(texts):
         texts[flag] = read_markers(texts[flag], mode if flag == "prompt" else None)
-    note(f"{path}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
+    note(f"{path}: {hp.objective}{f', as {name}' if len(members) > 1 else ''}, step {ckpt['step']} of {hp.max_iters}")
     if not texts:
         texts = demonstration(mode, ckpt["held_out"], hp.block_size)
     for flag in TEXTS & set(flags):

@@ -220,6 +220,8 @@ def prepare(members, corpus, hp):  # -> State before the first step
     """State: all that a training step reads and writes, in tensors that keep their addresses, so that a CUDA graph can
     replay the step. The host writes windows, seeds, rates and step number (load_step_inputs); the device the rest."""
     model = build(hp)
+    if hp.init_from and not hp.resume:
+        start_from(model, load_checkpoint(hp.init_from)["model"], hp.init_from)
     device = corpus[0]["train"].device
     progress = torch.zeros((), device=hp.device)                # share of the run's steps that are done, for corrupt
     members = [replace(m, hp=Namespace(**vars(m.hp) | {"progress": progress})) for m in members]
@@ -404,8 +406,6 @@ def train(hp):  # -> exit code, State of a run that is done or None
     run = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
     if hp.resume:
         run = resume(load_checkpoint(hp.resume), s)
-    elif hp.init_from:
-        start_from(s.model, load_checkpoint(hp.init_from)["model"], hp.init_from)
     validation = validation_list(members, corpus, hp)
     if hp.compile:
         compile_losses(s)

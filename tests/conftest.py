@@ -89,7 +89,7 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         op = func.overloadpacket.__name__
-        assert op not in self.REFUSED, f"{op} waits for the device"
+        assert op not in self.REFUSED, f"{op} waits for the device, or copies a constant to it: try fill_, torch.where"
         if op in ("index", "index_put", "index_put_"):
             boolean = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
             assert not boolean, f"{op} with a boolean index waits for the device"

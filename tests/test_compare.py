@@ -176,13 +176,6 @@ def test_the_picture_has_a_curve_over_the_budgets(monkeypatch):
     assert [[text.get_text() for text in axis.texts] for axis in (bits, left, infill)] == [["clm"], ["clm"], ["mlm"]]
 
 
-def test_names_at_the_ends_of_lines_do_not_overlap():
-    places = compare.spread({"a": 1.0, "b": 1.1, "c": 5.0, "d": 1.05}, 0.5)
-    assert list(places) == ["a", "d", "b", "c"] and places["c"] == 5
-    gaps = [b - a for a, b in zip([*places.values()], [*places.values()][1:])]
-    assert min(gaps) > 0.49 and places["d"] == pytest.approx(1.05, abs=0.1)
-
-
 def test_a_sweep_over_numbers_is_drawn_over_them():
     rows = {".4": {1: {"probe": 0.4}}, ".1": {1: {"probe": 0.1}}}
     points = compare.over_values({5: rows}, "mask_rate")

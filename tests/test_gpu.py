@@ -48,8 +48,10 @@ def test_attention_equals_the_dense_rule_forward_and_backward(device, rule, D):
 def test_a_model_on_the_gpu_computes_what_it_does_on_the_cpu():
     net = randomized(n_embd=64)
     x = torch.randint(0, 256, (4, 48), generator=make_rng("ids"))
-    want = net(x, 7)
-    torch.testing.assert_close(net.cuda()(x.cuda(), 7).cpu(), want, rtol=1e-3, atol=1e-3)
+    want = [net(x, prefix) for prefix in (0, 7, 48)]
+    net.cuda()
+    have = [net(x.cuda(), prefix).cpu() for prefix in (0, 7, 48)]
+    torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-3)
 
 
 # ---- experiments.gpu_check

@@ -174,7 +174,7 @@ def test_tensors_that_do_not_fit_are_refused_at_every_door(part, name, fault, pl
     ckpt = load_checkpoint("run")
     FAULTS[fault](ckpt[part], name)
     save_checkpoint("crafted/ckpt.pt", ckpt)
-    reason = "is not finite" if fault == "not finite" else "do not fit"
+    reason = "is not finite" if fault == "not finite" else ", here "
     assert reason in refused(capsys, train, "--resume", "--out_dir", "crafted", "--max_iters", "2")
     if part == "model":
         assert reason in refused(capsys, sample, "--out_dir", "crafted", "--device", "cpu")
@@ -227,7 +227,7 @@ BAD = {  # name: flags, what the line says
     "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
     "resume other weights": ("--resume --out_dir run --data text.txt:1 other.txt:.1", "not those of the run"),
     "init from nothing": ("--init_from nowhere", "nowhere"),
-    "init from another width": ("--init_from run --n_layer 5", "do not fit"),
+    "init from another width": ("--init_from run --n_layer 5", "weight is missing, here torch.float32 [3, "),
     "init from another version": ("--init_from version.pt", "layout"),
 } | {f"init from {f}": (f"--init_from {f}", "not a checkpoint") for f in ("text.txt", "parts.pt", "payload.pt")}
 
