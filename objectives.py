@@ -1064,9 +1064,9 @@ def bd3lm(x, g, hp):  # x (B, L) -> inp, tgt, weight, positions (B, 2 L), mask (
 
     A block attends to itself both ways and to the clean blocks before it; both copies count positions from 0. The loss
     bounds -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p, as clm's. Convolution and
-    n-grams, too, read clean bytes before a noisy block, as the cache holds them when a text is written. l is chosen as
-    in mdlm, for each block by itself. sample.py fills a block from the left by default, a byte a pass.
-    Departures: mdlm's; the authors first train a model of one block, and draw masking rates from a part of (0, 1)."""
+    n-grams, too, read clean bytes before a noisy block, as the cache holds them when a text is written. l is uniform
+    (--uniform_from .7: as in mdlm), for each block by itself. sample.py fills a block from the left, a byte a pass.
+    Departures: the authors first train a model of one block, and draw masking rates from a part of (0, 1)."""
     L = x.size(1)
     n = hp.bd3lm_block
     masked, weight = mask_blocks(x, n, g, hp)
@@ -1087,8 +1087,8 @@ def ids_before(ids):  # (B, L) -> (B, L, W - 1): the ids before each position, t
     return F.pad(ids, (CONTEXT_WIDTH - 1, 0))[:, :-1].unfold(1, CONTEXT_WIDTH - 1, 1).flip(2)
 
 
-# as many clean bytes as the other objectives read
-BD3LM_DEFAULTS = {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}}
+# as many clean bytes as the other objectives read; small blocks learn no more with a constant rate first
+BD3LM_DEFAULTS = {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}, "uniform_from": 0.0}
 OBJECTIVES["bd3lm"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion",
     use_help="continue a prompt", attention="blocks", n_bytes=lambda T, hp: T // 2,
