@@ -48,7 +48,7 @@ MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_(\d+)>"              # 
 FLAGS = {
     "what": {
         "out_dir": Flag("", "run folder or checkpoint file; without it the latest run under out/"),
-        "objective": Flag("", "of a mixture, the member to use; without it the first"),
+        "objective": Flag("", "of a mixture, the member to use; without it the first that fits the texts"),
         "prompt": Flag("", "the text to continue, fill, repair or examine; --prompt=-x where it starts with a dash"),
         "prefix": Flag("", "the text before a hole; nsp: the first text"),
         "suffix": Flag("", "the text after a hole; nsp: the second text"),
@@ -649,15 +649,15 @@ MODES = {"continue": continue_mode, "continue_blocks": continue_blocks_mode, "fi
 
 
 # ---- the command
-def choose_mode(objective, texts):  # -> key of MODES: of the uses that read these texts the one that fits the prompt
+def choose_mode(objectives, texts):  # -> objective, key of MODES: of those that read these texts the first that fits
     if "score" in texts:
-        return "score"
-    modes = [use.mode for use in objective.uses]
-    modes = [mode for mode in modes if set(texts) <= set(inspect.signature(MODES[mode]).parameters)] or modes
-    # what a prompt asks for by its markers: the first of these that the objective has
+        return next((each for each in objectives if each.bpb or find_use(each, "fill")), objectives[0]), "score"
+    modes = [(use.mode, each) for each in objectives for use in each.uses]
+    modes = [pair for pair in modes if set(texts) <= set(inspect.signature(MODES[pair[0]]).parameters)] or modes
+    # what a prompt asks for by its markers: the first of these that an objective has
     wanted = {"infill": HOLES, "fill": MASKS, "repair": MASKS, "continue": b""} if "prompt" in texts else {}
     wanted = [mode for mode, marker in wanted.items() if re.search(marker, texts["prompt"])]
-    return next(mode for mode in wanted + modes if mode in modes)
+    return next((each, mode) for want in [*wanted, modes[0][0]] for mode, each in modes if mode == want)
 
 
 def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out bytes, spoiled as the mode wants them
@@ -687,22 +687,22 @@ def main(argv=None):
     dtype = "float32" if "score" in given else "auto"           # scores are worth the slower float32
     model, hp, ckpt = load_run(path, given.get("device", "auto"), given.get("dtype", dtype))
     members = {m.objective.name: m.objective for m in get_members(hp)}
-    name = given.pop("objective", None) or next(iter(members))
-    if name not in members:
+    name = given.pop("objective", "")
+    if name and name not in members:
         fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
-    objective = members[name]
     texts = {flag: read_text(flag, given[flag]) for flag in TEXTS & set(given)}
-    mode = choose_mode(objective, texts)
+    objective, mode = choose_mode([members[name]] if name else [*members.values()], texts)
     flags = inspect.signature(MODES[mode]).parameters
     read = {*flags, *COMMON, *(SAMPLING | {"num_samples"} if "how" in flags else ())}
     for flag in sorted(set(given) - read):      # ignoring it would look as if it had no effect
-        fail(f"--{flag}: is not read here. Try what {name} reads: --{' --'.join(TEXTS & read)}")
+        fail(f"--{flag}: is not read here. Try what {objective.name} reads: --{' --'.join(TEXTS & read)}")
     use = find_use(objective, mode)
     if "order" in given and given["order"] not in use.orders:
-        fail(f"--order {given['order']}: unknown to {name}. Try {' or '.join(use.orders)}")
+        fail(f"--order {given['order']}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     for flag in {"prompt", "prefix", "suffix", "query"} & set(texts):
         texts[flag] = read_markers(texts[flag], mode if flag == "prompt" else None)
-    note(f"{path}: {hp.objective}{f', as {name}' if len(members) > 1 else ''}, step {ckpt['step']} of {hp.max_iters}")
+    member = f", used as {objective.name}" if len(members) > 1 else ""
+    note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     if not texts:
         texts = demonstration(mode, ckpt["held_out"], hp.block_size)
     for flag in TEXTS & set(flags):
