@@ -992,7 +992,7 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt, weight (B, L)
 
 def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)
     """Masks l of the n bytes of each block (the last one may be shorter). l is uniform over 1..n, stratified over the
-    rows; early in a run it is mask_rate of n, rounded: 2 of 4. weight: of the bytes of a block, n / l."""
+    rows; up to uniform_from of a run it is mask_rate of n, rounded. weight: of the bytes of a block, n / l."""
     B, L = x.shape
     n = min(n, L)
     size = (L - torch.arange(0, L, n, device=g.device)).clamp(max=n)                # (blocks,)
@@ -1022,8 +1022,8 @@ def bound_loss(cost):  # -> loss of an Objective: an estimate of the rows' bound
 
 
 DIFFUSION_FLAGS = MASK_RATE | {
-    "uniform_from": Flag(0.7, "first share of the steps, in which mask_rate of the bytes is masked; then, and with "
-                              "--init_from at once, any share", 0.0, 1.0)}
+    "uniform_from": Flag(0.7, "first share of the steps, in which mask_rate of the bytes is masked, at 0 never; then, "
+                              "and with --init_from at once, any share", 0.0, 1.0)}
 DIFFUSION_DEFAULTS = SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.4}
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",

@@ -381,7 +381,7 @@ def copy_tensors(own, saved, path):
     for name in own | saved:
         here, there = layout(own.get(name)), layout(saved.get(name))
         if here != there:
-            fail(f"{path}: {name} is {there}, here {here}. Try its own --n_layer and --n_embd, or another run")
+            fail(f"{path}: {name} is {there}, here {here}. Try its --n_layer, --n_embd, --ngram_rows, or another run")
     for name, t in own.items():
         if not saved[name].isfinite().all():
             fail(f"{path}: {name} is not finite. Try best.pt beside it, or another run")

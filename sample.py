@@ -16,8 +16,7 @@
 Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path. Only these are special in a
 prompt, to those that fill: [MASK], a hole of a byte (bart: of any length); [MASK:4], of 4; <extra_id_0>, of any length.
 """
-# N samples, n ids, T = block_size positions of the model, V outputs of the byte head, P ids of a prefix
-# how: temperature, top_k and top_p, as distribution takes them
+# N samples, n ids, T = block_size, V outputs of the byte head, P ids of a prefix; how: temperature, top_k and top_p
 import codecs
 import inspect
 import itertools
@@ -654,9 +653,10 @@ def choose_mode(objectives, texts):  # -> objective, key of MODES: of those that
         return next((each for each in objectives if each.bpb or find_use(each, "fill")), objectives[0]), "score"
     modes = [(use.mode, each) for each in objectives for use in each.uses]
     modes = [pair for pair in modes if set(texts) <= set(inspect.signature(MODES[pair[0]]).parameters)] or modes
-    # what a prompt asks for by its markers: the first of these that an objective has
-    wanted = {"infill": HOLES, "fill": MASKS, "repair": MASKS, "continue": b""} if "prompt" in texts else {}
+    # what a prompt asks for by its markers, then what needs none: the first of these that an objective has
+    wanted = {"infill": HOLES, "fill": MASKS, "repair": MASKS} if "prompt" in texts else {}
     wanted = [mode for mode, marker in wanted.items() if re.search(marker, texts["prompt"])]
+    wanted += [mode for mode, _ in modes if mode not in ("infill", "fill")] if "prompt" in texts else []
     return next((each, mode) for want in [*wanted, modes[0][0]] for mode, each in modes if mode == want)
 
 

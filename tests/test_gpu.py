@@ -49,8 +49,7 @@ def test_a_model_on_the_gpu_computes_what_it_does_on_the_cpu():
     net = randomized(n_embd=64)
     x = torch.randint(0, 256, (4, 48), generator=make_rng("ids"))
     want = [net(x, prefix) for prefix in (0, 7, 48)]
-    net.cuda()
-    have = [net(x.cuda(), prefix).cpu() for prefix in (0, 7, 48)]
+    have = [net.cuda()(x.cuda(), prefix).cpu() for prefix in (0, 7, 48)]
     torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-3)
 
 

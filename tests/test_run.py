@@ -40,7 +40,7 @@ def refused(capsys, program, *flags):  # -> the one line that says why; nothing 
     ("--optimizer adamw", dict(learning_rate=0.003)),
     ("--max_iters 5", dict(max_passes=0.0)),
     ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
-    ("--objective bd3lm", dict(block_size=512, batch_size=16, mask_rate=0.4)),
+    ("--objective bd3lm", dict(block_size=512, batch_size=16, uniform_from=0.0)),
     ("--objective mlm", dict(mask_rate=0.3, max_passes=OBJECTIVES["mlm"].flag_defaults["max_passes"])),
     ("--objective contrastive", dict(batch_size=32, n_head=4)),
     # shorter rows of its own are more rows, so that a step has as many positions

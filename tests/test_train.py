@@ -307,9 +307,10 @@ def test_a_child_reads_on_where_its_parent_ended(text):
     """A child's child, too; resumed, it still does."""
     fit(text, "a", "--max_iters", "4")
     fit(text, "b", "--max_iters", "2", "--init_from", "a")
-    resume("b", "--max_iters", "3")
     fit(text, "c", "--max_iters", "0", "--init_from", "a")
     assert losses("c", split="val") == losses("a", split="val")[-1:]
+    os.rename("a", "gone")
+    resume("b", "--max_iters", "3")
     child = start("--data", text, "--init_from", "b")
     whole = start("--data", text)
     train.load_step_inputs(child, 2)
