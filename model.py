@@ -48,7 +48,7 @@ def can_attend(q, k, prefix, doc_q=None, doc_k=None):
       2 x x x .         2 x x x .       2 x x x x
       3 x x x x         3 x x x x       3 x x x x
 
-    With document ids, a query attends only to keys of its own document. choose_attention has faster forms of it."""
+    With document ids, only to keys of its own document. choose_attention has faster forms of this rule."""
     allowed = (k <= q) | (k < prefix)
     return allowed if doc_q is None else allowed & (doc_q == doc_k)
 

@@ -132,7 +132,7 @@ class Objective:
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, perhaps by device
     single_document: bool = False               # prefers windows without a NUL inside
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
-    positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T) for RoPE, of these alone; None: 0, 1, ...
+    positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T), from these alone; None: 0, 1, 2, ...
 
     # evaluation
     # bits per byte: "loss" (its loss / ln 2, for clm's rows), "causal" (its loss on clm's rows, as fim's), "bound" (its
@@ -679,12 +679,9 @@ def electra_loss(model, batch, hp):
     labels = torch.zeros_like(batch["inp"]).scatter(1, positions, (fake != clean).long())           # (B, T)
     x = batch["inp"].scatter(1, positions, fake)                                    # (B, T)
     replaced = score_positions(model, x, "replaced")           # log-odds
-    return {"generator": cross_entropy_sum(logits, clean), "discriminator": bce_sum(replaced, labels),
+    return {"generator": cross_entropy_sum(logits, clean),
+            "discriminator": F.binary_cross_entropy_with_logits(replaced, labels.float(), reduction="sum"),
             "replaced": labels.sum()}
-
-
-def bce_sum(logits, labels):  # logits, labels (...) of 0 and 1 -> nats, summed
-    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="sum")
 
 
 OBJECTIVES["electra"] = Objective(
@@ -910,7 +907,8 @@ def nsp_loss(model, batch, hp):
     follows = model.heads["nsp"](h[:, 0].float())[:, 0]                             # (B,)
     nll, _ = target_nll(model, h, batch["tgt"])
     correct = ((follows > 0) == (batch["labels"] == 1)).sum()
-    return {"nll": nll.sum(), "nsp": bce_sum(follows, batch["labels"]), "accuracy": correct}
+    nats = F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="sum")
+    return {"nll": nll.sum(), "nsp": nats, "accuracy": correct}
 
 
 def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
@@ -1022,7 +1020,7 @@ def bound_loss(cost):  # -> loss of an Objective: an estimate of the rows' bound
 
 
 DIFFUSION_FLAGS = MASK_RATE | {
-    "uniform_from": Flag(0.7, "first share of the steps, in which mask_rate of the bytes is masked, at 0 never; then, "
+    "uniform_from": Flag(0.7, "first share of the steps, which mask mask_rate of the bytes (0: no step does); then, "
                               "and with --init_from at once, any share", 0.0, 1.0)}
 DIFFUSION_DEFAULTS = SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.4}
 OBJECTIVES["mdlm"] = Objective(

@@ -350,7 +350,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # data; a pickle would be a program
         if ckpt["version"] != VERSION:
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
-        config = defaults() | {"init_step": 0} | ckpt["config"] # a fork's new flag: its default must be as before
+        config = defaults() | {"init_step": 0} | ckpt["config"] # the default of a fork's new flag must mean: as before
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         why = (str(e).splitlines() or [type(e).__name__])[0]
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another run, or best.pt beside it")

@@ -651,13 +651,14 @@ MODES = {"continue": continue_mode, "continue_blocks": continue_blocks_mode, "fi
 def choose_mode(objectives, texts):  # -> objective, key of MODES: of those that read these texts the first that fits
     if "score" in texts:
         return next((each for each in objectives if each.bpb or find_use(each, "fill")), objectives[0]), "score"
-    modes = [(use.mode, each) for each in objectives for use in each.uses]
-    modes = [pair for pair in modes if set(texts) <= set(inspect.signature(MODES[pair[0]]).parameters)] or modes
-    # what a prompt asks for by its markers, then what needs none: the first of these that an objective has
-    wanted = {"infill": HOLES, "fill": MASKS, "repair": MASKS} if "prompt" in texts else {}
-    wanted = [mode for mode, marker in wanted.items() if re.search(marker, texts["prompt"])]
-    wanted += [mode for mode, _ in modes if mode not in ("infill", "fill")] if "prompt" in texts else []
-    return next((each, mode) for want in [*wanted, modes[0][0]] for mode, each in modes if mode == want)
+    uses = [(use.mode, each) for each in objectives for use in each.uses]
+    uses = [pair for pair in uses if set(texts) <= set(inspect.signature(MODES[pair[0]]).parameters)] or uses
+    wanted = [uses[0][0]]
+    if "prompt" in texts:                       # what it asks for by its markers comes first, then what needs none
+        markers = {"infill": HOLES, "fill": MASKS, "repair": MASKS}
+        asked = [mode for mode, marker in markers.items() if re.search(marker, texts["prompt"])]
+        wanted = asked + [mode for mode, _ in uses if mode not in ("infill", "fill")] + wanted
+    return next((each, mode) for want in wanted for mode, each in uses if mode == want)
 
 
 def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out bytes, spoiled as the mode wants them
