@@ -115,7 +115,9 @@ def rope_cos_sin(positions, D, dtype, scale=1.0):  # positions (..., T) -> cos, 
     angle = positions[..., None].float() * freq                                     # (..., T, D / 2)
     cos = angle.cos() * scale ** 0.5
     sin = angle.sin() * scale ** 0.5
-    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+    pair = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+    # this changes nothing, but torch.compile keeps both in memory, where every block would compute them anew
+    return [t.as_strided(t.size(), t.stride()) for t in pair]
 
 
 def apply_rope(x, cos, sin):  # x (..., T, D) -> the same shape; each pair (i, i + D/2) is rotated by its angle
@@ -155,7 +157,8 @@ class Block(nn.Module):
         B, T, C = x.shape
         # attention is the only layer of a block that moves information between positions
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
-        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()                               # (3, B, H, T, D)
+        qkv = qkv.permute(2, 0, 3, 1, 4)                                            # (3, B, H, T, D)
+        qkv = qkv.contiguous() if x.device.type == "cpu" else qkv                   # a GPU's kernels read it as it lies
         qk, v = qkv.split((2, 1))               # split has one backward kernel, indexing has five
         q, k = apply_rope(norm(qk), cos, sin)                                       # QK-norm, then RoPE
         v = v[0]

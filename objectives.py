@@ -524,8 +524,7 @@ def fim_prompt(pieces, m, hp):
 
 OBJECTIVES["fim"] = Objective(
     "fim", corrupt=fim, help="text with its middle moved to the end", use_help="write between two texts",
-    attention="causal", n_outputs=MID + 1,
-    flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
+    attention="causal", n_outputs=MID + 1, flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
     single_document=True, bpb="causal", uses=(Infill(fim_prompt, (EOT,)), Continue()))
 
@@ -1167,8 +1166,7 @@ OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, terms=hybrid_terms, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows, of which there is one at least", 0.0, 1.0)},
-    flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal",
-    uses=(Fill((EOT,), shift=1), Continue()))
+    flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal", uses=(Fill((EOT,), shift=1), Continue()))
 
 
 # ---- --objective: one of these, or a mixture; always a list of members, of one where it is no mixture

@@ -277,9 +277,10 @@ class GraphedStep:
         if self.warm == -1:
             for g in self.gens:
                 self.graph.register_generator_state(g)
-            gc.collect()                        # a graph that is freed during a capture would end it
+            gc.disable()                        # a graph that is collected during a capture would end it
             with torch.cuda.graph(self.graph, stream=self.stream):              # records, runs nothing
                 self.out = self.f()
+            gc.enable()
         self.graph.replay()
         return self.out
 

@@ -80,9 +80,8 @@ TEXTS = {"prompt", "prefix", "suffix", "query", "corpus", "score"}
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (..., 256) float64
     """Probabilities of the bytes; no other id is ever sampled. At temperature 0 the most likely byte has all of it.
     top_p counts probabilities as they were before top_k. In float64, since float32 loses the tail of the distribution
-    (Zheng et al. 2024); mps lacks float64, so there it is computed on the CPU."""
-    logits = logits[..., :N_BYTES]
-    logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
+    (Zheng et al. 2024), and on the CPU, which is faster than a GPU at a few bytes, and draws the same ones."""
+    logits = logits[..., :N_BYTES].cpu().double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
     # subtract the maximum first: 1 / temperature may overflow
@@ -98,7 +97,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (.
 
 
 def draw(p, g):  # (..., 256) -> bytes (...)
-    return inverse_cdf(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
+    return inverse_cdf(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double))
 
 
 def sample_byte(logits, g, stop_id=None, **how):  # (N, V) -> ids (N,)
@@ -108,7 +107,7 @@ def sample_byte(logits, g, stop_id=None, **how):  # (N, V) -> ids (N,)
     stops = logits.softmax(-1)[:, list({stop_id, EOT})].sum(1) >= END_THRESHOLD
     logits = logits.clone()
     logits[:, EOT] = -torch.inf
-    return draw(distribution(logits, **how), g).to(stops.device).masked_fill(stops, stop_id)
+    return draw(distribution(logits, **how), g).masked_fill(stops, stop_id)
 
 
 # ---- continuing
@@ -120,16 +119,17 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
 
     prefix 0: causal; when the block of T is full, its last half is encoded again. prefix P: the first P positions
     of the prompt are read both ways; generation ends where the block is full, so the prompt must leave space in it."""
-    ids = prompt
-    rows = torch.full((len(ids),), prefix, device=ids.device)
+    device = model.embed.weight.device
+    ids = prompt.cpu()
+    rows = torch.full((len(ids),), prefix)
     ended = rows < 0                            # none yet
     cache = Cache(model, len(ids), T)
     start = max(0, ids.size(1) - T)             # of the block in ids
     new = ids[:, start:]                        # ids that the cache lacks
 
     def step(new, at=None):                     # at: positions, None where they are 0, 1, 2, ...
-        return model.logits(model(new, prefix, cache=cache, positions=at)[:, -1])
-    fast_step = compile_step(step, ids[:, :1]) if compile else step
+        return model.logits(model(new.to(device), prefix, cache=cache, positions=at)[:, -1])
+    fast_step = make_fast_step(step, ids[:, :1], device, compile)
     for _ in range(max_new_tokens):
         if ids.size(1) - start > T:
             if prefix:                          # it ends with its block
@@ -138,10 +138,10 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
             cache.length.zero_()
             new = ids[:, start:]
         if positions:
-            logits = step(new, positions(ids, rows, hp)[:, -new.size(1):])
+            logits = step(new, positions(ids, rows, hp)[:, -new.size(1):].to(device))
         else:
             logits = step(new) if new.size(1) > 1 else fast_step(new)
-        byte = sample_byte(logits, g, stop_id, **how).to(ids.device).masked_fill(ended, EOT)
+        byte = sample_byte(logits.cpu(), g, stop_id, **how).masked_fill(ended, EOT)
         ended |= byte == EOT
         new = byte[:, None]
         ids = torch.cat((ids, new), dim=1)
@@ -150,13 +150,14 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
             return
 
 
-def compile_step(step, ids):  # step: ids -> tensors; ids: of the shape that it will get -> the step, compiled
-    """On CUDA also captured in a graph: its ids are copied to where the graph reads them."""
-    compiled = torch.compile(step, fullgraph=True, dynamic=False)
-    if ids.device.type != "cuda":
-        return compiled
-    static_ids = torch.zeros_like(ids)
-    graphed = GraphedStep(lambda: compiled(static_ids), warm=1)
+def make_fast_step(step, ids, device, compile):  # step: ids -> tensors; ids: of the shape that it will get -> the same
+    """Compiled where asked for; on CUDA captured in a graph, which reads its ids where they are copied to."""
+    if compile:
+        step = torch.compile(step, fullgraph=True, dynamic=False)
+    if device.type != "cuda":
+        return step
+    static_ids = torch.zeros_like(ids, device=device)
+    graphed = GraphedStep(lambda: step(static_ids), warm=1)
 
     def replay(ids):
         static_ids.copy_(ids)
@@ -175,13 +176,13 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
     start = max(0, len(ids) - T)                # of the block in ids
     cache = Cache(model, 1, T)
     drafts = []                                 # of what follows ids[-1]
-    q = torch.zeros(0, N_BYTES, device=device)  # the distributions that they were drawn from
+    q = torch.zeros(0, N_BYTES)                 # the distributions that they were drawn from
 
     def step(new):  # (1, m) -> logits of the next id (m, V), of the k after it (m, k, V)
-        h = model(new, 0, cache=cache)[0]
+        h = model(new.to(device), 0, cache=cache)[0]
         return model.logits(h), draft(model, h)
     k = draft(model, model.embed.weight[:1]).size(1)
-    full_step = compile_step(step, torch.zeros(1, k + 1, dtype=torch.long, device=device)) if compile else step
+    full_step = make_fast_step(step, torch.zeros(1, k + 1, dtype=torch.long), device, compile)
     while len(ids) < end:
         # 1. the block; draft no further than it and max_new_tokens
         if len(ids) - start > T:
@@ -189,7 +190,7 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
             cache.length.zero_()
         drafts = drafts[:min(T - (len(ids) - start), end - len(ids) - 1)]
         # 2. one pass over what the cache lacks: the distributions after ids[-1] and after each draft
-        new = torch.tensor([ids[start + int(cache.length):] + drafts], device=device)
+        new = torch.tensor([ids[start + int(cache.length):] + drafts])
         logits, ahead = full_step(new) if new.size(1) == k + 1 else step(new)
         # 3. keep what the model itself could have sampled; forget the rest
         n = len(drafts)
@@ -210,8 +211,8 @@ def verify(p, q, drafts, g):  # p (n + 1, 256), q (n or more, 256), n ids -> the
     """A draft d is kept with probability min(1, p(d) / q(d)). The first rejected one is replaced by a sample of
     (p - q)+, after the last kept one comes a sample of p (Leviathan et al. 2023): each id is distributed as p."""
     n = len(drafts)
-    d = torch.tensor(drafts, dtype=torch.long, device=p.device)[:, None]
-    u = torch.rand(n, 1, generator=g, dtype=torch.double).to(p.device)
+    d = torch.tensor(drafts, dtype=torch.long)[:, None]
+    u = torch.rand(n, 1, generator=g, dtype=torch.double)
     kept = int((u * q[:n].gather(1, d) < p[:n].gather(1, d)).long().cumprod(0).sum())
     rest = p[kept] if kept == n else (p[kept] - q[kept]).clamp(min=0)
     rest = rest if rest.sum() > 0 else p[kept]  # zero only through rounding
@@ -668,11 +669,9 @@ def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out by
     texts = {
         "fill": dict(prompt=[MASK if i % 7 == 3 else byte for i, byte in enumerate(text)]),
         "infill": dict(prefix=text[:half], suffix=text[half + 4:]),
-        "repair": dict(prompt=noisy),
-        "mark": dict(prompt=noisy),
+        "repair": dict(prompt=noisy), "mark": dict(prompt=noisy),
         "follow": dict(prefix=text[:half], suffix=text[half:]),
-        "search": dict(query=text, corpus=bytes(held_out.tolist())),
-        "seam": dict(prompt=text[half:] + text[:half]),
+        "search": dict(query=text, corpus=bytes(held_out.tolist())), "seam": dict(prompt=text[half:] + text[:half]),
     }.get(mode, dict(prompt=text))
     print(f"held-out text:\n{to_text(text)}")
     for flag, ids in texts.items():

@@ -32,7 +32,7 @@ FLAGS = {
     "data": Flag("", "text for the time to a loss, such as tinyshakespeare; without it that step is left out"),
 }
 SIZE_384 = "--n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --batch_size 64"
-SIZE_768 = "--n_layer 12 --n_head 6 --n_embd 768 --block_size 1024 --batch_size 64"
+SIZE_768 = "--n_layer 12 --n_head 6 --n_embd 768 --block_size 1024 --batch_size 32"
 SIZE_128 = "--n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12"
 SMALL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 128 --batch_size 4 --ngram_rows 64 --eval_iters 1"
 FIRST = next(iter(OBJECTIVES))
@@ -54,10 +54,11 @@ def list_steps(flags):  # -> [Step], the most useful first: numerics before spee
     fast = ["--compile", *graph, *peer]
     masks = ",".join(reversed(OF_EACH_MASK.values()))
     steps = [
-        Step("attention and steps on the GPU equal plain ones", ["-m", "pytest", "-q", "-rs", "tests/test_gpu.py"]),
+        Step("the GPU's tests", ["-m", "pytest", "-q", "-rs", "tests", "-k", "gpu or cuda"]),
         Step("training, width 384", bench(SIZE_384, "train", FIRST, *fast)),
         Step("training, width 128", bench(SIZE_128, "train", FIRST, *fast)),
-        Step("training, width 768, every mask", bench(SIZE_768, "train", masks, *fast)),
+        Step("training, width 768", bench(SIZE_768, "train", FIRST, *fast)),
+        Step("training, width 768, every mask", bench(SIZE_768, "train", masks, "--compile")),
         Step("decoding, width 384", bench(SIZE_384, "decode", FIRST, *fast)),
         Step("decoding with drafts, width 384", bench(SIZE_384, "decode", DRAFTING[0], *fast)),
     ]

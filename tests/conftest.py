@@ -13,6 +13,7 @@ from model import ModelConfig, Transformer
 from objectives import get_members
 
 torch.set_num_threads(1)                        # tensors are so small that threads would wait for each other
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
 

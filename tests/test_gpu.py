@@ -1,14 +1,13 @@
 """What must hold on a GPU; the same checks run on the CPU where they mean something there."""
 import pytest
 import torch
-from conftest import randomized
+from conftest import NEEDS_CUDA, randomized
 
 from data import make_rng
 from experiments import gpu_check
 from model import choose_attention, dense_mask
 
 H, T = 2, 161                                   # odd: a causal row's halves differ
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 def rule_arguments(rule, B, device):  # -> arguments of choose_attention
@@ -16,9 +15,8 @@ def rule_arguments(rule, B, device):  # -> arguments of choose_attention
     prefix = torch.randint(0, T, (B,), generator=g).to(device)
     doc = (torch.rand(B, T, generator=g) < 0.05).long().cumsum(1).to(device)
     mask = (torch.rand(B, T, T, generator=g) < 0.5).to(device) | torch.eye(T, dtype=torch.bool, device=device)
-    rules = {"each row": dict(prefix=prefix), "documents": dict(prefix=prefix, doc=doc),
-             "mask": dict(prefix=0, mask=mask)}
-    return rules.get(rule, dict(prefix=rule))
+    return {"each row": dict(prefix=prefix), "documents": dict(prefix=prefix, doc=doc),
+            "mask": dict(prefix=0, mask=mask)}.get(rule, dict(prefix=rule))
 
 
 @pytest.mark.parametrize("D", [16, 32, 64, 128, 256])

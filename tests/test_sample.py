@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, randomize, randomized, settings
+from conftest import NEEDS_CUDA, TINY, randomize, randomized, settings
 
 import sample
 import train
@@ -218,7 +218,6 @@ def test_speculation_keeps_a_perfect_draft_and_stops_at_the_end_of_the_document(
         assert len(stats) == passes
 
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 NEEDS_COMPILER = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")]
 COMPILED = [pytest.param("inductor", "cpu", marks=NEEDS_COMPILER), pytest.param("inductor", "cuda", marks=NEEDS_CUDA)]
 
@@ -642,7 +641,7 @@ def test_every_mode_takes_any_input(name, flags, runs, capsys):
     ("mtp", [], ["--compile"]), ("mtp", ["--temperature", "0"], ["--temperature", "0", "--no-speculate"])])
 def test_other_ways_to_the_same_text_print_the_same_text(name, flags, others, runs, capsys, monkeypatch):
     compiled = []
-    monkeypatch.setattr(sample, "compile_step", lambda step, ids: compiled.append(step) or step)
+    monkeypatch.setattr(torch, "compile", lambda step, **how: compiled.append(step) or step)
     common = ["--prompt", "import ", "--max_new_tokens", "50"]
     one = output(capsys, name, *common, *flags)
     two = output(capsys, name, *common, *others)
@@ -683,10 +682,8 @@ def given(runs, monkeypatch):  # [(ids, prefix, are there document ids?)] of eac
 
 ALL = 99                                        # of the row: bidirectional
 GIVEN = [                                       # in a block of 32
-    ("clm", ["--prompt", "abc"], [*b"abc"], 0),
-    ("clm", ["--prompt", ""], [EOT], 0),
-    ("prefix", ["--prompt", "abc"], [*b"abc"], ALL),
-    ("prefix", ["--prompt", "a" + LONG], [*b"x" * 16], ALL),
+    ("clm", ["--prompt", "abc"], [*b"abc"], 0), ("clm", ["--prompt", ""], [EOT], 0),
+    ("prefix", ["--prompt", "abc"], [*b"abc"], ALL), ("prefix", ["--prompt", "a" + LONG], [*b"x" * 16], ALL),
     ("ul2", ["--prompt", "abc"], [MODE_S, *b"abc", SEP], ALL),
     ("ul2", ["--prompt", "<extra_id_0>", "--max_new_tokens", "17"], [MODE_X, SENTINEL, SEP, SENTINEL], 3),
     ("span", ["--prompt", HOLE + "<extra_id_1>"], [97, SENTINEL, 98, SENTINEL + 1, SEP, SENTINEL], 5),
