@@ -65,7 +65,7 @@ SETTINGS = {
         "log_interval": Flag(10, "steps between lines of metrics.jsonl", 1, 1 << 40),
     },
     "system": DEVICE_FLAGS | {
-        "compile": Flag(False, "torch.compile the loss"),
+        "compile": Flag(False, "torch.compile loss and optimizer"),
         "cuda_graph": Flag(False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
     },
 }

@@ -229,7 +229,8 @@ def prepare(members, corpus, hp):  # -> State before the first step
         hp=hp, members=members, corpus=corpus, model=model, opt=make_optimizer(model, hp), progress=progress,
         # of each source, for checkpoints and logs
         sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus],
-        # of each member: its loss function, perhaps compiled; source (B,) and offset (B, candidates) of its windows
+        optimizer_step=optimizer_step,          # perhaps compiled, as the losses
+        # of each member: its loss function; source (B,) and offset (B, candidates) of its windows
         losses=[m.objective.loss for m in members],
         windows=[[t.to(device) for t in draw_windows(m, corpus, "train", m.rows, "0")] for m in members],
         gens=[torch.Generator(hp.device) for _ in members],
@@ -285,16 +286,17 @@ def training_step(s):  # -> loss (nats: sum over terms of coefficient * sum / co
     finite = torch.isfinite(loss) & torch.isfinite(norm)
     # sticky: from the first step that is not finite on, no update changes anything
     s.first_nonfinite_step.copy_(torch.where((s.first_nonfinite_step < 0) & ~finite, s.step, s.first_nonfinite_step))
-    optimizer_step(s.opt, s.table, lookups, s.step, s.first_nonfinite_step >= 0, hp)
+    s.optimizer_step(s.opt, s.table, lookups, s.step, s.first_nonfinite_step >= 0, hp)
     s.model.zero_grad(set_to_none=True)
     return loss, norm
 
 
-def compile_losses(s):
+def compile_step(s):
     torch._dynamo.reset()                       # its limit of compiled graphs would count all runs of a process
     if s.table is not None:                     # a compiler takes no sparse gradient
         s.model.ngrams.look_up = torch.compiler.disable(s.model.ngrams.look_up)
     s.losses = [torch.compile(loss, dynamic=False) for loss in s.losses]
+    s.optimizer_step = torch.compile(s.optimizer_step, dynamic=False)
 
 
 # ---- evaluation
@@ -408,7 +410,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
         run = resume(load_checkpoint(hp.resume), s)
     validation = validation_list(members, corpus, hp)
     if hp.compile:
-        compile_losses(s)
+        compile_step(s)
     step_fn = lambda: training_step(s)
     if hp.cuda_graph:
         step_fn = GraphedStep(step_fn, s.gens)

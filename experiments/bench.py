@@ -112,7 +112,7 @@ def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and 
 def make_step(hp):  # -> a function that takes one training step
     s = train.prepare(get_members(hp), random_corpus(hp), hp)
     if hp.compile:
-        train.compile_losses(s)
+        train.compile_step(s)
     step_fn = lambda: train.training_step(s)
     numbers = itertools.count()
     if hp.cuda_graph:
