@@ -116,7 +116,7 @@ def rope_cos_sin(positions, D, dtype, scale=1.0):  # positions (..., T) -> cos, 
     cos = angle.cos() * scale ** 0.5
     sin = angle.sin() * scale ** 0.5
     pair = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-    # this changes nothing, but torch.compile keeps both in memory, where every block would compute them anew
+    # torch.compile keeps a strided tensor in memory; it would compute both anew in every block
     return [t.as_strided(t.size(), t.stride()) for t in pair]
 
 
@@ -158,7 +158,8 @@ class Block(nn.Module):
         # attention is the only layer of a block that moves information between positions
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
         qkv = qkv.permute(2, 0, 3, 1, 4)                                            # (3, B, H, T, D)
-        qkv = qkv.contiguous() if x.device.type == "cpu" else qkv                   # a GPU's kernels read it as it lies
+        if not (x.is_cuda and torch.compiler.is_compiling()):   # those kernels read it as it lies
+            qkv = qkv.contiguous()
         qk, v = qkv.split((2, 1))               # split has one backward kernel, indexing has five
         q, k = apply_rope(norm(qk), cos, sin)                                       # QK-norm, then RoPE
         v = v[0]

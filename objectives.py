@@ -524,9 +524,10 @@ def fim_prompt(pieces, m, hp):
 
 OBJECTIVES["fim"] = Objective(
     "fim", corrupt=fim, help="text with its middle moved to the end", use_help="write between two texts",
-    attention="causal", n_outputs=MID + 1, flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
+    attention="causal", n_outputs=MID + 1, single_document=True, bpb="causal",
+    flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    single_document=True, bpb="causal", uses=(Infill(fim_prompt, (EOT,)), Continue()))
+    uses=(Infill(fim_prompt, (EOT,)), Continue()))
 
 
 # ---- mtp: multi-token prediction

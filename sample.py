@@ -80,8 +80,9 @@ TEXTS = {"prompt", "prefix", "suffix", "query", "corpus", "score"}
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (..., 256) float64
     """Probabilities of the bytes; no other id is ever sampled. At temperature 0 the most likely byte has all of it.
     top_p counts probabilities as they were before top_k. In float64, since float32 loses the tail of the distribution
-    (Zheng et al. 2024), and on the CPU, which is faster than a GPU at a few bytes, and draws the same ones."""
-    logits = logits[..., :N_BYTES].cpu().double()
+    (Zheng et al. 2024); mps lacks float64, so there it is computed on the CPU."""
+    logits = logits[..., :N_BYTES]
+    logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.size(-1)).double()
     # subtract the maximum first: 1 / temperature may overflow
@@ -97,7 +98,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (.
 
 
 def draw(p, g):  # (..., 256) -> bytes (...)
-    return inverse_cdf(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double))
+    return inverse_cdf(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
 
 
 def sample_byte(logits, g, stop_id=None, **how):  # (N, V) -> ids (N,)
@@ -114,15 +115,14 @@ def sample_byte(logits, g, stop_id=None, **how):  # (N, V) -> ids (N,)
 @torch.inference_mode()
 def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positions=None, hp=None, compile=False,
              **how):
-    """prompt (N, n) -> yields (N,): continues each row, one id a row at a time; a row that wrote EOT continues with
-    EOT. stop_id: what ends a hole, for sample_byte. positions, hp: the objective's, for prefix rows.
+    """prompt (N, n) -> yields (N,), on the CPU: continues each row, one id a row at a time; a row that wrote EOT
+    continues with EOT. stop_id: what ends a hole, for sample_byte. positions, hp: the objective's, for prefix rows.
 
     prefix 0: causal; when the block of T is full, its last half is encoded again. prefix P: the first P positions
     of the prompt are read both ways; generation ends where the block is full, so the prompt must leave space in it."""
     device = model.embed.weight.device
     ids = prompt.cpu()
-    rows = torch.full((len(ids),), prefix)
-    ended = rows < 0                            # none yet
+    ended = torch.zeros(len(ids), dtype=torch.bool)
     cache = Cache(model, len(ids), T)
     start = max(0, ids.size(1) - T)             # of the block in ids
     new = ids[:, start:]                        # ids that the cache lacks
@@ -137,10 +137,8 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
             start = ids.size(1) - T // 2        # the next T / 2 bytes are cheap again
             cache.length.zero_()
             new = ids[:, start:]
-        if positions:
-            logits = step(new, positions(ids, rows, hp)[:, -new.size(1):].to(device))
-        else:
-            logits = step(new) if new.size(1) > 1 else fast_step(new)
+        at = positions(ids, ids.new_full((len(ids),), prefix), hp)[:, -new.size(1):].to(device) if positions else None
+        logits = step(new, at) if positions or new.size(1) > 1 else fast_step(new)
         byte = sample_byte(logits.cpu(), g, stop_id, **how).masked_fill(ended, EOT)
         ended |= byte == EOT
         new = byte[:, None]
@@ -150,14 +148,13 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
             return
 
 
-def make_fast_step(step, ids, device, compile):  # step: ids -> tensors; ids: of the shape that it will get -> the same
-    """Compiled where asked for; on CUDA captured in a graph, which reads its ids where they are copied to."""
-    if compile:
-        step = torch.compile(step, fullgraph=True, dynamic=False)
+def make_fast_step(step, ids, device, compile):  # step: ids -> tensors; ids: of the shape that it will get -> a step
+    """Compiled where asked for; on CUDA also captured in a graph, unless there are few steps."""
+    step = torch.compile(step, fullgraph=True, dynamic=False) if compile else step
     if device.type != "cuda":
         return step
     static_ids = torch.zeros_like(ids, device=device)
-    graphed = GraphedStep(lambda: step(static_ids), warm=1)
+    graphed = GraphedStep(lambda: step(static_ids), warm=8)     # reads its ids where they are copied to
 
     def replay(ids):
         static_ids.copy_(ids)
@@ -194,7 +191,7 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
         logits, ahead = full_step(new) if new.size(1) == k + 1 else step(new)
         # 3. keep what the model itself could have sampled; forget the rest
         n = len(drafts)
-        out = verify(distribution(logits[-n - 1:], **how), q, drafts, g)
+        out = verify(distribution(logits[-n - 1:].cpu(), **how), q, drafts, g)
         cache.length -= n + 1 - len(out)
         stats.append((n, len(out) - 1))
         for i in out:
@@ -203,7 +200,7 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
             if i == EOT:
                 return
         # 4. draft again, from the state of the last kept draft
-        q = distribution(ahead[len(ahead) - n - 2 + len(out)], **how)
+        q = distribution(ahead[len(ahead) - n - 2 + len(out)].cpu(), **how)
         drafts = draw(q, g).tolist()
 
 
@@ -406,7 +403,7 @@ def score_by_filling(model, data, T, use, doc_mask=False):  # -> bits, left to r
         for scored in i[at - end:].split(MAX_ROWS):                                 # (rows,)
             rows = x.where(i < scored[:, None], MASK)
             logits = fill_logits(model, rows, use, doc_mask)[range(len(rows)), scored, :N_BYTES]
-            bits += float(F.cross_entropy(logits.double(), x[scored], reduction="sum")) / math.log(2)
+            bits += float(F.cross_entropy(logits.cpu().double(), x[scored].cpu(), reduction="sum")) / math.log(2)
     return bits
 
 
@@ -695,7 +692,7 @@ def main(argv=None):
     flags = inspect.signature(MODES[mode]).parameters
     read = {*flags, *COMMON, *(SAMPLING | {"num_samples"} if "how" in flags else ())}
     for flag in sorted(set(given) - read):      # ignoring it would look as if it had no effect
-        fail(f"--{flag}: is not read here. Try what {objective.name} reads: --{' --'.join(TEXTS & read)}")
+        fail(f"--{flag}: is not read here. Try what {objective.name} reads: --{' --'.join(sorted(TEXTS & read))}")
     use = find_use(objective, mode)
     if "order" in given and given["order"] not in use.orders:
         fail(f"--order {given['order']}: unknown to {objective.name}. Try {' or '.join(use.orders)}")

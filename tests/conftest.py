@@ -25,6 +25,8 @@ def torch_as_before():  # a run sets torch's global switches
     yield
     torch.set_float32_matmul_precision(precision)
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

@@ -440,8 +440,7 @@ TERMS = {  # of each objective: {term: (coefficient, kinds among which an untrai
     "mtp": {"nll": (1, 256), "head2": (0.1, 256), "head3": (0.1, 256), "head4": (0.1, 256)},
     "electra": {"generator": (1, 256), "discriminator": (50, 2), "replaced": (0, 0)},
     "nsp": {"nll": (1, 256), "nsp": (1, 2), "accuracy": (0, 0)},
-    "rotation": {"seam": (1, T), "accuracy": (0, 0)},
-    "hybrid": {"masked": (0.25, 256), "causal": (0.75, 256)}}
+    "rotation": {"seam": (1, T), "accuracy": (0, 0)}, "hybrid": {"masked": (0.25, 256), "causal": (0.75, 256)}}
 
 
 @pytest.mark.parametrize("name", TERMS)

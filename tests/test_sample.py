@@ -227,14 +227,14 @@ def test_compiled_steps_write_the_same_text_and_are_compiled_once(backend, devic
     """Past the end of the block; eager: traced as a whole, but not compiled."""
     torch._dynamo.reset()
     net, draft = model_and_draft(4)
-    x = ids(4, 2).to(device)
+    x = ids(4, 2)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     texts = []
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for compiled in (False, True):
-            texts.append([generated(net.to(device), x, 30, T, rng(), compile=compiled).tolist(),
+        for where, compiled in (("cpu", False), (device, False), (device, True)):           # on CUDA always captured
+            texts.append([generated(net.to(where), x.to(where), 30, T, rng(), compile=compiled).tolist(),
                           drafted(net, draft, x[:1], 40, T, rng(), [], compile=compiled)])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 # ---- filling masked bytes
