@@ -116,7 +116,7 @@ def rope_cos_sin(positions, D, dtype, scale=1.0):  # positions (..., T) -> cos, 
     cos = angle.cos() * scale ** 0.5
     sin = angle.sin() * scale ** 0.5
     pair = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-    # torch.compile keeps a strided tensor in memory; it would compute both anew in every block
+    # as_strided makes torch.compile keep both in memory; it would compute them anew in every block
     return [t.as_strided(t.size(), t.stride()) for t in pair]
 
 
@@ -157,9 +157,7 @@ class Block(nn.Module):
         B, T, C = x.shape
         # attention is the only layer of a block that moves information between positions
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
-        qkv = qkv.permute(2, 0, 3, 1, 4)                                            # (3, B, H, T, D)
-        if not (x.is_cuda and torch.compiler.is_compiling()):   # those kernels read it as it lies
-            qkv = qkv.contiguous()
+        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()                               # (3, B, H, T, D)
         qk, v = qkv.split((2, 1))               # split has one backward kernel, indexing has five
         q, k = apply_rope(norm(qk), cos, sin)                                       # QK-norm, then RoPE
         v = v[0]

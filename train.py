@@ -229,8 +229,9 @@ def prepare(members, corpus, hp):  # -> State before the first step
         hp=hp, members=members, corpus=corpus, model=model, opt=make_optimizer(model, hp), progress=progress,
         # of each source, for checkpoints and logs
         sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus],
-        optimizer_step=optimizer_step, losses=[m.objective.loss for m in members],              # perhaps compiled
-        # of each member: source (B,) and offset (B, candidates) of its windows
+        optimizer_step=optimizer_step,          # perhaps compiled, as are the losses
+        # of each member: its loss function; source (B,) and offset (B, candidates) of its windows
+        losses=[m.objective.loss for m in members],
         windows=[[t.to(device) for t in draw_windows(m, corpus, "train", m.rows, "0")] for m in members],
         gens=[torch.Generator(hp.device) for _ in members],
         # all parameters but the n-gram table, and that table, or None

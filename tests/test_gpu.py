@@ -15,8 +15,9 @@ def rule_arguments(rule, B, device):  # -> arguments of choose_attention
     prefix = torch.randint(0, T, (B,), generator=g).to(device)
     doc = (torch.rand(B, T, generator=g) < 0.05).long().cumsum(1).to(device)
     mask = (torch.rand(B, T, T, generator=g) < 0.5).to(device) | torch.eye(T, dtype=torch.bool, device=device)
-    return {"each row": dict(prefix=prefix), "documents": dict(prefix=prefix, doc=doc),
-            "mask": dict(prefix=0, mask=mask)}.get(rule, dict(prefix=rule))
+    rules = {"each row": dict(prefix=prefix), "documents": dict(prefix=prefix, doc=doc),
+             "mask": dict(prefix=0, mask=mask)}
+    return rules.get(rule, dict(prefix=rule))
 
 
 @pytest.mark.parametrize("D", [16, 32, 64, 128, 256])
