@@ -32,9 +32,6 @@ PAD, MASK, CLS, SEP, PRE, SUF, MID, MODE_R, MODE_S, MODE_X = range(256, 266)
 SENTINEL = 272                                  # <extra_id_0>; 266..271 are spare
 N_SENTINELS = 240
 VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
-ID_NAMES = {EOT: "<EOT>", PAD: "<PAD>", MASK: "<MASK>", CLS: "<CLS>", SEP: "<SEP>", PRE: "<PRE>", SUF: "<SUF>",
-            MID: "<MID>", MODE_R: "<R>", MODE_S: "<S>", MODE_X: "<X>",
-            **{SENTINEL + i: f"<extra_id_{i}>" for i in range(N_SENTINELS)}}
 ID_SYMBOLS = {-100: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ",
               MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ",
               **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
@@ -67,11 +64,6 @@ def fail(message):
 # ---- bytes and ids
 def encode(text):  # str -> list of n ids below 256; nothing in a text is special: "<MASK>" is six bytes
     return list(text.encode("utf-8", "surrogateescape"))        # how a POSIX shell hands over any bytes
-
-
-def decode(ids):  # n ids -> str; bytes that are not UTF-8 come out as U+FFFD, special ids in angle brackets
-    text = b"".join(bytes([i]) if i < 256 else ID_NAMES.get(i, f"<{i}>").encode() for i in map(int, ids))
-    return text.decode("utf-8", "replace")
 
 
 def to_symbol(i):  # id -> one character, to print rows with one character a position

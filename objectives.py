@@ -1,17 +1,18 @@
 """Every pre-training objective: how clean windows become a batch, and how a batch becomes a loss.
 
 B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V outputs of the byte
-head, W ids in a row before it is packed; k chosen positions, S spans, N noise bytes, L bytes of a text
+head, U ids in a row before it is packed, W ids of context; k chosen positions, S spans, N noise bytes (of target_nll:
+positions with a target), L bytes of a text
 
 An objective is a few functions and, below them, one Objective, whose fields are described where they are declared.
 hp holds every setting, as run.get_config returns them; in training also hp.progress (0-D), the share of the run that
 is done.
 
-A batch is a dict. "inp" (B, T) are ids, "tgt" (B, T) ids or IGNORE_INDEX where there is no loss, "prefix" an int for
-all rows (0 causal, T bidirectional) or one for each row (B,); an objective may add keys of its own. Every tensor has
-B rows. `corrupt` draws from its generator g alone and has static shapes: no loop over rows, nothing read back from
-the device. Where papers draw each position by itself, the counts here are exact (k masked bytes, S spans of N bytes
-in a full row), so that no row is without a target.
+A batch is a dict. "inp" (B, T) are ids; "tgt" (B, T), where ids are predicted, ids or IGNORE_INDEX, which has no loss;
+"prefix" an int for all rows (0 causal, T bidirectional) or one for each row (B,). An objective may add keys of its own.
+Every tensor has B rows. `corrupt` draws from its generator g alone and has static shapes: no loop over rows, nothing
+read back from the device. Where papers draw each position by itself, the counts here are exact (k masked bytes, S spans
+of N bytes in a full row), so that no row is without a target.
 
 A loss may have several terms, such as a generator's and a discriminator's. The function `loss` returns their sums,
 the function `terms` their counts: the total is the sum over terms of coefficient * sum / count, over the whole global
@@ -330,19 +331,19 @@ def random_lengths(B, low, high, g, full=0.5):  # -> (B, 1) long: high in a shar
     """Lengths of texts. If each filled its row, EOT would always stand at the same position, and the model would never
     learn to stop early."""
     u = torch.rand(2, B, 1, generator=g, device=g.device)
-    return torch.where(u[0] < full, high, low + (u[1] * (high - low + 1)).long()).clamp(max=high)
+    return torch.where(u[0] < full, high, low + (u[1] * (high - low + 1)).long())
 
 
 def constant_column(x, value):  # -> (B, 1) of one id
     return x.new_full((x.size(0), 1), value)
 
 
-def pack_left(ids, keep, T):  # ids, keep (B, W) -> (B, T): the kept ids moved to the left, PAD after them
+def pack_left(ids, keep, T):  # ids, keep (B, U) -> (B, T): the kept ids moved to the left, PAD after them
     column = torch.where(keep, keep.cumsum(1) - 1, T).clamp(max=T)                  # dropped ids go to column T
     return ids.new_full((ids.size(0), T + 1), PAD).scatter(1, column, ids)[:, :T]
 
 
-def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, W) each -> batch
+def seq2seq(source, keep, target, keep_target, T, mode=None):  # ids, keep (B, U) each -> batch
     """One row of T positions in place of an encoder and a decoder: [mode] source SEP target EOT PAD.
 
     The prefix is everything up to SEP; each position from SEP on predicts the next id, up to EOT. keep: which ids
@@ -735,13 +736,13 @@ def bart_positions(ids, P, hp):  # ids (B, T), prefixes (B,) -> (B, T)
     return torch.where(i < P[:, None] - 1, i, i - P[:, None])
 
 
-# a noise: ids, keep (B, W), k (B, 1) bytes to corrupt -> ids, keep (B, W'), with another W' if it inserts ids
+# a noise: ids, keep (B, U), k (B, 1) bytes to corrupt -> ids, keep (B, U'), with another U' if it inserts ids
 def permute_noise(ids, keep, k, g, hp):  # sentences in another order; ids that are not kept come after them
     """A sentence ends with a newline, or with white space after a full stop, question or exclamation mark."""
     space = (ids == 32) | ((ids >= 9) & (ids <= 13))
     stop = (ids == ord(".")) | (ids == ord("?")) | (ids == ord("!"))
     end = (ids == ord("\n")) | (space & F.pad(stop[:, :-1], (1, 0)))
-    sentence = end.cumsum(1) - end.long()       # (B, W): number of each byte's sentence; the end belongs to it
+    sentence = end.cumsum(1) - end.long()       # (B, U): number of each byte's sentence; the end belongs to it
     key = torch.rand(ids.shape, generator=g, device=g.device).gather(1, sentence).masked_fill(~keep, 2)
     return ids.gather(1, key.argsort(dim=1, stable=True)), keep
 
@@ -770,18 +771,18 @@ def replace_noise(ids, keep, k, g, hp):
 
 
 def insert_noise(ids, keep, k, g, hp):  # a random byte before each of k bytes
-    inserted = torch.stack((random_bytes(ids.shape, g), ids), dim=2)                # (B, W, 2)
+    inserted = torch.stack((random_bytes(ids.shape, g), ids), dim=2)                # (B, U, 2)
     is_kept = torch.stack((pick_bytes(ids, keep, k, g), keep), dim=2)
     return inserted.flatten(1), is_kept.flatten(1)
 
 
 def rotate_noise(ids, keep, k, g, hp):  # the text starts at another byte: rotated by 1 .. length - 1 positions
-    W = ids.size(1)
+    U = ids.size(1)
     length = keep.sum(1, keepdim=True)
     shift = 1 + (torch.rand(len(ids), 1, generator=g, device=g.device) * (length - 1)).long()
-    i = torch.arange(W, device=g.device)
+    i = torch.arange(U, device=g.device)
     rotated = ((i + shift) % length.clamp(min=1)).where(i < length, i)
-    return pack_left(ids, keep, W).gather(1, rotated), i < length
+    return pack_left(ids, keep, U).gather(1, rotated), i < length
 
 
 NOISES = {"permute": permute_noise, "infill": infill_noise, "mask": mask_noise, "delete": delete_noise,
@@ -789,7 +790,7 @@ NOISES = {"permute": permute_noise, "infill": infill_noise, "mask": mask_noise, 
 NOISES_WITH_RATE = ("infill", "mask", "delete", "replace", "insert")       # noises that share bart_rate
 
 
-def pick_bytes(ids, keep, k, g):  # -> (B, W) bool: k bytes of each row; never a MASK, so no byte is corrupted twice
+def pick_bytes(ids, keep, k, g):  # -> (B, U) bool: k bytes of each row; never a MASK, so no byte is corrupted twice
     free = keep & (ids < N_BYTES)
     return free & (ranks(torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)) < k)
 
@@ -840,14 +841,6 @@ def bart_bytes(T, hp):
     return int((T - 1 - (growth > 0)) / (2 + growth))
 
 
-def bart_prompt(pieces, m, hp):
-    """The model writes the whole text, so its answer follows a copy of the left side."""
-    left, right = pieces
-    hole = [MASK] if "infill" in hp.bart_noise.split(",") else [MASK] * m           # of any length, or a MASK a byte
-    source = [*left, *hole, *right, SEP]
-    return source + left, len(source)
-
-
 def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
     """After an error of its own the model loses its place in the source, and finds it again where the next piece
     begins. Noises that move text can only be undone in the whole text."""
@@ -864,7 +857,7 @@ OBJECTIVES["bart"] = Objective(
     # short rows are learned sooner; n-grams lower the loss, but the model loses its place in the source sooner
     flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES | {"block_size": 128, "ngram_rows": 0},
     single_document=True, positions=bart_positions, target_hidden=False,
-    uses=(Repair(max_bytes=bart_piece_bytes), Infill(bart_prompt, (EOT,))))
+    uses=(Repair(max_bytes=bart_piece_bytes),))
 
 
 # ---- nsp: next sentence prediction
@@ -1014,8 +1007,7 @@ def bound_loss(cost):  # -> loss of an Objective: an estimate of the rows' bound
     def loss(model, batch, hp):
         h, tgt, place = select_targets(hidden_states(model, batch), batch["tgt"])
         nats = cost(model.logits(h)[..., :N_BYTES], tgt) * batch["weight"].flatten()[place]
-        rows = nats.new_zeros(len(batch["tgt"])).index_add(0, place // batch["tgt"].size(1), nats)
-        return {"bound": rows.sum()}            # row by row, which rounds less
+        return {"bound": nats.sum()}
     return loss
 
 

@@ -46,7 +46,7 @@ SETTINGS = {
         "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.01, 100.0),
     },
     "training": {
-        "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch; more where rows are shorter", 1, 1 << 24),
+        "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch; of short rows more", 1, 1 << 24),
         "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
         "max_passes": Flag(4.0, "most passes over a text, in 200 steps or more; 0 or --max_iters: no limit", 0.0, 1e9),
@@ -351,7 +351,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # data; a pickle would be a program
         if ckpt["version"] != VERSION:
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
-        config = defaults() | {"init_step": 0} | ckpt["config"] # the default of a fork's new flag must mean: as before
+        config = defaults() | ckpt["config"]    # the default of a fork's new flag must mean: as before
     except Exception as e:                      # what a damaged file raises depends on where it is damaged
         why = (str(e).splitlines() or [type(e).__name__])[0]
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another run, or best.pt beside it")

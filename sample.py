@@ -24,7 +24,7 @@ import math
 import re
 import sys
 
-from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, decode, document_ids, encode, fail, from_bytes
+from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, document_ids, encode, fail, from_bytes
 from data import make_rng
 from model import Cache
 from objectives import N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
@@ -456,7 +456,8 @@ def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
 
 
 def to_text(ids):  # -> str, without EOT; MASK is a block; on a terminal control characters are printed as \x1b
-    text = decode(j for i in map(int, ids) if i != EOT for j in (encode("█") if i == MASK else [i]))
+    text = b"".join("█".encode() if i == MASK else bytes([i]) for i in map(int, ids) if i != EOT)
+    text = text.decode("utf-8", "replace")
     if not sys.stdout.isatty():
         return text
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", text)
@@ -525,7 +526,7 @@ def continue_blocks_mode(model, objective, use, hp, g, how, prompt=(), max_new_t
     stream(prompt, generate_blocks(model, prompt, max_new_tokens, T, n, g, **how))
 
 
-def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0, show=False):
+def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=None, order="", steps=0, show=False):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, even an empty one."""
     T = hp.block_size
     default = GREEDY
@@ -535,8 +536,14 @@ def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, 
             fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
         near = keep_within(prompt, T // 2)
         first = len(prompt) - len(near)
-        prompt = prompt + [MASK] * min(max_new_tokens, T - len(near))
+        space = T - len(near)
+        n = 300 if max_new_tokens is None else max_new_tokens
+        if n > space:
+            note(f"writes {space} bytes, which fill the block of {T}")
+        prompt = prompt + [MASK] * min(n, space)
         default = DIFFUSION_SAMPLING
+    elif max_new_tokens is not None:
+        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     ids = state = to_row(prompt[first:], hp)
     how = dict(steps=steps, order=order or use.orders[0], doc_mask=hp.doc_mask) | default | how
     for state in unmask_long(model, ids, T, g, use, **how):

@@ -41,20 +41,20 @@ def draw_windows(m, corpus, split, B, key):  # member -> source (B,), offset (B,
     return sample_windows(corpus, split, m.n, B, make_rng(f"{key}{m.key},windows"), m.objective.single_document)
 
 
-def make_batch(m, corpus, split, windows, g, hp):  # windows: as draw_windows returns them -> batch
+def make_batch(m, corpus, split, windows, g):  # windows: as draw_windows returns them -> batch
     source, offset = (t.to(corpus[0][split].device) for t in windows)
     x = read_windows(corpus, split, source, offset, m.n)                            # (B, n)
-    if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU
+    if m.hp.device.startswith("cuda") and not x.is_cuda:        # a corpus too large for the GPU
         x = x.pin_memory()                      # makes the copy asynchronous
-    batch = m.objective.corrupt(x.to(hp.device, non_blocking=True), g, m.hp)
-    if hp.doc_mask:                             # of the corrupted ids: a masked EOT does not end a document
+    batch = m.objective.corrupt(x.to(m.hp.device, non_blocking=True), g, m.hp)
+    if m.hp.doc_mask:                           # of the corrupted ids: a masked EOT does not end a document
         batch["doc"] = document_ids(batch["inp"])
     return batch
 
 
-def draw_batch(m, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of member and key
+def draw_batch(m, corpus, split, B, key):  # -> batch of B rows, a pure function of member and key
     windows = draw_windows(m, corpus, split, B, key)
-    return make_batch(m, corpus, split, windows, make_rng(f"{key}{m.key},{m.objective.name}", hp.device), hp)
+    return make_batch(m, corpus, split, windows, make_rng(f"{key}{m.key},{m.objective.name}", m.hp.device))
 
 
 def micro_batch(batch, i, n):  # -> the i-th of n parts, equal to within a row; an int is a prefix of all rows
@@ -84,7 +84,7 @@ def optimizer_tensors(opt):  # -> {name: tensor}, for a checkpoint
 
 
 @torch.no_grad()
-def optimizer_step(opt, table, lookups, step, found_inf, hp):  # lookups: as for ngram_step; step, found_inf: 0-D
+def optimizer_step(opt, table, lookups, step, found_inf, hp):  # lookups: of take_lookups; step, found_inf: 0-D
     lr = opt.lr * ~found_inf                    # where found_inf nothing changes, without waiting for the device
     for p in opt.hidden if hp.weight_decay else []:
         p.mul_(1 - lr * hp.weight_decay)
@@ -265,9 +265,9 @@ def training_step(s):  # -> loss (nats: sum over terms of coefficient * sum / co
     hp = s.hp
     # forward and backward: sums of nats, divided by the counts of the whole batch
     lookups = []
-    loss = torch.zeros_like(s.first_nonfinite_step, dtype=torch.float32)
+    loss = torch.zeros((), device=hp.device)
     for m, loss_fn, windows, g in zip(s.members, s.losses, s.windows, s.gens):
-        batch = make_batch(m, s.corpus, "train", windows, g, hp)
+        batch = make_batch(m, s.corpus, "train", windows, g)
         terms = m.objective.terms(batch, m.hp)
         for i in range(RANK, hp.accum, WORLD):  # this process's micro-batches
             micro = micro_batch(batch, i, hp.accum)
@@ -304,7 +304,7 @@ def validation_list(members, corpus, hp):  # -> [(source, weight, objective, bat
     """Each source's own fixed windows under fixed corruption: they depend on the objective and the block size alone.
     Where bits per byte do not come from the objective's own rows, causal batches of plain windows are added."""
     def fixed_batches(m, source):
-        return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}", hp) for i in range(hp.eval_iters)]
+        return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}") for i in range(hp.eval_iters)]
     entries = []
     for source in corpus:
         for m in members:
@@ -324,12 +324,12 @@ def evaluate(model, validation, hp):  # -> one record for each source and member
     whatever their weight. terms: the loss's terms and metrics."""
     model.eval()
     records = []
-    for source, _, m, batches, causal in validation:
-        figures, loss = mean_terms(m, model, batches, hp)
+    for source, _, objective, batches, causal in validation:
+        figures, loss = mean_terms(objective, model, batches, hp)
         nats = mean_terms(CAUSAL, model, causal, hp)[1] if causal else loss
-        targets = sum(float(n_targets(m, b, hp)) for b in batches) / len(batches) / EVAL_ROWS / hp.block_size
-        records.append({"split": "val", "data": source["name"], "objective": m.name, "loss": loss,
-                        "bpb": nats / math.log(2) if m.bpb else None, "targets": targets, "terms": figures})
+        targets = sum(float(n_targets(objective, b, hp)) for b in batches) / len(batches) / EVAL_ROWS / hp.block_size
+        records.append({"split": "val", "data": source["name"], "objective": objective.name, "loss": loss,
+                        "bpb": nats / math.log(2) if objective.bpb else None, "targets": targets, "terms": figures})
     model.train()
     return records
 
@@ -554,8 +554,9 @@ def announce(s, metrics, run):  # the first line of metrics.jsonl, the first lin
         print(f"--data {source['name']}: {source['size']:,} bytes, {source['weight']:.1%} of rows, {passes:.2g} passes")
     if run["step"] == 0:
         print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
-        for m in s.members:
-            show_row(m.objective, draw_batch(m, s.corpus, "train", m.rows, f"{hp.seed},{hp.init_step}", hp))
+        load_step_inputs(s, 0)
+        for m, windows, g in zip(s.members, s.windows, s.gens):
+            show_row(m.objective, make_batch(m, s.corpus, "train", windows, g))
     sys.stdout.flush()
 
 

@@ -100,7 +100,7 @@ def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and 
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     [member] = get_members(cpu)
     model = build(cpu)
-    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
+    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops")
     if hp.device != "cpu":                      # without values nothing is computed
         model = model.to("meta")
         batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}

@@ -6,7 +6,7 @@ B rows, T positions
 """
 from collections import namedtuple
 
-from data import CLS, EOT, ID_NAMES, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, Flag
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, Flag
 from data import fail, from_bytes, make_rng, to_symbol
 from experiments.flags import parse_own_flags
 from model import can_attend
@@ -22,9 +22,10 @@ READ, TARGET, SPECIAL, LABEL, NO_LOSS = "#dde8f5", "#f9e3c8", "#c9b6e4", "#cfe8c
 COLORS = {READ: "input", TARGET: "target", SPECIAL: "special id", LABEL: "label, a number for the row",
           NO_LOSS: "no loss"}
 CIRCLED = "STIXGeneral"                         # of matplotlib's own fonts the one with letters in circles
-MEANINGS = {MASK: "hides a byte", CLS: "where a row is classified", SEP: "ends a text", EOT: "end of a document",
-            PRE: "starts a prefix", SUF: "a suffix", MID: "a middle", PAD: "fills the row", MODE_R: "short spans",
-            MODE_S: "a suffix follows", MODE_X: "long spans", SENTINEL: "the first span", 128: "no character"}
+MEANINGS = {MASK: "MASK: hides a byte", CLS: "CLS: where a row is classified", SEP: "SEP: ends a text",
+            EOT: "EOT: end of a document", PRE: "PRE: starts a prefix", SUF: "SUF: a suffix", MID: "MID: a middle",
+            PAD: "PAD: fills the row", MODE_R: "R: short spans", MODE_S: "S: a suffix follows", MODE_X: "X: long spans",
+            SENTINEL: "extra_id_0: the first span", 128: "byte: no character"}
 # lines: (title, cells, color) each, where a cell is an id, or the text of a label; mask (T, T): who attends to whom
 Row = namedtuple("Row", "title lines mask")
 
@@ -98,8 +99,7 @@ def cell(i, color):  # -> its text, its color
 
 def legend_texts(rows):  # -> lines of text that explain every symbol in the rows
     symbols = {cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids}
-    words = [f"{to_symbol(i)} {ID_NAMES.get(i, 'byte').strip('<>')}: {meaning}" for i, meaning in MEANINGS.items()
-             if to_symbol(i) in symbols]
+    words = [f"{to_symbol(i)} {meaning}" for i, meaning in MEANINGS.items() if to_symbol(i) in symbols]
     half = (len(words) + 1) // 2
     return ["   ".join(words[:half]), "   ".join(words[half:]),
             "black line: two texts that do not attend to each other   at the right: which position (down) attends to "

@@ -72,7 +72,7 @@ def start(*flags):  # -> State before the first step
 
 def batches_of(s, step):  # -> what a step trains on
     train.load_step_inputs(s, step)
-    return [train.make_batch(m, s.corpus, "train", *each, s.hp) for m, *each in zip(s.members, s.windows, s.gens)]
+    return [train.make_batch(m, s.corpus, "train", *each) for m, *each in zip(s.members, s.windows, s.gens)]
 
 
 def take(s, *steps):  # -> what the last of these steps returns
@@ -262,7 +262,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     net.ngrams.seed.copy_(s.model.ngrams.seed)
     total = 0.0
     for m in s.members:
-        batch = train.draw_batch(m, s.corpus, "train", m.rows, f"{s.hp.seed},0", s.hp)
+        batch = train.draw_batch(m, s.corpus, "train", m.rows, f"{s.hp.seed},0")
         terms = m.objective.terms(batch, m.hp)
         sums = m.objective.loss(net, batch, m.hp)
         total += m.weight * sum(terms[k][1] * x / terms[k][0] for k, x in sums.items())
