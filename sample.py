@@ -542,8 +542,6 @@ def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=None,
             note(f"writes {space} bytes, which fill the block of {T}")
         prompt = prompt + [MASK] * min(n, space)
         default = DIFFUSION_SAMPLING
-    elif max_new_tokens is not None:
-        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     ids = state = to_row(prompt[first:], hp)
     how = dict(steps=steps, order=order or use.orders[0], doc_mask=hp.doc_mask) | default | how
     for state in unmask_long(model, ids, T, g, use, **how):
@@ -705,6 +703,8 @@ def main(argv=None):
         fail(f"--order {given['order']}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     for flag in {"prompt", "prefix", "suffix", "query"} & set(texts):
         texts[flag] = read_markers(texts[flag], mode if flag == "prompt" else None)
+    if mode == "fill" and MASK in texts.get("prompt", []) and "max_new_tokens" in given:
+        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     member = f", used as {objective.name}" if len(members) > 1 else ""
     note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     if not texts:

@@ -14,7 +14,7 @@ Every objective has its own defaults. Each cell of a table is a run of train.py,
 and its text: a finished run is not trained again, an interrupted one is resumed, other settings make another run. Its
 metrics are kept in its folder, in measured.json; delete that file to measure again. Tables show the largest budget; the
 last table, curves.csv and the picture show all. Infilling and replaced bytes are measured in rows of at least 128
-positions; in shorter rows than the default, as bart's, the texts around holes and the noisy texts are shorter, too.
+positions; in shorter rows than the default the texts around holes and the noisy texts are shorter, too.
 Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib

@@ -88,7 +88,7 @@ def middle_bits(predict, model, objective, hp, x, a, m):  # predict: left_logits
 
 def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits per byte}
     """The middle of a held-out window, with as many bytes left as right of it; 4096 bytes in all for each m."""
-    n = (hp.block_size - 16) // 2               # a row may hold the text twice
+    n = (hp.block_size - 16) // 2               # 120 bytes in rows of 256, with space for special ids
     out = {}
     for m in [m for m in HOLE_LENGTHS if m + 2 <= n]:
         predictors = {}
