@@ -1,8 +1,7 @@
 """Every pre-training objective: how clean windows become a batch, and how a batch becomes a loss.
 
 B rows, T positions of a row, n raw bytes that fill one, P positions of the prefix, C width, V outputs of the byte
-head, U ids in a row before it is packed, W ids of context; k chosen positions, S spans, N noise bytes (of target_nll:
-positions with a target), L bytes of a text
+head, U ids in a row before packing, W ids of context; k chosen positions, S spans, N noise bytes, L bytes of a text
 
 An objective is a few functions and, below them, one Objective, whose fields are described where they are declared.
 hp holds every setting, as run.get_config returns them; in training also hp.progress (0-D), the share of the run that

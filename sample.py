@@ -526,7 +526,7 @@ def continue_blocks_mode(model, objective, use, hp, g, how, prompt=(), max_new_t
     stream(prompt, generate_blocks(model, prompt, max_new_tokens, T, n, g, **how))
 
 
-def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=None, order="", steps=0, show=False):
+def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, order="", steps=0, show=False):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt, even an empty one."""
     T = hp.block_size
     default = GREEDY
@@ -537,10 +537,9 @@ def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=None,
         near = keep_within(prompt, T // 2)
         first = len(prompt) - len(near)
         space = T - len(near)
-        n = 300 if max_new_tokens is None else max_new_tokens
-        if n > space:
+        if max_new_tokens > space:
             note(f"writes {space} bytes, which fill the block of {T}")
-        prompt = prompt + [MASK] * min(n, space)
+        prompt = prompt + [MASK] * min(max_new_tokens, space)
         default = DIFFUSION_SAMPLING
     ids = state = to_row(prompt[first:], hp)
     how = dict(steps=steps, order=order or use.orders[0], doc_mask=hp.doc_mask) | default | how

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 import model
 import train
-from data import make_rng, open_corpus
+from data import make_rng, open_corpus, to_symbol
 from objectives import OBJECTIVES, get_members, member_names
 from run import build, get_config, load_checkpoint
 
@@ -306,16 +306,19 @@ def test_a_resumed_run_may_be_longer(text):
     assert equal(*(load_checkpoint(out)["model"] for out in ("short", "long")))
 
 
-def test_a_child_reads_on_where_its_parent_ended(text):
-    """A child's child, too; resumed, it still does."""
-    fit(text, "a", "--max_iters", "4")
+def test_a_child_reads_on_where_its_parent_ended(text, capsys):
+    """A child's child, too; resumed, it still does. The row that it prints is one that its first step reads."""
+    fit(text, "a", "--max_iters", "4", "--objective", "mdlm")
+    capsys.readouterr()
     fit(text, "b", "--max_iters", "2", "--init_from", "a")
+    [batch] = batches_of(start("--data", text, "--init_from", "a"), 0)
+    assert f"mdlm inp   {''.join(map(to_symbol, batch['inp'][0].tolist()))}\n" in capsys.readouterr().out
     fit(text, "c", "--max_iters", "0", "--init_from", "a")
     assert losses("c", split="val") == losses("a", split="val")[-1:]
     os.rename("a", "gone")
     resume("b", "--max_iters", "3")
     child = start("--data", text, "--init_from", "b")
-    whole = start("--data", text)
+    whole = start("--data", text, "--objective", "mdlm")
     train.load_step_inputs(child, 2)
     train.load_step_inputs(whole, 4 + 3 + 2)
     assert equal(child.windows, whole.windows) and equal(child.model.ngrams.seed, whole.model.ngrams.seed)
