@@ -195,12 +195,12 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
             saved = json.load(f)
         if saved.get("eval_version") == EVAL_VERSION:
             return saved["metrics"]
-    metrics = logged_metrics(folder) | measure(folder, sources[0]["val"], probes)
+    metrics = logged_metrics(folder) | measure(folder, cell.hp.device, sources[0]["val"], probes)
     if len(sources) == 2:                       # continual pre-training: all in the same windows
-        old, new = validation_bits(folder, sources)
+        old, new = validation_bits(folder, cell.hp.device, sources)
         metrics |= {"left_to_right": None, "old": old, "new": new}
         if first:
-            metrics["old_before"] = validation_bits(first, sources)[0]
+            metrics["old_before"] = validation_bits(first, cell.hp.device, sources)[0]
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
     os.replace(path + ".tmp", path)
@@ -208,8 +208,8 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
 
 
 @torch.no_grad()
-def measure(folder, text, probes):  # -> {metric: number}
-    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")      # wherever it was trained
+def measure(folder, device, text, probes):  # -> {metric: number}
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
     objective = get_members(hp)[0].objective
     evaluations = [evaluate.eval_task]
     if hp.block_size >= evaluate.MIN_BLOCK:
@@ -237,8 +237,8 @@ def logged_metrics(folder):  # -> {metric: number} that metrics.jsonl and the se
             "seconds": last["seconds"], "tflop": bench.count_flops(hp) * hp.accum * last["step"] / 1e12}
 
 
-def validation_bits(folder, sources):  # -> [bits per byte of each source]
-    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
+def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
     validation = train.validation_list(get_members(hp), sources, hp)
     return [record["bpb"] for record in train.evaluate(model, validation, hp)]
 

@@ -68,8 +68,8 @@ def left_logits(model, objective, hp, x, a, m):  # the same given the left side 
 
 
 def target_logits(model, objective, hp, prompts, P, middle):  # N lists of one length and prefix, (N, m) -> (N, m, V)
-    row = torch.cat((torch.tensor(prompts), middle[:, :-1]), dim=1)                 # nothing is predicted from the last
-    positions = objective.positions(row, torch.full((len(row),), P), hp) if objective.positions else None
+    row = torch.cat((middle.new_tensor(prompts), middle[:, :-1]), dim=1)            # nothing is predicted from the last
+    positions = objective.positions(row, row.new_full((len(row),), P), hp) if objective.positions else None
     h = model(row, P, document_ids(row) if hp.doc_mask else None, positions=positions)
     return model.logits(h[:, -middle.size(1):])
 
@@ -96,7 +96,7 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits pe
             predictors[f"left_{m}"] = left_logits
         if find_use(objective, "infill") or find_use(objective, "fill"):
             predictors[f"infill_{m}"] = infill_logits
-        x = windows(text, n, MIDDLE_BYTES // m, f"infill,{m}")
+        x = windows(text, n, MIDDLE_BYTES // m, f"infill,{m}").to(hp.device)
         for name, predict in predictors.items():
             out[name] = middle_bits(predict, model, objective, hp, x, (n - m) // 2, m)
     return out
@@ -127,14 +127,14 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     clean = windows(text, min(hp.block_size, 256) - 2, ROWS, "corruption")
     other = text[torch.randint(0, len(text), clean.shape, generator=g)].long()
     is_replaced = (torch.rand(clean.shape, generator=g) < 0.1) & (other != clean)
-    x = torch.where(is_replaced, other, clean)
+    x = torch.where(is_replaced, other, clean).to(hp.device)
     mark = find_use(objective, "mark")
     fill = find_use(objective, "fill")
     if mark:
         score = mark.predict(model, x)
     elif fill:
-        score = torch.zeros(x.shape)
-        part = torch.arange(x.size(1)) % 8
+        score = torch.zeros(x.shape, device=x.device)
+        part = torch.arange(x.size(1), device=x.device) % 8
         for r in range(8):
             logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), fill, hp.doc_mask)[..., :N_BYTES]
             score = torch.where(part == r, F.cross_entropy(logits.mT, x, reduction="none"), score)
@@ -144,7 +144,7 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
         score = F.cross_entropy(logits.mT, x, reduction="none")
     else:
         return {}
-    return {"replaced_auc": float(auc(score.flatten(), is_replaced.long().flatten()))}
+    return {"replaced_auc": float(auc(score.cpu().flatten(), is_replaced.long().flatten()))}
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
@@ -160,7 +160,7 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores
 def eval_second_half(model, objective, hp, text):
     """Bits per byte of a window's second half, given the first. Baseline: lzma on the held-out text as one stream."""
     n = hp.block_size // 2 - 2                  # leaves space for what stands around a prompt
-    x = windows(text, 2 * n, 4 * ROWS, "halves")
+    x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
     stream = to_bytes(text[:COMPRESSED_BYTES])
     return {"task": middle_bits(left_logits, model, objective, hp, x, n, n),
             "task_baseline": 8 * len(lzma.compress(stream)) / len(stream)}
@@ -210,9 +210,9 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
         piece = n
         how = dict(sample.DIFFUSION_SAMPLING, steps=steps)
     while ids.size(1) < n:
-        row = F.pad(ids, (0, min(piece, n - ids.size(1))), value=MASK)
+        row = F.pad(ids, (0, min(piece, n - ids.size(1))), value=MASK).to(hp.device)
         *_, ids = sample.unmask(model, row, g, use, order=order, doc_mask=hp.doc_mask, **how)
-    return ids
+    return ids.cpu()
 
 
 def line_figures(rows):  # (N, n) -> of whole lines: share of their bytes in lines that tokenize, share distinct, number
@@ -279,7 +279,7 @@ def eval_typos(model, objective, hp, text):
     shift = torch.randint(1, 26, typo.shape, generator=g)
     letter = (x.gather(1, typo) - ord("a") + shift) % 26 + ord("a")
     x = x.scatter(1, typo, letter)
-    marked = find_use(objective, "mark").predict(model, x).argmax(1, keepdim=True)
+    marked = find_use(objective, "mark").predict(model, x.to(hp.device)).argmax(1, keepdim=True).cpu()
     pair_counts = torch.bincount(text[:-1].long() * 256 + text[1:].long(), minlength=1 << 16)
     counts = pair_counts[x[:, :-1] * 256 + x[:, 1:]]                                # (N, n - 1)
     rarest = (counts[:, :-1] + counts[:, 1:]).argmin(1, keepdim=True) + 1
@@ -295,7 +295,7 @@ def eval_retrieval(model, objective, hp, text):
         e = F.normalize(e, dim=-1)
         nearest = (e[:, 0] @ e[:, 1].T).argmax(1)
         return float((nearest == torch.arange(256)).float().mean())
-    embedded = torch.stack([embed(model, pairs[:, 0]), embed(model, pairs[:, 1])], dim=1)
+    embedded = torch.stack([embed(model, half.to(hp.device)).cpu() for half in pairs.unbind(1)], dim=1)
     histograms = torch.zeros(256, 2, 256).scatter_add(2, pairs, torch.ones(pairs.shape))
     return {"task": recall(embedded), "task_baseline": recall(histograms)}
 
@@ -410,9 +410,9 @@ def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): each block
     kept = []
 
     def keep(block, args, out):
-        kept.append(norm(out).float())
+        kept.append(norm(out).float().cpu())
     hooks = [block.register_forward_hook(keep) for block in model.blocks]
-    row = x.reshape(-1, min(hp.block_size, n))
+    row = x.reshape(-1, min(hp.block_size, n)).to(hp.device)
     prefix = 0 if objective.attention == "causal" else row.size(1)
     model(row, prefix, document_ids(row) if hp.doc_mask else None)
     for hook in hooks:
