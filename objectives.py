@@ -58,11 +58,12 @@ class ContinueBlocks:
 
 @dataclass(frozen=True)
 class Fill:
-    """Fills MASKs in a text."""
+    """Fills MASKs in a text, which it reads both ways: some rows of its training must have prefix T."""
     mode = "fill"
     before: tuple = ()                          # ids before the text
     after: tuple = ()                           # ids after it
-    shift: int = 0                              # 1: a byte is predicted one position earlier, as by clm; 0: in place
+    shift: int = 0                              # 1: a byte is predicted one position earlier, as by clm; 0: in place;
+    # at most the number of ids before the text
     orders: tuple = ("confident", "left")       # of sample.unmask; the first is the default
     trained_at_any_rate: bool = False           # at every share of MASKs, so that it can write a whole text
 

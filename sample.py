@@ -42,7 +42,8 @@ END_THRESHOLD = 0.15                            # an infilled hole ends once its
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # bytes after which a long text may be cut
-MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_(\d+)>"              # markers in a prompt
+MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_(\d+)>"              # markers in a prompt,
+MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # which these modes read
 
 FLAGS = {
     "what": {
@@ -441,9 +442,14 @@ def read_text(flag, value):  # what a flag was given -> bytes; of --corpus and -
 
 
 def read_markers(text, mode):  # bytes -> ids with MASKs, or SENTINELs, in place of the markers that a mode reads
-    if mode not in ("fill", "repair", "infill"):
+    read = MARKERS.get(mode)
+    for marker in (MASKS, HOLES):
+        found = re.search(marker, text)
+        if found and marker != read:
+            note(f"{found[0].decode()} is plain text here")
+    if not read:
         return list(text)
-    first, *rest = re.split(HOLES if mode == "infill" else MASKS, text)             # text, number of a hole, text, ...
+    first, *rest = re.split(read, text)         # text, number of a hole, text, ...
     out = list(first)
     for digits, text in zip(rest[::2], rest[1::2]):
         out += [SENTINEL] if mode == "infill" else [MASK] * int(digits or 1)
@@ -657,8 +663,7 @@ def choose_mode(objectives, texts):  # -> objective, key of MODES: of those that
     uses = [pair for pair in uses if set(texts) <= set(inspect.signature(MODES[pair[0]]).parameters)] or uses
     wanted = [uses[0][0]]
     if "prompt" in texts:                       # what it asks for by its markers comes first, then what needs none
-        markers = {"infill": HOLES, "fill": MASKS, "repair": MASKS}
-        asked = [mode for mode, marker in markers.items() if re.search(marker, texts["prompt"])]
+        asked = [mode for mode, marker in MARKERS.items() if re.search(marker, texts["prompt"])]
         wanted = asked + [mode for mode, _ in uses if mode not in ("infill", "fill")] + wanted
     return next((each, mode) for want in wanted for mode, each in uses if mode == want)
 
