@@ -433,6 +433,9 @@ def run_program(main):  # ends the process with main's exit code; Ctrl-C and a c
     except BrokenPipeError:
         discard_stdout()
         code = 141
+    except torch.OutOfMemoryError as e:
+        print(f"error: {str(e).split('. ')[0]}. Try half of --batch_size, and --accum 2", file=sys.stderr)
+        code = 2
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)

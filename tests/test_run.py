@@ -4,6 +4,7 @@ import pickle
 import shlex
 import zipfile
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -267,9 +268,11 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, cap
     assert not os.path.exists("executed")
 
 
-def test_ctrl_c_ends_a_program_without_a_traceback():
-    def interrupted():
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("error, code, message", [
+    (KeyboardInterrupt(), 130, ""),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), 2,
+     "error: CUDA out of memory. Try half of --batch_size, and --accum 2\n")])
+def test_ctrl_c_and_a_full_gpu_end_a_program_without_a_traceback(error, code, message, capsys):
     with pytest.raises(SystemExit) as e:
-        run.run_program(interrupted)
-    assert e.value.code == 130
+        run.run_program(mock.Mock(side_effect=error))
+    assert (e.value.code, capsys.readouterr().err) == (code, message)
