@@ -51,7 +51,7 @@ FLAGS = {
 }
 # flags of train.py that are set here
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "eval_interval", "init_from"}
-EVAL_VERSION = 9                                # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 10                               # raise it when an evaluation changes: finished runs are measured again
 
 
 @dataclass(frozen=True)
