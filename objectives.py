@@ -62,8 +62,7 @@ class Fill:
     mode = "fill"
     before: tuple = ()                          # ids before the text
     after: tuple = ()                           # ids after it
-    shift: int = 0                              # 1: a byte is predicted one position earlier, as by clm; 0: in place;
-    # at most the number of ids before the text
+    shift: int = 0                              # a byte is predicted so many positions earlier: 1 as by clm, 0 in place
     orders: tuple = ("confident", "left")       # of sample.unmask; the first is the default
     trained_at_any_rate: bool = False           # at every share of MASKs, so that it can write a whole text
 

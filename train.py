@@ -188,7 +188,8 @@ def shorten_run(corpus, members, hp):
     most = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if most < hp.max_iters:
         hp.max_iters = most
-        print(f"{most:,} steps for a text of this size (--max_passes {hp.max_passes:g}); --max_iters lifts the limit")
+        print(f"{most:,} steps for a text of this size (--max_passes {hp.max_passes:g}, but {MIN_ITERS} at least); "
+              "--max_iters lifts the limit")
         if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
             hp.eval_interval = math.ceil(most / 4)
 
@@ -506,7 +507,7 @@ def resume(ckpt, s):  # -> step, clock and best value of the checkpoint; fails w
     if hp.max_iters < ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
     if hp.max_iters != ckpt["config"]["max_iters"]:
-        print(f"resume: {ckpt['config']['max_iters']} steps planned, now {hp.max_iters}; the learning rate follows")
+        print(f"resume: {ckpt['config']['max_iters']} steps planned, now {hp.max_iters}; the schedules follow")
     copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
     copy_tensors(optimizer_tensors(s.opt), ckpt["optimizer"], hp.resume)
     return {k: ckpt[k] for k in ("step", "seconds", "best", "best_step", "val", "metrics_bytes")}

@@ -111,23 +111,24 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
 
 # ---- generic: no position reads its target
 def hidden_targets(objective, batch):
-    """-> (B, T) bool each: targets that are the next id; other targets that the objective claims to hide. An objective
+    """-> (B, T) bool each: targets of causal positions; other targets that the objective claims to hide. An objective
     may predict a few bytes that the input shows (BERT leaves a tenth of its targets as they are, and replaces a tenth).
     If they are most of its targets, or if its loss gives bits per byte, it claims to hide them, too, unless it says
     target_hidden=False."""
     inp = batch["inp"]
     tgt = batch["tgt"]
     has_target = tgt != IGNORE_INDEX
-    follows = has_target & (tgt == F.pad(inp[:, 1:], (0, 1)))
-    if "mask" not in batch:
-        follows &= (prefixes(batch) < inp.size(1))[:, None]
+    if "mask" in batch:
+        causal = has_target & (tgt == F.pad(inp[:, 1:], (0, 1)))
+    else:
+        causal = has_target & (prefixes(batch) < inp.size(1))[:, None]
     fills = find_use(objective, "fill")
     shift = fills.shift if fills else 0
-    in_sight = has_target & ~follows & F.pad(inp < O.N_BYTES, (0, shift))[:, shift:]
+    in_sight = has_target & ~causal & F.pad(inp < O.N_BYTES, (0, shift))[:, shift:]
     hides_all = objective.bpb in ("loss", "bound") or 2 * in_sight.sum() > has_target.sum()
     if objective.target_hidden and hides_all:
-        return follows, has_target & ~follows
-    return follows, has_target & ~follows & ~in_sight
+        return causal, has_target & ~causal
+    return causal, has_target & ~causal & ~in_sight
 
 
 def reachable(batch):
@@ -162,18 +163,18 @@ def test_no_position_reads_its_target(name):
         pytest.skip("predicts no ids")
     P = prefixes(batch)[:, None]
     k = torch.arange(T)
-    follows, hidden = hidden_targets(objective, batch)
-    assert not (follows & (k < P - 1)).any(), "a target can be read, inside the prefix"
+    causal, hidden = hidden_targets(objective, batch)
+    assert not (causal & (k < P - 1)).any(), "a target can be read, inside the prefix"
     reads = reachable(batch)                                                        # (4, T, T)
     if not objective.target_hidden:
-        reads &= (k >= P[..., None]) | ~follows[..., None]
+        reads &= (k >= P[..., None]) | ~causal[..., None]
     asked = torch.zeros(4, T, dtype=torch.bool)
     for j in range(x.size(1)):
         other = x.clone()
         other[:, j] = x[:, j] % 255 + 1
         again = objective.corrupt(other, make_rng("byte"), hp)
         target = again["tgt"] != batch["tgt"]
-        read = (target & (follows | hidden))[..., None] & reads & shown(batch, again)[:, None]
+        read = (target & (causal | hidden))[..., None] & reads & shown(batch, again)[:, None]
         assert not read.any(), f"byte {j} is a target and can be read: if it may be, say target_hidden=False"
         asked |= target
     assert asked.any(1).all(), "a row asks for no byte"
@@ -218,8 +219,8 @@ def check_entropy(name, **changes):
     log_V = math.log(objective.n_outputs)
     likelihoods = [term for term, mean in mean_terms().items() if mean == pytest.approx(log_V, abs=1e-4)]
     for batch in batches:                       # leaves out special ids, which may be known from their place
-        follows, hidden = hidden_targets(objective, batch)
-        kept = hidden | follows if objective.target_hidden else hidden
+        causal, hidden = hidden_targets(objective, batch)
+        kept = hidden | causal if objective.target_hidden else hidden
         is_byte = (batch["tgt"] > EOT) & (batch["tgt"] < O.N_BYTES)
         batch["tgt"] = batch["tgt"].where(kept & is_byte, IGNORE_INDEX)
     before = mean_terms()                       # log V for each hidden byte
@@ -323,7 +324,8 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     for use in objective.uses:
         if isinstance(use, Fill):
             assert use.orders and {*use.orders} <= {"confident", "left", "ancestral", "analytic"}
-            assert use.shift <= len(use.before) and (prefixes(batch) == T).any(), "sample.py reads all of the row"
+            assert use.shift <= len(use.before)
+            assert "mask" in batch or (prefixes(batch) == T).any(), "sample.py's rows have prefix T: train on some"
         if isinstance(use, Fill) and (use.before, use.after, use.shift) == ((), (), 0):
             clean = F.pad(x, (0, T - x.size(1)), value=IGNORE_INDEX)
             assert ((batch["tgt"] == clean) | (batch["tgt"] == IGNORE_INDEX)).all(), "targets in place are clean bytes"
@@ -396,12 +398,19 @@ def bd3lm_whose_ngrams_read_its_clean_block(x, g, hp):
     return batch | {"before": torch.cat((clean, clean), dim=1)}
 
 
+def prefix_whose_last_byte_predicts_itself(x, g, hp):
+    batch = O.prefix_lm(x, g, hp)
+    last = batch["prefix"][:, None] - 1
+    return batch | dict(tgt=batch["tgt"].scatter(1, last, batch["inp"].gather(1, last)))
+
+
 READS_ITS_TARGET = {                            # objective, what is wrong, does it learn to in a hundred steps?
     "in sight": ("all_tokens", dict(target_hidden=True), True),
     "a bound": ("mdlm", dict(corrupt=mdlm_that_masks_too_little), True),
     "its own clean block": ("bd3lm", dict(corrupt=bd3lm_that_reads_its_clean_block), True),
     "clean bytes before others of its block": ("bd3lm", dict(corrupt=bd3lm_whose_ngrams_read_its_clean_block), False),
-    "a prefix too long": ("prefix", dict(corrupt=prefix_one_too_long), False)}      # of a row's bytes it reads but one
+    "a prefix too long": ("prefix", dict(corrupt=prefix_one_too_long), False),      # of a row's bytes it reads but one
+    "its own byte": ("prefix", dict(corrupt=prefix_whose_last_byte_predicts_itself), False)}
 
 
 @pytest.mark.parametrize("name, wrong, learns", READS_ITS_TARGET.values(), ids=READS_ITS_TARGET)
