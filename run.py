@@ -46,7 +46,7 @@ SETTINGS = {
         "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.01, 100.0),
     },
     "training": {
-        "batch_size": Flag({"cpu": 16, "cuda": 64}, "rows of a micro-batch; of short rows more", 1, 1 << 24),
+        "batch_size": Flag({"cpu": 16, "cuda": 32}, "rows of a micro-batch; of short rows more", 1, 1 << 24),
         "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
         "max_passes": Flag(4.0, "most passes over a text, in 200 steps or more; 0 or --max_iters: no limit", 0.0, 1e9),
