@@ -42,8 +42,8 @@ END_THRESHOLD = 0.15                            # an infilled hole ends once its
 HOLE_BYTES = 4                                  # expected in a hole of unknown length
 SUFFIX_BYTES = 16                               # of the suffix, which decide where a middle is trimmed
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # bytes after which a long text may be cut
-MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_(\d+)>"              # markers in a prompt,
-MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # which these modes read
+MASKS, HOLES = rb"\[MASK(?::(\d{1,6}))?\]", rb"<extra_id_(\d+)>"              # markers in a prompt
+MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # those that a mode reads
 
 FLAGS = {
     "what": {
@@ -442,14 +442,14 @@ def read_text(flag, value):  # what a flag was given -> bytes; of --corpus and -
 
 
 def read_markers(text, mode):  # bytes -> ids with MASKs, or SENTINELs, in place of the markers that a mode reads
-    read = MARKERS.get(mode)
-    for marker in (MASKS, HOLES):
-        found = re.search(marker, text)
-        if found and marker != read:
+    marker = MARKERS.get(mode)
+    for other in [each for each in (MASKS, HOLES) if each != marker]:
+        found = re.search(other, text)
+        if found:
             note(f"{found[0].decode()} is plain text here")
-    if not read:
+    if not marker:
         return list(text)
-    first, *rest = re.split(read, text)         # text, number of a hole, text, ...
+    first, *rest = re.split(marker, text)       # text, number of a hole, text, ...
     out = list(first)
     for digits, text in zip(rest[::2], rest[1::2]):
         out += [SENTINEL] if mode == "infill" else [MASK] * int(digits or 1)

@@ -201,7 +201,7 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
         metrics |= {"left_to_right": None, "old": old, "new": new}
         if first:
             metrics["old_before"] = validation_bits(first, cell.hp.device, sources)[0]
-    torch.cuda.empty_cache()                    # for the next training
+    torch.cuda.empty_cache()                    # the next run asks how much memory is free
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
     os.replace(path + ".tmp", path)

@@ -1,8 +1,8 @@
 """Evaluations of a trained model, the same for every objective that defines what they measure.
 
 An evaluation (model, objective, hp, text (M,) of held-out bytes) -> {metric: number} leaves out the metrics that an
-objective does not define. Where a model was trained with --doc_mask, all of them attend only within a document, too,
-but for text that is written from left to right.
+objective does not define. text and what is drawn are on the CPU, the model on hp.device. Where a model was trained with
+--doc_mask, all of them attend only within a document, too, but for text that is written from left to right.
 
 N windows, n bytes of a window, a bytes left of a middle of m, C width, V outputs of the byte head, K classes, L layers
 """
