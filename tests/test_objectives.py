@@ -112,8 +112,8 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
 # ---- generic: no position reads its target
 def hidden_targets(objective, batch):
     """-> (B, T) bool each: targets of causal positions (under a mask: the next ids); others that the objective claims
-    to hide. It may predict a few bytes that the input shows (BERT leaves a tenth of its targets as they are, and replaces
-    a tenth). If they are most of its targets, or if its loss gives bits per byte, it claims to hide them, too, unless
+    to hide. It may predict a few bytes that the input shows (BERT leaves a tenth of its targets as they are, replaces a
+    tenth). If they are most of its targets, or if its loss gives bits per byte, it claims to hide them, too, unless
     it says target_hidden=False."""
     inp = batch["inp"]
     tgt = batch["tgt"]
