@@ -109,10 +109,10 @@ def norm(x):  # (..., C) -> (..., C) with mean 0 and variance 1
     return F.layer_norm(x, (x.size(-1),))       # one kernel on the CPU, where F.rms_norm takes eight
 
 
-def rope_cos_sin(positions, D, dtype, scale=1.0):  # positions (..., T) -> cos, sin (..., T, D)
+def rope_cos_sin(positions, D, dtype, scale=1.0):  # positions (...) -> cos, sin (..., D)
     """scale multiplies the attention logits: queries and keys take its square root each."""
     freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D)
-    angle = positions[..., None].float() * freq                                     # (..., T, D / 2)
+    angle = positions[..., None].float() * freq                                     # (..., D / 2)
     cos = angle.cos() * scale ** 0.5
     sin = angle.sin() * scale ** 0.5
     pair = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
@@ -120,7 +120,7 @@ def rope_cos_sin(positions, D, dtype, scale=1.0):  # positions (..., T) -> cos, 
     return [t.as_strided(t.size(), t.stride()) for t in pair]
 
 
-def apply_rope(x, cos, sin):  # x (..., T, D) -> the same shape; each pair (i, i + D/2) is rotated by its angle
+def apply_rope(x, cos, sin):  # x (..., D) -> the same shape; each pair (i, i + D/2) is rotated by its angle
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
@@ -156,11 +156,10 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, attend, append_kv=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
         # attention is the only layer of a block that moves information between positions
-        qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
-        qkv = qkv.permute(2, 0, 3, 1, 4).contiguous()                               # (3, B, H, T, D)
-        qk, v = qkv.split((2, 1))               # split has one backward kernel, indexing has five
-        q, k = apply_rope(norm(qk), cos, sin)                                       # QK-norm, then RoPE
-        v = v[0]
+        qk, v = self.qkv(norm(x)).split((2 * C, C), dim=2)
+        qk = norm(qk.view(B, T, 2, self.n_head, C // self.n_head))                  # QK-norm
+        q, k = apply_rope(qk, cos, sin).permute(2, 0, 3, 1, 4)                      # (B, H, T, D) each
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         if append_kv is not None:
             k, v = append_kv(k, v)                                                  # (B, H, T_k, D)
         y = attend(q, k, v)                                                         # (B, H, T, D)
@@ -179,7 +178,7 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
         q = q + cache.length
         T_k = cache.k[0].size(2)
     attend = choose_attention(prefix, q, T_k, config.n_head, x.dtype, doc, mask)
-    positions = q if positions is None else positions[:, None]                      # (B, 1, T): all heads alike
+    positions = (q if positions is None else positions)[..., None, None]            # ([B,] T, 1, 1): all heads alike
     cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype, config.attn_scale)
     for i, block in enumerate(blocks):
         if ngrams is not None:

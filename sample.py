@@ -150,12 +150,12 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
 
 
 def make_fast_step(step, ids, device, compile):  # step: ids -> tensors; ids: of the shape that it will get -> a step
-    """Compiled where asked for; on CUDA captured in a graph from the ninth step on: a short text needs no capture."""
+    """Compiled where asked for; on CUDA captured in a graph from the second step on."""
     step = torch.compile(step, fullgraph=True, dynamic=False) if compile else step
     if device.type != "cuda":
         return step
     static_ids = torch.zeros_like(ids, device=device)
-    graphed = GraphedStep(lambda: step(static_ids), warm=8)
+    graphed = GraphedStep(lambda: step(static_ids), warm=1)
 
     def replay(ids):
         static_ids.copy_(ids)
