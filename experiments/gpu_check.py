@@ -63,7 +63,7 @@ def list_steps(flags):  # -> [Step], the most useful first: numerics before spee
         Step("decoding with drafts, width 384", bench(SIZE_384, "decode", DRAFTING[0], *fast)),
     ]
     if flags.data:
-        words = ["--data", flags.data, "--max_iters", "4" if flags.small else "150"]
+        words = ["--data", flags.data, "--weight_decay", "2", "--max_iters", "4" if flags.small else "200"]
         steps.append(Step("time to a loss", bench(SIZE_384, "loss", FIRST, *words, *graph, *peer)))
     words = ["--budgets", "4"] if flags.small else ["--budgets", "20000", "--block_size", "512"]
     out = os.path.join(flags.out_dir, "compare")
