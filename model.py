@@ -158,8 +158,8 @@ class Block(nn.Module):
         # attention is the only layer of a block that moves information between positions
         qk, v = self.qkv(norm(x)).split((2 * C, C), dim=2)
         qk = norm(qk.view(B, T, 2, self.n_head, C // self.n_head))                  # QK-norm
-        q, k = apply_rope(qk, cos, sin).permute(2, 0, 3, 1, 4)                      # (B, H, T, D) each
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q, k = apply_rope(qk, cos, sin).permute(2, 0, 3, 1, 4)                      # (B, T, 2, H, D) -> (2, B, H, T, D)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)             # (B, H, T, D)
         if append_kv is not None:
             k, v = append_kv(k, v)                                                  # (B, H, T_k, D)
         y = attend(q, k, v)                                                         # (B, H, T, D)
@@ -178,7 +178,7 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
         q = q + cache.length
         T_k = cache.k[0].size(2)
     attend = choose_attention(prefix, q, T_k, config.n_head, x.dtype, doc, mask)
-    positions = (q if positions is None else positions)[..., None, None]            # ([B,] T, 1, 1): all heads alike
+    positions = (q if positions is None else positions)[..., None, None]            # ([B,] T, 1, 1), as qk
     cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype, config.attn_scale)
     for i, block in enumerate(blocks):
         if ngrams is not None:

@@ -49,8 +49,7 @@ SETTINGS = {
         "batch_size": Flag({"cpu": 16, "cuda": 32}, "rows of a micro-batch; of short rows more", 1, 1 << 24),
         "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
-        "max_passes": Flag({"cpu": 4.0, "cuda": 2.0}, "most passes over a text, in 200 steps or more; 0: any number, "
-                                                      "as with --max_iters", 0.0, 1e9),
+        "max_passes": Flag(4.0, "most passes over a text, in 200 steps or more; 0 or --max_iters: no limit", 0.0, 1e9),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate", 0.0, 100.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": Flag(0.6, "last share of the steps, over which the learning rate falls linearly to 0", 0.0, 1.0),

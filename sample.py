@@ -150,7 +150,7 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
 
 
 def make_fast_step(step, ids, device, compile):  # step: ids -> tensors; ids: of the shape that it will get -> a step
-    """Compiled where asked for; on CUDA captured in a graph from the second step on."""
+    """Compiled where asked for; on CUDA its second call is captured in a graph, which it and later calls replay."""
     step = torch.compile(step, fullgraph=True, dynamic=False) if compile else step
     if device.type != "cuda":
         return step

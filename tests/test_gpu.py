@@ -31,8 +31,8 @@ def test_attention_equals_the_dense_rule_forward_and_backward(device, rule, D):
     allowed = how["mask"][:, None] if rule == "mask" else dense_mask(how["prefix"], q, T, how.get("doc"))
     for dtype, most in [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)][:2 if device == "cuda" else 1]:
         g = make_rng("attention", device)
-        *qkv, out_grad = torch.randn(4, B, T, H, D, generator=g, device=device).to(dtype).transpose(2, 3)
-        fast = [t.clone().requires_grad_() for t in qkv]
+        *qkv, out_grad = torch.randn(B, T, 4, H, D, generator=g, device=device).to(dtype).permute(2, 0, 3, 1, 4)
+        fast = [t.detach().requires_grad_() for t in qkv]           # strided, as a block's are
         y = choose_attention(q=q, T_k=T, n_head=H, dtype=dtype, **how)(*fast)
         y.backward(out_grad)
         dense = [t.double().requires_grad_() for t in qkv]
