@@ -178,7 +178,7 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
         q = q + cache.length
         T_k = cache.k[0].size(2)
     attend = choose_attention(prefix, q, T_k, config.n_head, x.dtype, doc, mask)
-    positions = (q if positions is None else positions)[..., None, None]            # ([B,] T, 1, 1), as qk
+    positions = (q if positions is None else positions)[..., None, None]    # ([B,] T, 1, 1): alike for q, k and heads
     cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype, config.attn_scale)
     for i, block in enumerate(blocks):
         if ngrams is not None:
