@@ -230,7 +230,7 @@ def hash_uniform(key, seed):  # keys (...), 0-D -> (...) in [0, 1): random numbe
 
 
 class NgramEmbedding(nn.Module):
-    """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, DeepSeek-AI 2026): for each
+    """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, Cheng et al. 2026): for each
     length one row of a table, then one matrix over all lengths. Rows start at zero. Sentinels and separators stand
     between unrelated pieces of text, so an n-gram that holds one counts as zero. Training drops a share of the lookups,
     as dropout does; which, depends on table row, position and seed alone. The table's gradient is sparse: that of each
@@ -263,7 +263,7 @@ class NgramEmbedding(nn.Module):
 
 # ---- the network
 class Transformer(nn.Module):
-    """dtype: of the activations; weights, logits, losses are float32. heads: modules that objectives need, by name."""
+    """dtype: of the activations; weights and losses are float32, logits become it. heads: objectives' modules."""
 
     def __init__(self, config, dtype=torch.float32):
         super().__init__()

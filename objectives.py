@@ -130,7 +130,8 @@ class Objective:
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, perhaps by device
-    single_document: bool = False               # prefers windows without a NUL inside
+    single_document: bool = False               # prefers windows without a NUL inside, so that it
+    # rarely reads short documents and the ends of others
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T), from these alone; None: 0, 1, 2, ...
 
@@ -202,7 +203,7 @@ def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
     (Liu et al. 2019). With mask_span above 1 they lie in spans of this mean length, none touching another, each masked,
     replaced or left as a whole (SpanBERT, Joshi et al. 2020). Departures: bytes in place of word pieces; 30% of them,
     since BERT's 15% teach less per row (Wettig et al. 2023); a random byte is never a special id; no dense layer before
-    the head; span lengths are not SpanBERT's geometric ones, but all placements are equally likely."""
+    the head; spans are of bytes, of any length (SpanBERT: words, 10 at most), all placements equally likely."""
     B, T = x.shape
     k = max(1, round(hp.mask_rate * T))
     span = None
@@ -490,7 +491,7 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     Two cuts uniform over all places, so that each section is a third on average. A row is rearranged with probability
     fim_rate, and of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie
     within one document where they can (context-level FIM). Half of the rearranged rows are one text; in the others
-    another row's text follows EOT, as another document would (see random_lengths); a batch of one row is one text."""
+    bytes of the row before follow EOT, so that it may stand anywhere (see random_lengths); one row is one text."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes
     i = torch.arange(n, device=g.device)
     m = random_lengths(B, 1 if B > 1 else n, n, g)                                  # (B, 1): bytes to rearrange
@@ -703,8 +704,8 @@ def bart(x, g, hp):  # x (B, L) -> inp, tgt, positions (B, T), prefix (B,)
         z     a [M] b d   SEP   a b c d EOT      source both ways; causal, loss on the clean text and EOT
 
     bart_noise names any of NOISES, which are applied in the order below. Each row draws one rate, uniform from
-    bart_rate_min to bart_rate, which mask, delete, infill, replace and insert divide equally among them. L = (T - 1)
-    // 2 bytes fit a row, fewer under insert. Half of the rows hold as many, others fewer (see random_lengths).
+    bart_rate_min to bart_rate, which mask, delete, infill, replace and insert divide equally, at least a byte each.
+    L = (T - 1) // 2 bytes fit a row, fewer under insert. Half of the rows hold as many (see random_lengths).
     Nearest to BART's own recipe: --bart_noise permute,infill --bart_rate_min .3 --poisson_lambda 3.5.
     Departures: the rate varies, since a model trained at BART's constant 30% spoils texts with less noise; sentences
     are not permuted by default, since BART's ablation loses little without it and small models do not learn it;
@@ -1026,7 +1027,7 @@ def sedd_cost(logits, tgt):  # (N, 256), (N,) -> (N,) nats
     """Score entropy discrete diffusion (SEDD, Lou et al. 2024), absorbing state, time-free (RADD, Ou et al. 2025).
 
         inp   t [M] [M]   c [M] t    rows are mdlm's; the model gives log c_y = logit_y - log 256, the log ratio of
-        tgt   .  h   e  . .  a  .    every byte y to MASK
+        tgt   .  h   e  . .  a  .    byte y to MASK without its factor of time (1 - t) / t
 
     A masked byte x costs (sum_y c_y - log c_x - 1) * L / l, where it costs mdlm -log softmax_x * L / l. That is least
     where c is the byte's distribution, and bounds -log p(x) as mdlm's does: the normalizer, which the softmax gives

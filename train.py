@@ -122,8 +122,8 @@ def take_lookups(table):  # -> [(row (n,), gradient (n, D), mean squared gradien
 
 
 def ngram_step(table, moments, lookups, lr, found_inf):  # table (R, D), moments (R,), lookups: of take_lookups
-    """Updates only the rows that were looked up, as RMSprop does, with one second moment a row, to which each lookup
-    adds its own. No shape depends on how many lookups share a row."""
+    """Updates only the rows that were looked up, as RMSprop does, with one second moment a row: a decayed sum, not a
+    mean, to which each lookup adds its own. No shape depends on how many lookups share a row."""
     moments.mul_(torch.where(found_inf, 1.0, NGRAM_DECAY))
     for row, _, square in lookups:
         moments.index_add_(0, row, torch.where(found_inf, 0.0, square))
@@ -163,7 +163,7 @@ def newton_schulz(x, dtype):  # (N, r, c), r <= c -> approximately the nearest m
 
 
 def gram_newton_schulz(x):  # = newton_schulz's iteration, faster for wide matrices
-    """In Gram space (Dao et al. 2026): with X <- Q X also A <- Q A Q, so that all but two products are r x r. Rounded
+    """In Gram space (Zhang et al. 2026): with X <- Q X also A <- Q A Q, so that all but two products are r x r. Rounded
     to bfloat16, A would drift."""
     a, b, c = NS_COEFFICIENTS
     gram = x @ x.mT
