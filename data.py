@@ -62,10 +62,6 @@ def fail(message):
 
 
 # ---- bytes and ids
-def encode(text):  # str -> list of n ids below 256; nothing in a text is special: "<MASK>" is six bytes
-    return list(text.encode("utf-8", "surrogateescape"))        # how a POSIX shell hands over any bytes
-
-
 def to_symbol(i):  # id -> one character, to print rows with one character a position
     return ID_SYMBOLS.get(i, chr(i) if 32 <= i < 127 else "�")
 

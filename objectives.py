@@ -140,7 +140,6 @@ class Objective:
     # only term, "bound", which counts bytes, is an upper bound, as mdlm's), None where it defines none
     bpb: str | None = None
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
-    is_random: bool = True                      # corrupt draws random numbers
     target_hidden: bool = True                  # no input holds the target of a position, but for what BERT leaves
 
     # use: the first is sample.py's mode
@@ -187,7 +186,7 @@ def count_token_targets(batch):
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", is_random=False, uses=(Continue(),))
+    supports_doc_mask=True, bpb="loss", uses=(Continue(),))
 CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per byte on its rows
 
 
@@ -616,7 +615,7 @@ OBJECTIVES["mtp"] = Objective(
     flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)},
-    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(drafter=mtp_drafter),))
+    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),))
 
 
 # ---- electra: replaced token detection

@@ -286,20 +286,16 @@ class GraphedStep:
 
 
 # ---- the folder
-def choose_out_dir(hp):  # -> a folder that holds no run yet, made here where none was named; fails where --out_dir does
+def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_dir does
     if hp.out_dir:
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
     base = path = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
     for i in itertools.count(2):
-        try:
-            os.makedirs(path)
+        if not os.path.exists(path):
             return path
-        except FileExistsError:                 # perhaps made by a run that started at the same moment
-            path = f"{base}-{i}"
-        except OSError:
-            return path                         # open_metrics says why
+        path = f"{base}-{i}"
 
 
 def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at a time
@@ -383,10 +379,9 @@ def copy_tensors(own, saved, path):
         here, there = layout(own.get(name)), layout(saved.get(name))
         if here != there:
             fail(f"{path}: {name} is {there}, here {here}. Try its --n_layer, --n_embd, --ngram_rows, or another run")
-    for name, t in own.items():
         if not saved[name].isfinite().all():
             fail(f"{path}: {name} is not finite. Try best.pt beside it, or another run")
-        t.copy_(saved[name])
+        own[name].copy_(saved[name])
 
 
 def start_from(model, saved, path):

@@ -24,8 +24,7 @@ import math
 import re
 import sys
 
-from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, document_ids, encode, fail, from_bytes
-from data import make_rng
+from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, document_ids, fail, from_bytes, make_rng
 from model import Cache
 from objectives import N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
 from run import DEVICE_FLAGS, GraphedStep, load_run, make_parser, newest_run, run_program
@@ -433,7 +432,7 @@ def score_bound(model, objective, data, hp, seed):  # -> bits at most, standard 
 def read_text(flag, value):  # what a flag was given -> bytes; of --corpus and --score it is the name of a file
     path = value.removeprefix("FILE:")
     if path == value and flag not in ("corpus", "score"):
-        return bytes(encode(value))
+        return value.encode("utf-8", "surrogateescape")         # how a POSIX shell hands over any bytes
     try:
         with open(path, "rb") as f:
             return f.read()
@@ -442,14 +441,9 @@ def read_text(flag, value):  # what a flag was given -> bytes; of --corpus and -
 
 
 def read_markers(text, mode):  # bytes -> ids with MASKs, or SENTINELs, in place of the markers that a mode reads
-    marker = MARKERS.get(mode)
-    for other in [each for each in (MASKS, HOLES) if each != marker]:
-        found = re.search(other, text)
-        if found:
-            note(f"{found[0].decode()} is plain text here")
-    if not marker:
+    if mode not in MARKERS:
         return list(text)
-    first, *rest = re.split(marker, text)       # text, number of a hole, text, ...
+    first, *rest = re.split(MARKERS[mode], text)                # text, number of a hole, text, ...
     out = list(first)
     for digits, text in zip(rest[::2], rest[1::2]):
         out += [SENTINEL] if mode == "infill" else [MASK] * int(digits or 1)
@@ -461,9 +455,12 @@ def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
 
-def to_text(ids):  # -> str, without EOT; MASK is a block; on a terminal control characters are printed as \x1b
+def to_text(ids):  # -> str, without EOT; MASK is a block
     text = b"".join("█".encode() if i == MASK else bytes([i]) for i in map(int, ids) if i != EOT)
-    text = text.decode("utf-8", "replace")
+    return printable(text.decode("utf-8", "replace"))
+
+
+def printable(text):  # on a terminal, control characters as \x1b
     if not sys.stdout.isatty():
         return text
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", text)
@@ -488,7 +485,7 @@ def stream(prompt, steps):  # ids, what yields more -> the ids that it yielded
     for i in map(int, itertools.chain(prompt, steps)):
         ids.append(i)
         text = decoder.decode(bytes([i] if i != EOT else []))
-        print(to_text(encode(text)), end="", flush=True)
+        print(printable(text), end="", flush=True)
     print(decoder.decode(b"", final=True), flush=True)
     return ids[len(prompt):]
 
@@ -705,8 +702,8 @@ def main(argv=None):
     use = find_use(objective, mode)
     if "order" in given and given["order"] not in use.orders:
         fail(f"--order {given['order']}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
-    for flag in {"prompt", "prefix", "suffix", "query"} & set(texts):
-        texts[flag] = read_markers(texts[flag], mode if flag == "prompt" else None)
+    if "prompt" in texts:
+        texts["prompt"] = read_markers(texts["prompt"], mode)
     if mode == "fill" and MASK in texts.get("prompt", []) and "max_new_tokens" in given:
         fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     member = f", used as {objective.name}" if len(members) > 1 else ""

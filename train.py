@@ -8,6 +8,7 @@
 B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
 """
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -21,8 +22,8 @@ from data import check_sizes, compressor_bits, document_ids, fail, make_rng, ope
 from data import to_seed, to_symbol
 from model import NGRAM_DIM, NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, get_members, n_targets
-from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, defaults, discard_stdout
-from run import get_config, load_checkpoint, open_metrics, run_program, save_checkpoint, start_from, use_device
+from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, discard_stdout, get_config
+from run import load_checkpoint, open_metrics, run_program, save_checkpoint, start_from, use_device
 import torch
 from tqdm import tqdm
 
@@ -144,7 +145,7 @@ def muon_step(params, momentum, lr, found_inf, dtype):  # momentum (N, r, c), r 
     update = newton_schulz(grad.lerp(momentum, MOMENTUM), dtype)
     update = update.to(momentum.dtype).mul_(lr * 0.2 * momentum.size(2) ** 0.5)
     for p, u in zip(params, update.split([len(p) for p in params])):
-        p.sub_(u if p.size(1) <= p.size(2) else u.mT)
+        transpose_tall(p).sub_(u)
 
 
 def newton_schulz(x, dtype):  # (N, r, c), r <= c -> approximately the nearest matrices with orthonormal rows
@@ -190,8 +191,7 @@ def shorten_run(corpus, members, hp):
         hp.max_iters = most
         print(f"{most:,} steps for a text of this size (--max_passes {hp.max_passes:g}, but {MIN_ITERS} at least); "
               "--max_iters lifts the limit")
-        if hp.eval_interval == defaults(hp.device.partition(":")[0])["eval_interval"]:
-            hp.eval_interval = math.ceil(most / 4)
+        hp.eval_interval = min(hp.eval_interval, math.ceil(most / 4))
 
 
 def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups that a step drops
@@ -302,38 +302,33 @@ def compile_step(s):
 
 
 # ---- evaluation
-def validation_list(members, corpus, hp):  # -> [(source, weight, objective, batches, causal batches or None)]
-    """Each source's own fixed windows under fixed corruption: they depend on the objective and the block size alone.
-    Where bits per byte do not come from the objective's own rows, causal batches of plain windows are added."""
-    def fixed_batches(m, source):
-        return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}") for i in range(hp.eval_iters)]
-    entries = []
-    for source in corpus:
-        for m in members:
-            m = replace(m, key="", hp=Namespace(**vars(m.hp) | {"progress": 1.0}))
-            batches = fixed_batches(m, source)
-            causal = None
-            if m.objective.bpb == "causal":
-                causal = fixed_batches(replace(m, objective=CAUSAL, n=hp.block_size + 1), source)
-            entries.append((source, source["weight"] * m.weight, m.objective, batches, causal))
-    return entries
+def validation_batches(m, source):  # fixed windows under fixed corruption: of objective and block size alone
+    m = replace(m, key="", hp=Namespace(**vars(m.hp) | {"progress": 1.0}))
+    return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}") for i in range(m.hp.eval_iters)]
 
 
 @torch.no_grad()
-def evaluate(model, validation, hp):  # -> one record for each source and member
+def evaluate(model, members, corpus, hp):  # -> one record for each source and member, their weighted loss
     """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window after one byte of
     context; an upper bound where the objective has one; None where it has neither. targets: targets per row position,
     whatever their weight. terms: the loss's terms and metrics."""
     model.eval()
     records = []
-    for source, _, objective, batches, causal in validation:
+    total = 0.0
+    for source, m in itertools.product(corpus, members):
+        objective = m.objective
+        batches = validation_batches(m, source)
         figures, loss = mean_terms(objective, model, batches, hp)
-        nats = mean_terms(CAUSAL, model, causal, hp)[1] if causal else loss
+        nats = loss
+        if objective.bpb == "causal":           # not from its own rows, but from plain windows
+            plain = validation_batches(replace(m, objective=CAUSAL, n=hp.block_size + 1), source)
+            nats = mean_terms(CAUSAL, model, plain, hp)[1]
         targets = sum(float(n_targets(objective, b, hp)) for b in batches) / len(batches) / EVAL_ROWS / hp.block_size
         records.append({"split": "val", "data": source["name"], "objective": objective.name, "loss": loss,
                         "bpb": nats / math.log(2) if objective.bpb else None, "targets": targets, "terms": figures})
+        total += source["weight"] * m.weight * loss
     model.train()
-    return records
+    return records, total
 
 
 def mean_terms(objective, model, batches, hp):  # -> {term: sum of sums / sum of counts}, their weighted total
@@ -410,14 +405,13 @@ def train(hp):  # -> exit code, State of a run that is done or None
     run = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
     if hp.resume:
         run = resume(load_checkpoint(hp.resume), s)
-    validation = validation_list(members, corpus, hp)
     if hp.compile:
         compile_step(s)
     step_fn = lambda: training_step(s)
     if hp.cuda_graph:
         step_fn = GraphedStep(step_fn, s.gens)
 
-    if not hp.resume and (hp.out_dir or not RANK):
+    if not hp.resume:
         hp.out_dir = choose_out_dir(hp)
     any_rank(False)                             # the first process makes the folder after all have looked into it
     with open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) as metrics, catch_signals() as stop:
@@ -440,8 +434,7 @@ def train(hp):  # -> exit code, State of a run that is done or None
                 run["step"] = step
                 run["seconds"] += time.perf_counter() - clock   # evaluation is not counted
                 if due:
-                    records = evaluate(s.model, validation, hp)
-                    loss = sum(r["loss"] * weight for r, (_, weight, *_) in zip(records, validation))
+                    records, loss = evaluate(s.model, members, corpus, hp)
                     run["val"] = math.inf if math.isnan(loss) else loss             # NaN: far too large weights
                     for r in records:
                         write_line(metrics, {"step": step, **r, "seconds": round(run["seconds"], 3)})
@@ -585,8 +578,7 @@ def finish(s):  # compressors, a sample
             print(f"compressors on the validation split of {source['name']}: {compressor_bits(source['val'])}")
     print(f"done: {hp.out_dir}/ckpt.pt\n", flush=True)
     import sample  # here: training needs it only now
-    with contextlib.suppress(SystemExit):       # it printed why
-        sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
+    sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
     print(f"\nmore samples: python sample.py --out_dir {hp.out_dir}")
 
 

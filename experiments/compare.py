@@ -240,8 +240,8 @@ def logged_metrics(folder):  # -> {metric: number} that metrics.jsonl and the se
 
 def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    validation = train.validation_list(get_members(hp), sources, hp)
-    return [record["bpb"] for record in train.evaluate(model, validation, hp)]
+    records, _ = train.evaluate(model, get_members(hp), sources, hp)
+    return [record["bpb"] for record in records]
 
 
 # ---- tables, of {row: {seed: metrics}}

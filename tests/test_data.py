@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import data
-from data import encode, make_rng, open_corpus, read_windows, sample_windows
+from data import make_rng, open_corpus, read_windows, sample_windows
 
 
 def corpus_of(*texts, weights=None):
@@ -18,11 +18,6 @@ def test_the_vocabulary_is_what_checkpoints_rely_on():
     words = "EOT", "PAD", "MASK", "CLS", "SEP", "PRE", "SUF", "MID", "MODE_R", "MODE_S", "MODE_X"
     assert [getattr(data, word) for word in words] == [0, *range(256, 266)]
     assert (data.SENTINEL, data.N_SENTINELS, data.VOCAB_SIZE) == (272, 240, 512)
-
-
-def test_a_text_is_its_bytes_and_nothing_in_it_is_special():
-    assert encode("é<MASK>") == [0xC3, 0xA9, *b"<MASK>"]
-    assert encode(os.fsdecode(b"a\xffb")) == [97, 255, 98]          # what a shell hands over, whatever its bytes
 
 
 def test_an_end_belongs_to_its_own_document():

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NoWaiting, clean_windows, equal, randomize, randomized, settings
+from conftest import NoWaiting, chi2, clean_windows, equal, randomize, randomized, settings
 
 import objectives as O
 import run
@@ -55,10 +55,6 @@ def total(objective, net, batch, hp):  # -> what training descends
     return sum(c * sums[term] / count for term, (count, c) in objective.terms(batch, hp).items() if c)
 
 
-def chi2(seen, want):
-    return float(((seen - want) ** 2 / want).sum())
-
-
 def random_corpus(low, high, n):  # one source of n bytes from low .. high - 1 for each split
     data = torch.randint(low, high, (2 * n,), generator=make_rng("corpus"), dtype=torch.uint8)
     return [dict(name="random", weight=1.0, train=data[:n], val=data[n:], size=2 * n, crc=0)]
@@ -78,7 +74,9 @@ def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
         counts.add(counter.count)
         assert torch.equal(x, copy), "the caller's windows were changed"
         assert equal(batch, objective.corrupt(x, make_rng("a"), hp))
-        assert equal(batch, objective.corrupt(x, make_rng("b"), hp)) == (not objective.is_random)
+        g = make_rng("b")
+        fresh = g.get_state()
+        assert equal(batch, objective.corrupt(x, g, hp)) == torch.equal(fresh, g.get_state()), "it draws, or does not"
     assert len(counts) == 1
 
 
@@ -441,7 +439,7 @@ EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
 def test_all_are_equally_likely(kinds, draws):
     _, seen = draws().unique(dim=0, return_counts=True)
     assert len(seen) == kinds
-    assert chi2(seen, seen.double().mean()) < kinds + 6 * (2 * kinds) ** 0.5        # 6 standard deviations
+    assert chi2(seen, 1 / kinds) < kinds + 6 * (2 * kinds) ** 0.5        # 6 standard deviations
 
 
 TERMS = {  # of each objective: {term: (coefficient, kinds among which an untrained model chooses by chance, or 0)}
@@ -819,7 +817,7 @@ def test_electra_samples_follow_the_generator():
     assert torch.equal(clean, batch["tgt"].gather(1, batch["masked_positions"]))
     masked = batch["inp"].gather(1, batch["masked_positions"]) == MASK
     for some in (fake[masked], fake[~masked]):  # by numbers that did not choose the masks
-        assert chi2(torch.bincount(some, minlength=69)[65:], len(some) * p) < 25    # 3 degrees of freedom
+        assert chi2(torch.bincount(some, minlength=69)[65:], p) < 25    # 3 degrees of freedom
 
 
 # ---- bart
@@ -878,7 +876,7 @@ def test_of_barts_rows_some_are_struck_little_some_much(noise, low, high, n, lea
     k = O.bart_counts(torch.full((3000, 1), n), hp, make_rng("k"))                  # of 52 bytes at most 15.6, rounded
     numbers, seen = k.unique(return_counts=True)
     assert numbers.tolist() == [*range(least, most + 1)] and k.shape == (3000, 1)
-    assert chi2(seen.double(), 3000 / len(seen)) < len(seen) + 5 * (2 * len(seen)) ** 0.5
+    assert chi2(seen, 1 / len(seen)) < len(seen) + 5 * (2 * len(seen)) ** 0.5
 
 
 def test_bart_infills_exactly_its_rate_with_poisson_spans():

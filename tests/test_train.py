@@ -340,7 +340,8 @@ def test_validation_depends_on_objective_and_held_out_text_alone(text):
 
     def first_batches(entry, data, *flags):
         hp = get_config([*TINY, *flags])
-        return train.validation_list(get_members(hp), open_corpus(data), hp)[entry][3]
+        source, m = [*itertools.product(open_corpus(data), get_members(hp))][entry]
+        return train.validation_batches(m, source)
     alone = first_batches(0, [text], "--objective", "mlm")
     other = ["--batch_size", "2", "--seed", "9"]
     assert equal(alone, first_batches(1, ["other.txt", text], "--objective", "mlm", *other))
@@ -351,10 +352,9 @@ def test_validation_depends_on_objective_and_held_out_text_alone(text):
     assert batch["inp"].unique().tolist() == [ord("a")]
     s = start("--data", text)
     randomize(s.model)
-    validation = train.validation_list(s.members, s.corpus, s.hp)
-    records = train.evaluate(s.model, validation, s.hp)
+    records = train.evaluate(s.model, s.members, s.corpus, s.hp)
     s.model.ngrams.drop.fill_(0.9)
-    assert records == train.evaluate(s.model, validation, s.hp) and s.model.training
+    assert records == train.evaluate(s.model, s.members, s.corpus, s.hp) and s.model.training
 
 
 def test_the_share_of_the_run_reaches_training_alone(text):
@@ -362,7 +362,7 @@ def test_the_share_of_the_run_reaches_training_alone(text):
     def counts(batch):
         return {*(batch["tgt"] >= 0).sum(1).tolist()}
     s = start("--data", text, "--objective", "mdlm", "--batch_size", "32", "--max_iters", "10")
-    [(_, _, _, [val], _)] = train.validation_list(s.members, s.corpus, s.hp)
+    [val] = train.validation_batches(s.members[0], s.corpus[0])
     assert len(counts(val)) == 32
     for step, few in ((0, True), (6, True), (7, False), (9, False)):
         [batch] = batches_of(s, step)
@@ -509,7 +509,7 @@ def test_bits_per_byte_are_clms_on_plain_windows(name, text):
     write("nul.txt", b"in which some windows of 33 bytes have an end and some do not\0" * 200)
     s = start("--data", "nul.txt", "--objective", f"clm,{name}", "--batch_size", "16")
     randomize(s.model)
-    clm, other = train.evaluate(s.model, train.validation_list(s.members, s.corpus, s.hp), s.hp)
+    (clm, other), _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
     assert other["bpb"] == pytest.approx(clm["loss"] / math.log(2)) == pytest.approx(clm["bpb"])
 
 
@@ -536,11 +536,12 @@ def test_every_objective_learns_in_a_short_run(name, text):
     data = ["--data", "stdlib", "--block_size", "64"] if name == "nsp" else ["--data", text]
     s = start("--objective", name, "--batch_size", "16", "--n_embd", "32", "--max_iters", str(steps), "--eval_iters",
               "3", *data)
-    validation = train.validation_list(s.members, s.corpus, s.hp)
-    [first] = train.evaluate(s.model, validation, s.hp)
+    [first], _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
     take(s, *range(steps))
-    [last] = train.evaluate(s.model, validation, s.hp)
-    [(_, _, objective, batches, _)] = validation
+    [last], _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
+    [m] = s.members
+    objective = m.objective
+    batches = train.validation_batches(m, s.corpus[0])
     terms = last["terms"]
     limits = {k: x - 0.02 for k, x in first["terms"].items()}
     if "tgt" in batches[0]:
