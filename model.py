@@ -142,7 +142,8 @@ class Block(nn.Module):
     """Attention, then an MLP, each added to the residual stream.
 
     A block of your own must mask only through `attend`, keep x's dtype, and with a cache pass its new keys and
-    values to `append_kv` and attend over what that returns, empty slots too, which `attend` hides."""
+    values to `append_kv` and attend over what that returns, empty slots too, which `attend` hides. cos, sin: of
+    rope_cos_sin, with attn_scale in them; ([B,] T, 1, 1, D) for q and k (B, T, 2, H, D)."""
 
     def __init__(self, config):
         super().__init__()

@@ -8,7 +8,8 @@ hp holds every setting, as run.get_config returns them; in training also hp.prog
 is done.
 
 A batch is a dict. "inp" (B, T) are ids; "tgt" (B, T), where ids are predicted, ids or IGNORE_INDEX, which has no loss;
-"prefix" an int for all rows (0 causal, T bidirectional) or one for each row (B,). An objective may add keys of its own.
+"prefix" an int for all rows (0 causal, T bidirectional) or one for each row (B,). An objective may add keys: more
+targets, under names that end in tgt; "positions" (B, T); a "mask" (B, T, T), with prefix 0, as bd3lm; and its own.
 Every tensor has B rows. `corrupt` draws from its generator g alone and has static shapes: no loop over rows, nothing
 read back from the device. Where papers draw each position by itself, the counts here are exact (k masked bytes, S spans
 of N bytes in a full row), so that no row is without a target.
@@ -116,7 +117,7 @@ class Objective:
     corrupt: Callable                           # (x (B, n), g, hp) -> batch
     help: str                                   # for --help: what is predicted from what
     use_help: str                               # and what the model is used for
-    attention: str                              # in words: causal, bidirectional, prefix, both or blocks
+    attention: str                              # in words; where it is not causal, probes read with prefix T
 
     # training
     # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on settings that allow no row

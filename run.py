@@ -18,7 +18,7 @@ from model import ModelConfig, StackedLinear, Transformer
 from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
 
-VERSION = 8                                     # of the checkpoint's layout
+VERSION = 8                                     # of the checkpoint's layout; raise it when older ones no longer load
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DEVICE_FLAGS = {
@@ -50,7 +50,7 @@ SETTINGS = {
         "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
         "max_passes": Flag(4.0, "most passes over a text, in 200 steps or more; 0 or --max_iters: no limit", 0.0, 1e9),
-        "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate", 0.0, 100.0),
+        "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak rate, of all parameters", 0.0, 100.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0, 1 << 40),
         "lr_decay": Flag(0.6, "last share of the steps, over which the learning rate falls linearly to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "a step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0, 100.0),
@@ -118,7 +118,7 @@ def flag_specs():  # -> {name: Flag} of train.py, the objectives' own included
     return {name: flag for group in groups for name, flag in group.items()}
 
 
-def defaults(kind="cpu", optimizer="muon"):  # -> {name: default}
+def defaults(kind="cpu", optimizer=""):  # -> {name: default}
     return {name: choose_default(flag.default, kind, optimizer) for name, flag in flag_specs().items()}
 
 
@@ -154,7 +154,7 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
 
     device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
     chosen = saved | given
-    base = defaults(device.type, chosen.get("optimizer", "muon"))
+    base = defaults(device.type, chosen.get("optimizer", SETTINGS["training"]["optimizer"].default))
     own = shared_defaults(member_names(chosen.get("objective", base["objective"])), device.type)
     if "block_size" not in given:               # shorter rows are more rows, so that a step has as many positions
         positions = base["batch_size"] * base["block_size"]

@@ -71,7 +71,7 @@ def make_optimizer(model, hp):  # -> its state, in tensors that keep their addre
         by_shape.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
     muon = [(params, torch.zeros(sum(map(len, params)), *shape, device=hp.device))              # momentum (N, r, c)
             for shape, params in by_shape.items()]
-    adamw = rest if hp.optimizer == "muon" else rest + hidden
+    adamw = rest + hidden if hp.optimizer == "adamw" else rest
     first, second = torch.zeros(2, sum(p.numel() for p in adamw), device=hp.device)             # one p after another
     rows = 0 if model.ngrams is None else len(model.ngrams.table)
     ngrams = torch.zeros(rows, device=hp.device)                # second moments of the table's rows (R,)
@@ -211,7 +211,7 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups th
     return rate if hp.ngram_drop else 0.0
 
 
-def learning_rate(step, hp):  # linear warm-up, constant, linear to 0: the smallest of the three applies
+def learning_rate(step, hp):  # WSD: linear warm-up, constant, linear to 0; the smallest applies
     warm = (step + 1) / (hp.warmup_iters + 1)
     fall = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warm, 1.0, fall)

@@ -218,7 +218,7 @@ BAD = {  # name: flags, what the line says
     "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
     "resume other weights": ("--resume --out_dir run --data text.txt:1 other.txt:.1", "not those of the run"),
     "init from nothing": ("--init_from nowhere", "nowhere"),
-    "init from another width": ("--init_from run --n_layer 5", "weight is missing, here torch.float32 [3, "),
+    "init from another width": ("--init_from run --n_layer 5", "weight is missing, here torch.float32"),
     "init from another version": ("--init_from version.pt", "layout"),
 } | {f"init from {f}": (f"--init_from {f}", "not a checkpoint") for f in ("text.txt", "parts.pt", "payload.pt")}
 
@@ -236,7 +236,7 @@ def folder(tmp_path_factory):  # with a run, and with everything that can be wro
         write("text.txt", b"some words " * 500)
         write("other.txt", b"other words " * 500)
         write("tiny.txt", b"tiny")
-        fit("text.txt", "run", "--objective", "electra", "--max_iters", "1")
+        fit("text.txt", "run", "--objective", "electra", "--optimizer", "muon", "--max_iters", "1")
         os.mkdir("bare")
         os.mkdir("crafted")
         save_checkpoint("version.pt", load_checkpoint("run") | {"version": run.VERSION + 1})
