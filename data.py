@@ -173,8 +173,7 @@ def checksum(data, crc=0):  # (N,) uint8 -> crc32 of the bytes, or of 1,024 even
 
 
 # ---- windows
-def to_seed(key):  # "1,200,windows" -> a hash of it
-    # torch's CPU generator uses only the low 32 bits of its seed: (seed << 32 | step) would give every seed the same
+def to_seed(key):  # "1,200,windows" -> its hash, of 32 bits: torch's CPU generator ignores others, as of seed << 32
     return zlib.crc32(key.encode())
 
 

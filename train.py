@@ -576,10 +576,10 @@ def finish(s):  # compressors, a sample
     if any(m.objective.bpb for m in s.members):
         for source in s.corpus:
             print(f"compressors on the validation split of {source['name']}: {compressor_bits(source['val'])}")
-    print(f"done: {hp.out_dir}/ckpt.pt\n", flush=True)
+    print(flush=True)
     import sample  # here: training needs it only now
     sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
-    print(f"\nmore samples: python sample.py --out_dir {hp.out_dir}")
+    print(f"\ndone: {hp.out_dir}/ckpt.pt. More samples: python sample.py --out_dir {hp.out_dir}")
 
 
 def draw_losses(hp):  # into loss.png beside metrics.jsonl: nats over steps, by split, objective and source

@@ -496,7 +496,6 @@ def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
 @pytest.mark.parametrize("name, T, rate, k, masked, random", [
     ("mlm", T, 0.15, 7, 0.8, 0.1), ("mlm", T, 0.33, 16, 1.0, 0.0), ("mlm", T, 1.0, T, 0.0, 1.0),
     ("mlm", T, 0.001, 1, 0.5, 0.25), ("electra", T, 0.15, 7, 0.85, 0.0), ("electra", T, 0.001, 1, 0.85, 0.0),
-    # 4.5, 7.5 and 10.5: halves go to the even number, as in BERT's code
     ("mlm", 30, 0.15, 4, 0.8, 0.1), ("mlm", 30, 0.25, 8, 0.8, 0.1), ("mlm", 30, 0.35, 10, 0.0, 0.0)])
 def test_masked_replaced_and_left_bytes_have_their_shares_of_an_exact_count(name, T, rate, k, masked, random):
     x, batch, _ = make(name, B=2000, T=T, mask_rate=rate, mask_token=masked, mask_random=random)
