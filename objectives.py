@@ -236,11 +236,17 @@ def mask_bytes(x, positions, g, masked=0.8, random=0.1, span=None):
     return x.scatter(1, positions, noise), torch.full_like(x, IGNORE_INDEX).scatter(1, positions, clean)
 
 
+def mlm_bytes(T, hp):
+    if hp.mask_token + hp.mask_random > 1 + 1e-9:
+        fail(f"--mask_token {hp.mask_token:g} --mask_random {hp.mask_random:g}: add up to more than 1. Try less of one")
+    return aligned_window(T, hp)
+
+
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
 MORE_PASSES = {"max_passes": 16.0}              # where each pass corrupts the text anew, overfitting comes later
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
-    n_bytes=aligned_window,
+    n_bytes=mlm_bytes,
     flags=MASK_RATE | {"mask_token": Flag(0.8, "share of the predicted bytes that are MASK in the input", 0.0, 1.0),
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0),
                        "mask_span": Flag(1.0, "mean length of the spans they lie in, longer where gaps are too few; "
@@ -1182,7 +1188,7 @@ def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Mem
             near = difflib.get_close_matches(name, OBJECTIVES, 1)
             fail(f"--objective {name}: unknown. Try {near[0] if near else 'one of ' + ' '.join(OBJECTIVES)}")
     try:
-        weights = [float(part.partition(":")[2] or 1) for part in hp.objective.split(",")]
+        weights = [float(part.partition(":")[2]) if ":" in part else 1.0 for part in hp.objective.split(",")]
     except ValueError:
         weights = [0.0]
     if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):

@@ -147,8 +147,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
         given["out_dir"] = os.path.dirname(resume) or "."
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
-                fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag]}. Try without it, or "
-                     f"--init_from {given['out_dir']} for a new run")
+                fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag] or 'none'}. "
+                     f"Try without it, or --init_from {given['out_dir']} for a new run")
     elif given.get("init_from"):
         saved = inherited(load_checkpoint(given["init_from"]), given)
 
@@ -172,6 +172,8 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
 def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
     config = ckpt["config"]
     names = set(SETTINGS["model"])
+    if given.get("n_head", config["n_head"]) != config["n_head"]:               # the weights' shapes do not show it
+        fail(f"--n_head {given['n_head']}: the run of --init_from has {config['n_head']} heads. Try without --n_head")
     if member_names(given.get("objective", config["objective"])) == member_names(config["objective"]):
         names |= {"objective", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
     else:                                       # a default of the objective's own comes before the parent's setting

@@ -584,7 +584,7 @@ def infill_mode(model, objective, use, hp, g, how, prompt=None, prefix=None, suf
         is_new += [True] * len(span) + [False] * len(piece)
     print(highlight(out, is_new), flush=True)
     if not ended:
-        note("did not end by itself. Try a larger --max_new_tokens, or a shorter text")
+        note(f"did not end by itself within {limit} bytes and the block of {T}")
 
 
 def repair_mode(model, objective, use, hp, g, how, prompt):
@@ -611,7 +611,7 @@ def search_mode(model, objective, use, hp, query, corpus):  # prints the three l
     similarity = vectors[1:] @ vectors[0]
     for i in similarity.argsort(descending=True)[:3].tolist():
         number, line = lines[i]
-        print(f"--- similarity {float(similarity[i]):.3f}, line {number}:\n{to_text(line)}")
+        print(f"--- similarity {float(similarity[i]):.3f}, line {number}:\n{to_text(line[:hp.block_size])}")
 
 
 def seam_mode(model, objective, use, hp, prompt):  # rotates a text back to where the model finds its first byte

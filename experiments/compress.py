@@ -128,7 +128,7 @@ def main(argv=None):  # -> exit code
         with open(out, "xb") as f:
             f.write(result)
     except (OSError, ValueError, struct.error) as e:
-        fail(f"--file {path}: {e}. Try the run and the machine that compressed it, or another folder")
+        fail(f"--file {path}: {e}. Try {'the run and machine that compressed it' if unpack else 'another file'}")
     print(f"{path}: {len(given):,} bytes -> {out}: {len(result):,} bytes")
     if not unpack and given:
         print(f"{8 * len(result) / len(given):.4f} bits per byte; compressors: {compressor_bits(from_bytes(given))}")

@@ -37,7 +37,6 @@ def refused(refuses, hint, program, *flags):  # in one line, and nothing on the 
     ("--objective bd3lm", dict(block_size=512, batch_size=16, uniform_from=0.0)),
     ("--objective mlm", dict(mask_rate=0.3, max_passes=OBJECTIVES["mlm"].flag_defaults["max_passes"])),
     ("--objective contrastive", dict(batch_size=32, n_head=4)),
-    # shorter rows of its own are more rows, so that a step has as many positions
     ("--objective rotation", dict(block_size=64, batch_size=64)),
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
     ("--objective rotation --block_size 96", dict(block_size=96, batch_size=16)),
@@ -198,10 +197,10 @@ def test_a_child_has_its_parents_weights_and_fresh_heads_where_they_differ(capsy
 
 # ---- what cannot be
 BAD = {  # name: flags, what the line says
-    "unknown flag": ("--max_iter 3", "--max_iter"),
-    "not a number": ("--max_iters many", "invalid int value: 'many'"),
+    "unknown flag": ("--max_iter 3", "--max_iter"), "not a number": ("--max_iters many", "invalid int value: 'many'"),
+    "other heads": ("--init_from run --n_head 1", "has 2 heads"), "no weight": ("--objective clm:", "positive weights"),
     "rate too high": ("--objective mlm --mask_rate 1.5", "between 0.001 and 1.0"),
-    "unknown objective": ("--objective mml", "Try mlm"),
+    "unknown objective": ("--objective mml", "Try mlm"), "too many": ("--objective mlm --mask_random 1", "than 1"),
     "a member without a row": ("--objective clm:.9,mlm:.1 --batch_size 2 --accum 2", "Try --batch_size 5"),
     "setting of another objective": ("--mask_rate .2", "Try it with mlm"),
     "documents where order is lost": ("--objective bart --doc_mask", "--doc_mask"),
