@@ -264,7 +264,7 @@ class NgramEmbedding(nn.Module):
 
 # ---- the network
 class Transformer(nn.Module):
-    """dtype: of the activations; weights and losses are float32, logits become it. heads: objectives' modules."""
+    """dtype: of the activations; weights and losses are float32, logits are cast to it. heads: objectives' modules."""
 
     def __init__(self, config, dtype=torch.float32):
         super().__init__()

@@ -117,7 +117,7 @@ class Objective:
     corrupt: Callable                           # (x (B, n), g, hp) -> batch
     help: str                                   # for --help: what is predicted from what
     use_help: str                               # and what the model is used for
-    attention: str                              # in words; where it is not causal, probes read with prefix T
+    attention: str                              # in words; probes read all but "causal" ones with prefix T
 
     # training
     # (T, hp) -> n, the raw bytes that fill a row of T positions; fails on settings that allow no row
@@ -131,8 +131,8 @@ class Objective:
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, perhaps by device
-    single_document: bool = False               # prefers windows without a NUL inside, so that it
-    # rarely reads short documents and the ends of others
+    # prefers windows without a NUL inside, so that it rarely reads short documents and the ends of others
+    single_document: bool = False
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T), from these alone; None: 0, 1, 2, ...
 
@@ -141,6 +141,7 @@ class Objective:
     # only term, "bound", which counts bytes, is an upper bound, as mdlm's), None where it defines none
     bpb: str | None = None
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
+    is_random: bool = True                      # corrupt draws random numbers
     target_hidden: bool = True                  # no input holds the target of a position, but for what BERT leaves
 
     # use: the first is sample.py's mode
@@ -187,7 +188,7 @@ def count_token_targets(batch):
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", uses=(Continue(),))
+    supports_doc_mask=True, bpb="loss", is_random=False, uses=(Continue(),))
 CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per byte on its rows
 
 
@@ -497,7 +498,7 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     Two cuts uniform over all places, so that each section is a third on average. A row is rearranged with probability
     fim_rate, and of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie
     within one document where they can (context-level FIM). Half of the rearranged rows are one text; in the others
-    bytes of the row before follow EOT, so that it may stand anywhere (see random_lengths); one row is one text."""
+    bytes of the row before follow EOT, which may thus stand anywhere (see random_lengths); a single row is one text."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes
     i = torch.arange(n, device=g.device)
     m = random_lengths(B, 1 if B > 1 else n, n, g)                                  # (B, 1): bytes to rearrange
@@ -622,7 +623,7 @@ OBJECTIVES["mtp"] = Objective(
     flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),))
+    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(drafter=mtp_drafter),))
 
 
 # ---- electra: replaced token detection

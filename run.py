@@ -56,7 +56,7 @@ SETTINGS = {
         "weight_decay": Flag(0.0, "a step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0, 100.0),
         "grad_clip": Flag(1.0, "largest norm of the gradient (n-gram table excluded); 0 for no limit", 0.0, 1e30),
         "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more over several passes", 0.0, 0.99),
-        "doc_mask": Flag(False, "attend only within a document; a masked NUL ends none. Where a text keeps its order"),
+        "doc_mask": Flag(False, "attend only within a document (a masked NUL is no end); a text must keep its order"),
         "optimizer": Flag("muon", "of the matrices of blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {

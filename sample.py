@@ -647,7 +647,7 @@ def print_bits(bits, n, kind):
     print(f"{bits / n:.4f} bits per byte ({bits / n * math.log(2):.4f} nats), {kind}", flush=True)
 
 
-# a mode's parameter is a flag of FLAGS; one that is a text also stands in TEXTS; a mode of no use in choose_mode
+# a mode's parameters are named as the flags that they take; those that are texts also stand in TEXTS
 MODES = {"continue": continue_mode, "continue_blocks": continue_blocks_mode, "fill": fill_mode, "infill": infill_mode,
          "repair": repair_mode, "mark": mark_mode, "follow": follow_mode, "search": search_mode, "seam": seam_mode,
          "score": score_mode}

@@ -211,7 +211,7 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups th
     return rate if hp.ngram_drop else 0.0
 
 
-def learning_rate(step, hp):  # WSD: linear warm-up, constant, linear to 0; the smallest applies
+def learning_rate(step, hp):  # warmup-stable-decay: linear, constant, linear to 0; the smallest applies
     warm = (step + 1) / (hp.warmup_iters + 1)
     fall = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warm, 1.0, fall)

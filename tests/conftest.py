@@ -36,7 +36,7 @@ def text(tmp_path, monkeypatch):  # a text file in an empty current folder
 
 
 @pytest.fixture
-def refuses(capsys):  # (hint, function, its arguments): it ends with exit code 2 and one line, in which the hint stands
+def refuses(capsys):  # (hint, function, its arguments) -> stdout, the line with the hint; exit code 2
     def check(hint, function, *args):
         capsys.readouterr()
         code = None
@@ -44,10 +44,10 @@ def refuses(capsys):  # (hint, function, its arguments): it ends with exit code 
             function(*args)
         except SystemExit as e:                 # not kept, since with it the run's files would stay open
             code = e.code
-        err = capsys.readouterr().err
-        [line] = [line for line in err.splitlines() if not line.startswith("--- ")]     # which run sample.py uses
+        out, err = capsys.readouterr()
+        [line] = [line for line in err.splitlines() if not line.startswith("--- out/")]             # sample.py's run
         assert code == 2 and line.startswith("error: ") and hint in line, line
-        return line
+        return out, line
     return check
 
 

@@ -87,3 +87,11 @@ def test_commands_of_the_gpu_check_parse():
     for _, words in gpu_check.list_steps(flags):
         if words[1] != "pytest":
             check(f"-m {words[1]}", shlex.join(words[2:]))
+
+
+def test_a_command_that_does_not_parse_is_found():
+    for bad in ("python train.py --objectiv mlm", "python train.py --objective clm --mask_rate .3",
+                "python -m experiments.compare --sweep mask_rate", "python sample.py --top 3"):
+        [command] = cut_commands(bad)
+        with pytest.raises(SystemExit):
+            check(*command)

@@ -217,7 +217,7 @@ BAD = {  # name: flags, what the line says
     "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
     "resume other weights": ("--resume --out_dir run --data text.txt:1 other.txt:.1", "not those of the run"),
     "init from nothing": ("--init_from nowhere", "nowhere"),
-    "init from another width": ("--init_from run --n_layer 5", "weight is missing, here torch.float32"),
+    "init from another width": ("--init_from run --n_layer 5", "weight is missing, here torch.float32 ["),
     "init from another version": ("--init_from version.pt", "layout"),
 } | {f"init from {f}": (f"--init_from {f}", "not a checkpoint") for f in ("text.txt", "parts.pt", "payload.pt")}
 

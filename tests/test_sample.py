@@ -823,7 +823,8 @@ BAD = [
 
 @pytest.mark.parametrize("run, flags, hint", BAD, ids=[" ".join(flags)[:30] for _, flags, _ in BAD])
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
-    refuses(hint, sample.main, ["--out_dir", f"out/{run}", *flags])
+    out, _ = refuses(hint, sample.main, ["--out_dir", f"out/{run}", *flags])
+    assert not out
 
 
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):

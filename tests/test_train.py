@@ -427,6 +427,17 @@ def test_a_recorded_step_can_be_replayed(name, more, nan_before, text):
     check_replay(text, *flags, "--optimizer", "adamw", "--accum", "2", *documents, nan_before=nan_before)
 
 
+def test_a_recorded_step_whose_number_is_pythons_would_be_noticed(text, monkeypatch):
+    adamw_step = train.adamw_step
+    numbers = iter((0, 0, 1, 2, 3))             # of the first eager step, of the recorded one, of eager ones
+
+    def baked_in(params, first, second, step, *rest):
+        adamw_step(params, first, second, torch.full((), next(numbers)), *rest)
+    monkeypatch.setattr(train, "adamw_step", baked_in)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        check_replay(text)
+
+
 @NEEDS_CUDA
 @pytest.mark.parametrize("name", [*OBJECTIVES, MIXTURE])
 def test_steps_on_a_gpu_never_wait_for_it_and_give_the_same_losses_eager_compiled_and_captured(name, text):
