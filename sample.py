@@ -52,7 +52,7 @@ FLAGS = {
         "prefix": Flag("", "the text before a hole; nsp: the first text"),
         "suffix": Flag("", "the text after a hole; nsp: the second text"),
         "query": Flag("", "contrastive: the text to look for"),
-        "corpus": Flag("", "contrastive: file whose lines to search"),
+        "corpus": Flag("", "contrastive: file whose lines to search, each by its first block_size bytes"),
         "score": Flag("", "file whose bits per byte to print; takes no other text"),
     },
     "how": {

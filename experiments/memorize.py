@@ -67,6 +67,7 @@ def main(argv=None):  # -> exit code
         path.write_bytes(text + to_bytes(source["val"]))
         words = [*rest, "--data", str(path), "--max_iters", str(hp.max_iters), "--out_dir", folder]
         if code := train.main(words, with_sample=False):
+            print("the folder is temporary: nothing was kept")
             return code
         model, _, _ = load_run(os.path.join(folder, "ckpt.pt"), "cpu", "float32")
     print(f"times read  copies    bits  letters  recited, of {CANARIES}")
