@@ -306,11 +306,11 @@ def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at 
         f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b")
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
-    with contextlib.suppress(ImportError):
-        import fcntl  # here: Windows has none; there a second run in the folder is not noticed
-        try:
+    with contextlib.suppress(ImportError, OSError):             # else a second run is not noticed
+        import fcntl  # here: Windows has none
+        try:                                    # some network file systems have no locks
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)       # ends with the process, however that ends
-        except OSError:
+        except BlockingIOError:
             fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
     return f
 
@@ -421,7 +421,8 @@ def for_inference(model):  # casts weights to the activations' type, so that a p
 
 # ---- a program
 def run_program(main):  # ends the process with main's exit code; Ctrl-C and a closed pipe (| head) without a traceback
-    sys.stdout.reconfigure(errors="replace")    # a console that lacks a character prints "?"
+    with contextlib.suppress(AttributeError):   # a notebook's has no such function
+        sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
     try:
         code = main()
         sys.stdout.flush()                      # Python would flush it at exit, where an error is a traceback

@@ -460,10 +460,10 @@ def to_text(ids):  # -> str, without EOT; MASK is a block
     return printable(text.decode("utf-8", "replace"))
 
 
-def printable(text):  # on a terminal, control characters as \x1b
+def printable(text):  # on a terminal, control characters as \x1b, and no carriage returns
     if not sys.stdout.isatty():
         return text
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", text.replace("\r", ""))
 
 
 def highlight(ids, is_new, plain=("", "")):  # -> str, on a terminal with the new characters in reverse video

@@ -46,8 +46,8 @@ def make_batch(m, corpus, split, windows, g):  # windows: as draw_windows return
     source, offset = (t.to(corpus[0][split].device) for t in windows)
     x = read_windows(corpus, split, source, offset, m.n)                            # (B, n)
     if m.hp.device.startswith("cuda") and not x.is_cuda:        # a corpus too large for the GPU
-        x = x.pin_memory()                      # makes the copy asynchronous
-    batch = m.objective.corrupt(x.to(m.hp.device, non_blocking=True), g, m.hp)
+        x = x.pin_memory().to(m.hp.device, non_blocking=True)
+    batch = m.objective.corrupt(x.to(m.hp.device), g, m.hp)
     if m.hp.doc_mask:                           # of the corrupted ids: a masked EOT does not end a document
         batch["doc"] = document_ids(batch["inp"])
     return batch
@@ -380,7 +380,7 @@ def main(argv=None, with_sample=True):  # -> exit code; with_sample: draws losse
     if WORLD > 1:
         join_processes(hp)
     if RANK:                                    # the first process prints for all
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     code, s = train(hp)
     if with_sample and not RANK:
         draw_losses(hp)

@@ -220,8 +220,7 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
 def line_figures(rows):  # (N, n) -> of whole lines: share of their bytes in lines that tokenize, share distinct, number
     lines = []
     for row in rows.tolist():
-        stripped = [line.strip() for line in bytes(row).split(b"\n")[1:-1]]
-        lines += [line for line in stripped if line]
+        lines += filter(None, map(bytes.strip, bytes(row).split(b"\n")[1:-1]))
     n_good = sum(len(line) for line in lines if byte_classes(line) is not None)
     return n_good / max(1, sum(map(len, lines))), len(set(lines)) / max(1, len(lines)), len(lines)
 
@@ -392,16 +391,19 @@ def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None whe
     lines = [line + "\n" for line in text.decode().split("\n")]
     starts = [0, *itertools.accumulate(map(len, lines))]
     labels = torch.zeros(len(text), dtype=torch.long)
+    depth = 0                                   # of brackets: from Python 3.12 on a closing one too many is no error
     try:
         for token in tokenize.generate_tokens(iter(lines).__next__):
             kind = tokenize.tok_name[token.type].partition("_")[0]               # FSTRING_START and so on are one
-            if kind == "ERRORTOKEN":            # before Python 3.12 no error
+            if kind == "ERRORTOKEN" or token.exact_type == tokenize.OP:             # as $: before, since Python 3.12
                 return None
+            if kind == "OP":
+                depth += (token.string in "([{") - (token.string in ")]}")
             if kind in CLASSES:
                 first = starts[token.start[0] - 1] + token.start[1]
                 end = starts[token.end[0] - 1] + token.end[1]
                 labels[first:end] = 1 if keyword.iskeyword(token.string) else CLASSES[kind]
-        return labels
+        return labels if depth == 0 else None
     except (SyntaxError, tokenize.TokenError):
         return None
 

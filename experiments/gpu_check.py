@@ -102,10 +102,9 @@ def describe_machine(device):  # -> text
 
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.gpu_check", __doc__, FLAGS, argv)
-    device = resolve_device(flags.device)
+    machine = describe_machine(resolve_device(flags.device))
     os.makedirs(flags.out_dir, exist_ok=True)
     report = os.path.join(flags.out_dir, "report.txt")
-    machine = describe_machine(device)
     print(machine, flush=True)
     steps = list_steps(flags)
     deadline = time.perf_counter() + 60 * flags.minutes

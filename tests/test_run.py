@@ -117,11 +117,13 @@ def test_a_run_is_named_for_its_objective_and_the_latest_is_found(text):
 
 
 @on_posix
-def test_a_folder_holds_one_run_at_a_time(text, refuses):
+def test_a_folder_holds_one_run_at_a_time_where_there_are_locks(text, refuses, monkeypatch):
     fit(text, "a", "--max_iters", "1")
     with run.open_metrics("a"):
         refused(refuses, "another process", train, "--resume", "--out_dir", "a", "--max_iters", "2")
     resume("a", "--max_iters", "2")
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(38, "not implemented")))
+    run.open_metrics("a").close()
 
 
 def test_inference_uses_the_best_state_or_the_file_that_is_named(text):

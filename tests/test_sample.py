@@ -509,7 +509,7 @@ def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_sta
 
 
 # ---- the command
-RAW = "a\x1b[31mb\x07c\x08d"                    # with control characters
+RAW = "a\x1b[31mb\x07c\x08d\r"                  # with control characters
 LONG = "x" * 99
 HOLE = "a<extra_id_0>b"
 SIDES = ["--prefix", "a", "--suffix", "b"]
