@@ -51,7 +51,7 @@ FLAGS = {
 }
 # flags of train.py that are set here
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "eval_interval", "init_from"}
-EVAL_VERSION = 10                               # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 11                               # raise it when an evaluation changes: finished runs are measured again
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Metric:
     more_is_better: bool | None = None          # None: neither
 
 
-HOLES = evaluate.HOLE_LENGTHS
 METRICS = {                                     # columns of the first table, in order
     "loss": Metric("own loss", 3),
     "left_to_right": Metric("left to right", 3, False),
@@ -71,8 +70,9 @@ METRICS = {                                     # columns of the first table, in
     "old_before": Metric("old corpus before", 3),
     "old": Metric("old corpus after", 3, False),
     "new": Metric("new corpus", 3, False),
-    **{f"left_{m}": Metric(f"left {m}", 2, False) for m in HOLES},
-    **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in HOLES},
+    **{f"left_{m}": Metric(f"left {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
+    **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
+    **{f"ended_{m}": Metric(f"infill {m} and its end", 2) for m in evaluate.HOLE_LENGTHS},
     "probe": Metric("probe of byte classes", 3, True),
     "passages": Metric("probe of packages", 3, True),
     "replaced_auc": Metric("replaced bytes, AUC", 3, True),
@@ -290,9 +290,7 @@ def tables(rows):  # -> Markdown: what was learned, the tasks, differences from 
     with_task = [name for name in rows if by_seed(rows[name], "task")]
     if with_task:
         parts.append(filled_table(with_task, TASK_METRICS, mean))
-    paired = {}
-    for name in others:
-        paired[name] = {seed: found for seed, found in rows[name].items() if found and rows[first].get(seed)}
+    paired = {name: {seed: x for seed, x in rows[name].items() if x and rows[first].get(seed)} for name in others}
     paired = {name: seeds for name, seeds in paired.items() if len(seeds) > 1}
     if paired:
         n = min(map(len, paired.values()))

@@ -44,9 +44,9 @@ def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long: windows with
 
 
 # ---- bits per byte of a middle
-def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1
+def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1, or (N, m + 1, V)
     """In the objective's own format, each byte given both sides and the middle's bytes before it. By the chain rule
-    their nats add up to a code length."""
+    their nats add up to a code length. Of a model that ends a hole by itself the end is predicted, too."""
     left, middle, right = x.split((a, m, x.size(1) - a - m), dim=1)
     fill = find_use(objective, "fill")
     if fill:                                    # m passes, pass i with the middle's first i bytes in place
@@ -58,7 +58,8 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
         return torch.stack(logits, dim=1)
     infill = find_use(objective, "infill")
     prompts = [infill.prompt(pieces, m, hp) for pieces in zip(left.tolist(), right.tolist())]
-    return target_logits(model, objective, hp, [ids for ids, _ in prompts], prompts[0][1], middle)
+    ended = F.pad(middle, (0, 1), value=infill.stop_ids[0])
+    return target_logits(model, objective, hp, [ids for ids, _ in prompts], prompts[0][1], ended)
 
 
 def left_logits(model, objective, hp, x, a, m):  # the same given the left side alone
@@ -74,11 +75,21 @@ def target_logits(model, objective, hp, prompts, P, middle):  # N lists of one l
     return model.logits(h[:, -middle.size(1):])
 
 
-def bits_per_byte(logits, ids):  # (N, m, V), (N, m) -> float
-    """Only bytes that occur in a text compete, 1..255: an objective that ends a hole with EOT (byte 0) would otherwise
-    pay for where it ends, one that ends it with an id above 255 would not. EOT in a window does not count."""
-    nats = F.cross_entropy(logits[..., 1:N_BYTES].float().flatten(0, 1), ids.flatten() - 1, ignore_index=EOT - 1)
+def bits_per_byte(logits, ids):  # (N, m or m + 1, V), (N, m) -> float
+    """Given the number of bytes: ends do not compete, nor count, as they do in ended_bits. Only bytes that occur in a
+    text do, 1..255. EOT in a window does not count."""
+    logits = logits[:, :ids.size(1), 1:N_BYTES].float()
+    nats = F.cross_entropy(logits.flatten(0, 1), ids.flatten() - 1, ignore_index=EOT - 1)
     return float(nats) / math.log(2)
+
+
+def ended_bits(model, objective, hp, x, a, m):  # -> bits of a middle and its end, the hole's id or EOT, over its bytes
+    nats = 0.0
+    for rows in x.split(ROWS):
+        logp = infill_logits(model, objective, hp, rows, a, m).float().log_softmax(-1)              # (N, m + 1, V)
+        end = logp[:, m, list({find_use(objective, "infill").stop_ids[0], EOT})].logsumexp(1)
+        nats -= float(logp[:, :m].gather(2, rows[:, a:a + m, None]).sum() + end.sum())
+    return nats / math.log(2) / (len(x) * m)
 
 
 def middle_bits(predict, model, objective, hp, x, a, m):  # predict: left_logits or infill_logits -> bits per byte
@@ -86,7 +97,7 @@ def middle_bits(predict, model, objective, hp, x, a, m):  # predict: left_logits
     return statistics.fmean(bits)
 
 
-def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits per byte}
+def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m: bits per byte}
     """The middle of a held-out window, with as many bytes left as right of it; 4096 bytes in all for each m."""
     n = (hp.block_size - 16) // 2               # 120 bytes in rows of 256, with space for special ids
     out = {}
@@ -99,6 +110,8 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m: bits pe
         x = windows(text, n, MIDDLE_BYTES // m, f"infill,{m}").to(hp.device)
         for name, predict in predictors.items():
             out[name] = middle_bits(predict, model, objective, hp, x, (n - m) // 2, m)
+        if find_use(objective, "infill"):
+            out[f"ended_{m}"] = ended_bits(model, objective, hp, x, (n - m) // 2, m)
     return out
 
 
@@ -179,8 +192,7 @@ def eval_tokenizable_lines(model, objective, hp, text):
     written = write(model, objective, hp, use.orders[0], x, make_rng("compare,written"))
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
-    baseline, *_ = line_figures(drawn)
-    return {"task": score, "task_baseline": baseline, "distinct": distinct}
+    return {"task": score, "task_baseline": line_figures(drawn)[0], "distinct": distinct}
 
 
 def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # windows (N, n) -> (N, n)
@@ -233,9 +245,7 @@ def eval_infill_exact_match(model, objective, hp, text):
     half = min(80, hp.block_size // 2 - 48)
     found = []
     for row in windows(text, 2 * half, 2 * ROWS, "holes").tolist():
-        left = row[:half - 2]
-        middle = row[half - 2:half + 2]
-        right = row[half + 2:]
+        left, middle, right = row[:half - 2], row[half - 2:half + 2], row[half + 2:]
         ids, P = find_use(objective, "infill").prompt([left, right], 4, hp)
         [written], ended = sample.infill(model, objective, hp, ids, P, 1, 20, make_rng("holes"), temperature=0)
         trimmed = sample.trim_to_suffix(model, objective, hp, left, written, right)
@@ -248,8 +258,7 @@ def eval_repairs(model, objective, hp, text):
     """Edit distance to the clean text, as a multiple of the noisy text's. Baseline: 1, of changing nothing."""
     x = windows(text, objective.n_bytes(hp.block_size, hp), ROWS // 2, "repairs")
     batch = objective.corrupt(x, make_rng("compare,repairs"), hp)
-    left = 0
-    before = 0
+    left = before = 0
     for b, clean in enumerate(x.tolist()):
         noisy = batch["inp"][b, :int(batch["prefix"][b]) - 1].tolist()              # without SEP
         clean = clean[:int((batch["tgt"][b] != IGNORE_INDEX).sum()) - 1]            # EOT ends it
@@ -307,8 +316,7 @@ def eval_accuracy(model, objective, hp, text):
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}") for i in range(16)]
     figures, _ = train.mean_terms(objective, model, batches, hp)
-    n_answers = 2 if find_use(objective, "follow") else hp.block_size
-    return {"task": figures["accuracy"], "task_baseline": 1 / n_answers}
+    return {"task": figures["accuracy"], "task_baseline": 1 / (2 if find_use(objective, "follow") else hp.block_size)}
 
 
 TASKS = {                                       # mode: what is measured, in brackets the baseline, and how

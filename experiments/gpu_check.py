@@ -86,18 +86,12 @@ def run_step(step, path, seconds):  # -> verdict; the output goes to path, which
 
 
 def describe_machine(device):  # -> text
-    lines = [f"python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}"]
+    text = f"python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}\ndevice: "
     if device.type != "cuda":
-        return f"{lines[0]}\ndevice: {device}"
+        return text + str(device)
     p = torch.cuda.get_device_properties(device)
-    lines.append(f"device: {torch.cuda.device_count()} x {p.name}, {p.total_memory >> 20:,} MiB, capability "
-                 f"{p.major}.{p.minor}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv"]
-        lines.append(subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip())
-    except (OSError, subprocess.TimeoutExpired):
-        lines.append("no nvidia-smi")
-    return "\n".join(lines)
+    return text + (f"{torch.cuda.device_count()} x {p.name}, {p.total_memory >> 20:,} MiB, capability "
+                   f"{p.major}.{p.minor}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
 
 
 def main(argv=None):  # -> exit code
@@ -121,8 +115,8 @@ def main(argv=None):  # -> exit code
         print(f"{i + 1}/{len(steps)} {step.name}: {verdicts[i]}", flush=True)
         for file in (path, path + ".part"):
             if os.path.exists(file):
-                output = Path(file).read_text("utf-8", "replace")
-                outputs += f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n{output}"
+                outputs += f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n"
+                outputs += Path(file).read_text("utf-8", "replace")
         with open(report, "w", encoding="utf-8") as f:          # after each step: this program may be killed
             f.write("\n".join([machine, "", *(f"{k + 1}. {each.name}: {verdicts[k]}" for k, each in enumerate(steps))]))
             f.write(outputs + "\n")

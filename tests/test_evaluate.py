@@ -62,9 +62,10 @@ def test_a_byte_of_a_middle_is_predicted_from_what_is_given_and_the_middle_befor
         other = x.clone()
         other[:, i] = 1 + other[:, i] % 255
         return ((predict(other) - predict(x)).abs().amax((0, 2)) > 1e-6).tolist()
+    n = m + (mode == "infill")                  # an end is predicted, too
     for i in range(m if use else 0):
-        assert changed(a + i) == [j > i for j in range(m)]
-        assert all(changed(a - 1)) and changed(a + m) == [mode != "continue"] * m
+        assert changed(a + i) == [j > i for j in range(n)]
+        assert all(changed(a - 1)) and changed(a + m) == [mode != "continue"] * n
     if use and objective.positions and mode == "infill":
         assert not torch.allclose(predict(x), predict(x, dataclasses.replace(objective, positions=None)))
 
@@ -80,12 +81,29 @@ def test_the_end_of_a_text_does_not_compete_with_its_bytes():
     assert evaluate.bits_per_byte(logits, x) == pytest.approx(math.log2(255), abs=1e-5), "a NUL does not count"
 
 
+@pytest.mark.parametrize("name", ["span", "ul2", "fim"])
+def test_an_end_competes_and_counts_where_the_model_must_find_it(name):
+    """The bits of what sample.infill would have to write, id by id. EOT ends a hole, too."""
+    net, x, a, m = randomized().requires_grad_(False), ids(1, 20), 8, 4
+    objective = OBJECTIVES[name]
+    hp = settings(name, 64)
+    use = find_use(objective, "infill")
+    row, P = use.prompt([x[0, :a].tolist(), x[0, a + m:].tolist()], m, hp)
+    bits = 0.0
+    for right in [*([i] for i in x[0, a:a + m].tolist()), [*{use.stop_ids[0], EOT}]]:
+        now = torch.tensor([row])
+        at = objective.positions(now, torch.tensor([P]), hp) if objective.positions else None
+        bits -= math.log2(net.logits(net(now, P, positions=at))[0, -1].softmax(0)[right].sum())
+        row = row + right
+    assert evaluate.ended_bits(net, objective, hp, x, a, m) == pytest.approx(bits / m, rel=1e-4)
+
+
 def test_holes_lie_in_the_middle(monkeypatch):
     monkeypatch.setattr(evaluate, "middle_bits", lambda predict, net, use, hp, x, a, m: (len(x) * m, x.size(1), a))
     found = measure(evaluate.eval_infilling, "mlm", 256)
     assert found == {"infill_4": (4096, 120, 58), "infill_16": (4096, 120, 52), "infill_64": (4096, 120, 28)}
     more = set(measure(evaluate.eval_infilling, "ul2", 256)) - set(found)
-    assert more == {"left_4", "left_16", "left_64"}
+    assert more == {f"{kind}_{m}" for kind in ("left", "ended") for m in (4, 16, 64)}
 
 
 @pytest.mark.parametrize("doc_mask", [True, False])
