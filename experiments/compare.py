@@ -72,7 +72,7 @@ METRICS = {                                     # columns of the first table, in
     "new": Metric("new corpus", 3, False),
     **{f"left_{m}": Metric(f"left {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
     **{f"infill_{m}": Metric(f"infill {m}", 2, False) for m in evaluate.HOLE_LENGTHS},
-    **{f"ended_{m}": Metric(f"infill {m} and its end", 2) for m in evaluate.HOLE_LENGTHS},
+    **{f"ended_{m}": Metric(f"infill {m} and its end", 2, False) for m in evaluate.HOLE_LENGTHS},
     "probe": Metric("probe of byte classes", 3, True),
     "passages": Metric("probe of packages", 3, True),
     "replaced_auc": Metric("replaced bytes, AUC", 3, True),

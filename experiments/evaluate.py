@@ -392,7 +392,7 @@ def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
     return ProbeData(x, label[:, 0], part)
 
 
-def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None where tokenize gives up
+def byte_classes(text):  # bytes -> (n,) long: each byte's class; None where tokenize gives up (since 3.12 on 1_, too)
     """White space and what has no class is class 0. Only of ASCII, where columns are bytes."""
     if not text.isascii():
         return None

@@ -202,8 +202,8 @@ def test_a_random_model_answers_by_chance(name, chance):
 
 
 def test_lines_are_weighed_by_their_bytes_and_repeats_are_not_distinct(monkeypatch):
-    rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\nit's\nw = 4)\nx = 1\ncut"]])
-    assert evaluate.line_figures(rows) == (15 / 31, 5 / 6, 6), "x = 1, z = 3, x = 1 tokenize, the others do not"
+    rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\nit's\nw = 4)\na $ b\nx = 1\ncut"]])
+    assert evaluate.line_figures(rows) == (15 / 36, 6 / 7, 7), "x = 1, z = 3, x = 1 tokenize, the others do not"
     monkeypatch.setattr(evaluate, "write", lambda m, o, hp, order, x, g: torch.tensor([*b"a\n"]).repeat(len(x), 80))
     found = measure(evaluate.eval_tokenizable_lines, "mdlm", 160)
     assert found["task"] == 1 and found["distinct"] < 0.05, "a model that writes one letter a line is seen through"
