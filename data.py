@@ -173,7 +173,7 @@ def checksum(data, crc=0):  # (N,) uint8 -> crc32 of the bytes, or of 1,024 even
 
 
 # ---- windows
-def to_seed(key):  # "1,200,windows" -> its hash, of 32 bits: torch's CPU generator ignores others, as of seed << 32
+def to_seed(key):  # "1,200,windows" -> its hash, in 32 bits: torch's CPU generator ignores all others of a seed
     return zlib.crc32(key.encode())
 
 

@@ -306,9 +306,10 @@ def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at 
         f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b")
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
-    with contextlib.suppress(ImportError, OSError):             # else a second run is not noticed
-        import fcntl  # here: Windows has none
-        try:                                    # some network file systems have no locks
+    # Windows and some network file systems have no locks: there a second run in the folder is not noticed
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+        try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)       # ends with the process, however that ends
         except BlockingIOError:
             fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
@@ -421,7 +422,7 @@ def for_inference(model):  # casts weights to the activations' type, so that a p
 
 # ---- a program
 def run_program(main):  # ends the process with main's exit code; Ctrl-C and a closed pipe (| head) without a traceback
-    with contextlib.suppress(AttributeError):   # a notebook's has no such function
+    with contextlib.suppress(AttributeError):   # in a notebook it has no such method
         sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
     try:
         code = main()

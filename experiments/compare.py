@@ -290,7 +290,9 @@ def tables(rows):  # -> Markdown: what was learned, the tasks, differences from 
     with_task = [name for name in rows if by_seed(rows[name], "task")]
     if with_task:
         parts.append(filled_table(with_task, TASK_METRICS, mean))
-    paired = {name: {seed: x for seed, x in rows[name].items() if x and rows[first].get(seed)} for name in others}
+    paired = {}
+    for name in others:
+        paired[name] = {seed: found for seed, found in rows[name].items() if found and rows[first].get(seed)}
     paired = {name: seeds for name, seeds in paired.items() if len(seeds) > 1}
     if paired:
         n = min(map(len, paired.values()))

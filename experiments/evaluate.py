@@ -44,9 +44,9 @@ def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long: windows with
 
 
 # ---- bits per byte of a middle
-def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1, or (N, m + 1, V)
+def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1
     """In the objective's own format, each byte given both sides and the middle's bytes before it. By the chain rule
-    their nats add up to a code length. Of a model that ends a hole by itself the end is predicted, too."""
+    their nats add up to a code length. A model that writes the end of a hole predicts that, too: (N, m + 1, V)."""
     left, middle, right = x.split((a, m, x.size(1) - a - m), dim=1)
     fill = find_use(objective, "fill")
     if fill:                                    # m passes, pass i with the middle's first i bytes in place
@@ -75,26 +75,23 @@ def target_logits(model, objective, hp, prompts, P, middle):  # N lists of one l
     return model.logits(h[:, -middle.size(1):])
 
 
-def bits_per_byte(logits, ids):  # (N, m or m + 1, V), (N, m) -> float
-    """Given the number of bytes: ends do not compete, nor count, as they do in ended_bits. Only bytes that occur in a
-    text do, 1..255. EOT in a window does not count."""
+def bits_per_byte(logits, ids):  # (N, m or more, V), (N, m) -> float
+    """Given the number of bytes: the end of a hole neither competes with them nor counts, as it does in ended_bits.
+    Only bytes that occur in a text compete, 1..255. EOT in a window does not count."""
     logits = logits[:, :ids.size(1), 1:N_BYTES].float()
     nats = F.cross_entropy(logits.flatten(0, 1), ids.flatten() - 1, ignore_index=EOT - 1)
     return float(nats) / math.log(2)
 
 
-def ended_bits(model, objective, hp, x, a, m):  # -> bits of a middle and its end, the hole's id or EOT, over its bytes
-    nats = 0.0
-    for rows in x.split(ROWS):
-        logp = infill_logits(model, objective, hp, rows, a, m).float().log_softmax(-1)              # (N, m + 1, V)
-        end = logp[:, m, list({find_use(objective, "infill").stop_ids[0], EOT})].logsumexp(1)
-        nats -= float(logp[:, :m].gather(2, rows[:, a:a + m, None]).sum() + end.sum())
-    return nats / math.log(2) / (len(x) * m)
+def ended_bits(logits, ids, stop_id):  # (N, m + 1, V), (N, m) -> bits per byte of the bytes and the end: stop_id or EOT
+    logp = logits.float().log_softmax(-1)
+    of_bytes = logp[:, :-1].gather(2, ids[..., None]).sum()
+    of_end = logp[:, -1, list({stop_id, EOT})].logsumexp(1).sum()
+    return -float(of_bytes + of_end) / math.log(2) / ids.numel()
 
 
-def middle_bits(predict, model, objective, hp, x, a, m):  # predict: left_logits or infill_logits -> bits per byte
-    bits = [bits_per_byte(predict(model, objective, hp, rows, a, m), rows[:, a:a + m]) for rows in x.split(ROWS)]
-    return statistics.fmean(bits)
+def middle_logits(predict, model, objective, hp, x, a, m):  # predict: left_logits or infill_logits -> what it returns
+    return torch.cat([predict(model, objective, hp, rows, a, m) for rows in x.split(ROWS)])
 
 
 def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m: bits per byte}
@@ -108,10 +105,13 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m
         if find_use(objective, "infill") or find_use(objective, "fill"):
             predictors[f"infill_{m}"] = infill_logits
         x = windows(text, n, MIDDLE_BYTES // m, f"infill,{m}").to(hp.device)
+        a = (n - m) // 2
+        middle = x[:, a:a + m]
         for name, predict in predictors.items():
-            out[name] = middle_bits(predict, model, objective, hp, x, (n - m) // 2, m)
-        if find_use(objective, "infill"):
-            out[f"ended_{m}"] = ended_bits(model, objective, hp, x, (n - m) // 2, m)
+            logits = middle_logits(predict, model, objective, hp, x, a, m)
+            out[name] = bits_per_byte(logits, middle)
+            if logits.size(1) > m:
+                out[f"ended_{m}"] = ended_bits(logits, middle, find_use(objective, "infill").stop_ids[0])
     return out
 
 
@@ -177,7 +177,7 @@ def eval_second_half(model, objective, hp, text):
     n = hp.block_size // 2 - 2                  # leaves space for what stands around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
     stream = to_bytes(text[:COMPRESSED_BYTES])
-    return {"task": middle_bits(left_logits, model, objective, hp, x, n, n),
+    return {"task": bits_per_byte(middle_logits(left_logits, model, objective, hp, x, n, n), x[:, n:]),
             "task_baseline": 8 * len(lzma.compress(stream)) / len(stream)}
 
 
@@ -192,7 +192,8 @@ def eval_tokenizable_lines(model, objective, hp, text):
     written = write(model, objective, hp, use.orders[0], x, make_rng("compare,written"))
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
-    return {"task": score, "task_baseline": line_figures(drawn)[0], "distinct": distinct}
+    baseline, *_ = line_figures(drawn)
+    return {"task": score, "task_baseline": baseline, "distinct": distinct}
 
 
 def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # windows (N, n) -> (N, n)
@@ -232,7 +233,8 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
 def line_figures(rows):  # (N, n) -> of whole lines: share of their bytes in lines that tokenize, share distinct, number
     lines = []
     for row in rows.tolist():
-        lines += filter(None, map(bytes.strip, bytes(row).split(b"\n")[1:-1]))
+        stripped = [line.strip() for line in bytes(row).split(b"\n")[1:-1]]
+        lines += [line for line in stripped if line]
     n_good = sum(len(line) for line in lines if byte_classes(line) is not None)
     return n_good / max(1, sum(map(len, lines))), len(set(lines)) / max(1, len(lines)), len(lines)
 
@@ -245,7 +247,9 @@ def eval_infill_exact_match(model, objective, hp, text):
     half = min(80, hp.block_size // 2 - 48)
     found = []
     for row in windows(text, 2 * half, 2 * ROWS, "holes").tolist():
-        left, middle, right = row[:half - 2], row[half - 2:half + 2], row[half + 2:]
+        left = row[:half - 2]
+        middle = row[half - 2:half + 2]
+        right = row[half + 2:]
         ids, P = find_use(objective, "infill").prompt([left, right], 4, hp)
         [written], ended = sample.infill(model, objective, hp, ids, P, 1, 20, make_rng("holes"), temperature=0)
         trimmed = sample.trim_to_suffix(model, objective, hp, left, written, right)
@@ -258,7 +262,8 @@ def eval_repairs(model, objective, hp, text):
     """Edit distance to the clean text, as a multiple of the noisy text's. Baseline: 1, of changing nothing."""
     x = windows(text, objective.n_bytes(hp.block_size, hp), ROWS // 2, "repairs")
     batch = objective.corrupt(x, make_rng("compare,repairs"), hp)
-    left = before = 0
+    left = 0
+    before = 0
     for b, clean in enumerate(x.tolist()):
         noisy = batch["inp"][b, :int(batch["prefix"][b]) - 1].tolist()              # without SEP
         clean = clean[:int((batch["tgt"][b] != IGNORE_INDEX).sum()) - 1]            # EOT ends it
@@ -316,7 +321,8 @@ def eval_accuracy(model, objective, hp, text):
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}") for i in range(16)]
     figures, _ = train.mean_terms(objective, model, batches, hp)
-    return {"task": figures["accuracy"], "task_baseline": 1 / (2 if find_use(objective, "follow") else hp.block_size)}
+    n_answers = 2 if find_use(objective, "follow") else hp.block_size
+    return {"task": figures["accuracy"], "task_baseline": 1 / n_answers}
 
 
 TASKS = {                                       # mode: what is measured, in brackets the baseline, and how
@@ -392,18 +398,20 @@ def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
     return ProbeData(x, label[:, 0], part)
 
 
-def byte_classes(text):  # bytes -> (n,) long: each byte's class; None where tokenize gives up (since 3.12 on 1_, too)
-    """White space and what has no class is class 0. Only of ASCII, where columns are bytes."""
+def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None where they are not tokens of Python
+    """White space and what has no class is class 0. Only of ASCII, where columns are bytes. Versions of Python agree,
+    but for malformed numbers, <> and braces, which 3.12 and later refuse, and a single !, which they take."""
     if not text.isascii():
         return None
     lines = [line + "\n" for line in text.decode().split("\n")]
     starts = [0, *itertools.accumulate(map(len, lines))]
     labels = torch.zeros(len(text), dtype=torch.long)
-    depth = 0                                   # of brackets: from Python 3.12 on a closing one too many is no error
+    depth = 0                                   # of brackets, since Python 3.12 and later take a closing one too many
     try:
         for token in tokenize.generate_tokens(iter(lines).__next__):
             kind = tokenize.tok_name[token.type].partition("_")[0]               # FSTRING_START and so on are one
-            if kind == "ERRORTOKEN" or token.exact_type == tokenize.OP:             # as $: before, since Python 3.12
+            # a character that is no token, such as $: the first before Python 3.12, the second since
+            if kind == "ERRORTOKEN" or token.exact_type == tokenize.OP:
                 return None
             if kind == "OP":
                 depth += (token.string in "([{") - (token.string in ")]}")

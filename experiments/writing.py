@@ -51,7 +51,8 @@ def measure(x, judge, train_text):  # prompts and their continuations (N, n) -> 
     tokenizes, distinct, n_lines = evaluate.line_figures(written)
     copied = copied_share(written, train_text)
     space = torch.isin(written, torch.tensor([*b" \t\n\r\f\v"])).float().mean()
-    bits = evaluate.middle_bits(evaluate.left_logits, *judge, x, evaluate.PROMPT, written.size(1))
+    logits = evaluate.middle_logits(evaluate.left_logits, *judge, x, evaluate.PROMPT, written.size(1))
+    bits = evaluate.bits_per_byte(logits, written)
     return [f"{tokenizes:.2f}", f"{distinct:.2f}", f"{n_lines}", f"{copied:.2f}", f"{space:.2f}", f"{bits:.2f}"]
 
 

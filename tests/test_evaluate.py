@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import TINY, randomized, settings
 
 import train
-from data import EOT, MASK, document_ids, from_bytes, make_rng, split_documents, to_bytes
+from data import EOT, MASK, SENTINEL, document_ids, from_bytes, make_rng, split_documents, to_bytes
 from experiments import compare, evaluate, writing
 from objectives import OBJECTIVES, Predict, find_use
 
@@ -95,15 +95,22 @@ def test_an_end_competes_and_counts_where_the_model_must_find_it(name):
         at = objective.positions(now, torch.tensor([P]), hp) if objective.positions else None
         bits -= math.log2(net.logits(net(now, P, positions=at))[0, -1].softmax(0)[right].sum())
         row = row + right
-    assert evaluate.ended_bits(net, objective, hp, x, a, m) == pytest.approx(bits / m, rel=1e-4)
+    logits = evaluate.infill_logits(net, objective, hp, x, a, m)
+    assert evaluate.ended_bits(logits, x[:, a:a + m], use.stop_ids[0]) == pytest.approx(bits / m, rel=1e-4)
 
 
 def test_holes_lie_in_the_middle(monkeypatch):
-    monkeypatch.setattr(evaluate, "middle_bits", lambda predict, net, use, hp, x, a, m: (len(x) * m, x.size(1), a))
+    """In windows that hold the numbers of their columns. A model that writes the ends of holes has bits with these."""
+    monkeypatch.setattr(evaluate, "windows", lambda text, n, count, key: torch.arange(n).expand(count, n))
+    monkeypatch.setattr(evaluate, "middle_logits", lambda predict, net, objective, hp, x, a, m: torch.zeros(
+        len(x), m + (predict is evaluate.infill_logits and objective.name == "ul2"), int(x[0, a])))
+    monkeypatch.setattr(evaluate, "bits_per_byte", lambda logits, ids: (ids.numel(), int(ids[0, 0]), logits.size(2)))
+    monkeypatch.setattr(evaluate, "ended_bits", lambda logits, ids, stop_id: (ids.numel(), int(ids[0, 0]), stop_id))
     found = measure(evaluate.eval_infilling, "mlm", 256)
-    assert found == {"infill_4": (4096, 120, 58), "infill_16": (4096, 120, 52), "infill_64": (4096, 120, 28)}
-    more = set(measure(evaluate.eval_infilling, "ul2", 256)) - set(found)
-    assert more == {f"{kind}_{m}" for kind in ("left", "ended") for m in (4, 16, 64)}
+    assert found == {"infill_4": (4096, 58, 58), "infill_16": (4096, 52, 52), "infill_64": (4096, 28, 28)}
+    more = measure(evaluate.eval_infilling, "ul2", 256)
+    assert more["ended_16"] == (4096, 52, SENTINEL + 1)
+    assert {*more} - {*found} == {f"{kind}_{m}" for kind in ("left", "ended") for m in (4, 16, 64)}
 
 
 @pytest.mark.parametrize("doc_mask", [True, False])
