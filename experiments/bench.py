@@ -245,8 +245,9 @@ def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
         return model, hp, ckpt["held_out"][:hp.block_size // 2].tolist()
     model = build(hp)
     torch.manual_seed(1)
-    for p in model.requires_grad_(False).parameters():
-        p.normal_(0, 0.05)
+    tables = [t for name, t in model.named_buffers() if name == "ngrams.table"]     # if it is no parameter
+    for t in [*model.requires_grad_(False).parameters(), *tables]:
+        t.normal_(0, 0.05)
     torch.backends.cuda.enable_cudnn_sdp(False)                 # as load_run does
     prompt = torch.randint(1, 256, (hp.block_size // 2,), generator=make_rng("bench")).tolist()
     return for_inference(model), hp, prompt

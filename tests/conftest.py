@@ -52,16 +52,18 @@ def refuses(capsys):  # (hint, function, its arguments) -> stdout, the line with
 
 
 def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
-    """Every parameter is N(0, .3): at zero-init nothing mixes positions, so a mask's test passes on anything."""
+    """Every parameter and the n-gram table are N(0, .3): at zero-init nothing mixes positions, so a mask's test passes
+    on anything."""
     config = ModelConfig(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)
     return randomize(Transformer(config, dtype), seed)
 
 
 def randomize(module, seed=0):
     g = make_rng(f"randomize {seed}")
+    tables = [t for name, t in module.named_buffers() if name.split(".")[-1] == "table"]
     with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=g) * 0.3)
+        for t in [*module.parameters(), *tables]:
+            t.copy_(torch.randn(t.shape, generator=g) * 0.3)
     return module
 
 

@@ -1,3 +1,5 @@
+from argparse import Namespace
+
 import pytest
 import torch
 
@@ -60,6 +62,13 @@ def test_every_part_is_printed_beside_a_peer(text, tmp_path, capsys):
         assert word in out and "drafted" not in out, word
     bench.main([*SMALL, "--parts", "decode", "--objectives", "mtp"])
     assert "bytes per drafted pass" in capsys.readouterr().out
+
+
+def test_a_model_of_random_weights_has_random_ngrams():
+    hp = get_config(["--n_embd", "16", "--ngram_rows", "64", "--device", "cpu"])
+    model, _, _ = bench.load_decoder(Namespace(run=""), hp)
+    for t in (*model.parameters(), model.ngrams.table):
+        assert 0.02 < float(t.float().std()) < 0.1
 
 
 @pytest.mark.parametrize("flags, hint", [(["--parts", "fly"], "train,decode"), (["--nanogpt", "nowhere"], "model.py"),

@@ -82,6 +82,19 @@ def test_under_a_mask_states_depend_on_what_it_allows_and_on_their_context():
         assert not depends[b, q, 1 - b].any(), "a row depends on another"
 
 
+@torch.no_grad()
+def test_random_weights_have_a_random_ngram_table_without_which_ids_farther_back_change_nothing():
+    """What other tests find about n-grams they would find of a table of zeros, too. Each position attends to itself."""
+    net = randomized(ngram_rows=4096)
+    alone = torch.eye(T, dtype=torch.bool).expand(B, T, T)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    assert abs(float(net.ngrams.table.std()) - 0.3) < 0.01
+    for width in (M.CONTEXT_WIDTH, M.CONV_WIDTH):
+        depends = dependence(net, ids(high=256), 0, mask=alone)
+        assert torch.equal(depends[0, :, 0], (distance >= 0) & (distance < width))
+        net.ngrams.table.zero_()
+
+
 # ---- the forms of attention
 def by_loops(q, k, v, mask):  # mask (B, T, T)
     want = torch.zeros(q.shape)

@@ -762,6 +762,30 @@ def test_under_a_document_mask_further_heads_predict_bytes_of_their_own_document
     assert all(math.isfinite(each) for each in sums.values())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["parallel", "sequential"])
+def test_under_a_document_mask_no_document_changes_the_losses_of_another(kind):
+    """Of all heads, except that the first one predicts the next document's first byte at EOT."""
+    end = 20                                    # position of an EOT
+    x, _, hp = make("mtp", mtp_kind=kind, doc_mask=True)
+    objective, net, _, _ = case("mtp", mtp_kind=kind, doc_mask=True)
+    x[:, end] = EOT
+    k = torch.arange(x.size(1))
+
+    def losses(changed, positions, documents=True):  # at these positions, with other bytes where `changed`
+        batch = objective.corrupt(torch.where(changed, x % 255 + 1, x), None, hp)
+        doc = document_ids(batch["inp"])
+        for key in ("tgt", "future_tgt"):
+            batch[key] = batch[key].clone()
+            batch[key][:, [i for i in range(T) if i not in positions]] = IGNORE_INDEX
+        return objective.loss(net, batch | ({"doc": doc} if documents else {}), hp)
+    second = range(end + 1, T)
+    for changed, positions in ((k > end, range(end)), (k > end + 1, range(end + 1)), (k < end, second)):
+        assert equal(losses(changed, positions), losses(k < 0, positions))
+        assert not equal(losses(~changed & (k != end), positions), losses(k < 0, positions))
+    assert not equal(losses(k < end, second, documents=False), losses(k < 0, second, documents=False))
+
+
 @pytest.mark.parametrize("kind", ["parallel", "sequential"])
 def test_one_head_of_either_kind_is_clm(kind):
     x, batch, hp = make("mtp", mtp_heads=1, mtp_kind=kind)

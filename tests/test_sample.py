@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import train
 from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, document_ids, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill, Predict, find_use
-from run import load_checkpoint
+from run import build, load_checkpoint
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -632,6 +633,25 @@ def test_other_ways_to_the_same_text_print_the_same_text(name, flags, others, ru
     assert ("--- sample 2" in two.out) == ("--num_samples" in others)
     assert ("bytes per forward pass" in two.err) == (name == "mtp" and "--no-speculate" not in others)
     assert len(compiled) == ("--compile" in others)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize("name", ["clm", "mtp"])
+def test_a_loaded_run_decodes_compiled(name, backend, runs, capsys, monkeypatch):
+    """Past the end of the block, with random weights, which write text of many bytes. eager: traced as a whole."""
+    net = randomize(build(Namespace(**load_checkpoint(f"out/{name}")["config"])))
+    run = changed_run(name, "random", model=net.state_dict())
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
+    torch._dynamo.reset()
+    greedy = ["--prompt", "import ", "--max_new_tokens", "40", "--temperature", "0", "--device", "cpu"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        plain = stdout(capsys, run, *greedy)
+        assert plain == stdout(capsys, run, *greedy, "--compile") and len({*plain}) > 20 and len(graphs) == 1
 
 
 @pytest.mark.parametrize("name, flags, expected", [

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -84,8 +85,17 @@ def take(s, *steps):  # -> what the last of these steps returns
     return out
 
 
+def weights(net):  # a model or its state_dict -> {name: copy}: all that inference reads
+    tensors = net.state_dict() if isinstance(net, torch.nn.Module) else net
+    return {name: t.clone() for name, t in tensors.items() if name != "ngrams.moments"}
+
+
+def moments(s):  # -> {name: tensor}: all that an optimizer remembers, second moments of the n-gram table included
+    return train.optimizer_tensors(s.opt)
+
+
 def state_of(s):  # -> copies of all that a step writes
-    tensors = s.model.state_dict() | train.optimizer_tensors(s.opt) | {"first_nonfinite_step": s.first_nonfinite_step}
+    tensors = s.model.state_dict() | moments(s) | {"first_nonfinite_step": s.first_nonfinite_step}
     return {name: t.clone() for name, t in tensors.items()}
 
 
@@ -327,6 +337,23 @@ def test_a_child_reads_on_where_its_parent_ended(text, capsys):
     assert equal(child.windows, whole.windows) and equal(child.model.ngrams.seed, whole.model.ngrams.seed)
 
 
+def test_a_child_has_a_new_optimizer(text):
+    """Its first step reads its parent's next batch at the same rates, and differs for every weight."""
+    plan = ["--warmup_iters", "0", "--lr_decay", "0", "--ngram_drop", "0"]
+    fit(text, "a", "--max_iters", "3", *plan)
+    parent = load_checkpoint("a")
+    child = start("--data", text, "--init_from", "a")
+    assert equal(weights(child.model), weights(parent["model"]))
+    assert not any(t.any() for t in moments(child).values())
+    take(child, 0)
+    assert all(t.any() for t in moments(child).values())
+    fit(text, "b", "--max_iters", "1", "--init_from", "a", *plan)
+    resume("a", "--max_iters", "4")
+    assert losses("b") == losses("a")[3:]
+    ours, theirs = (weights(load_checkpoint(out)["model"]) for out in "ba")
+    assert [name for name, t in ours.items() if equal(t, theirs[name]) or equal(t, parent["model"][name])] == []
+
+
 def test_evaluation_never_changes_training(text):
     fit(text, "often", "--max_iters", "6", "--eval_interval", "2")
     fit(text, "never", "--max_iters", "6", "--eval_interval", "1000", "--eval_iters", "2")
@@ -487,6 +514,20 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
     assert 0.5 < val["targets"] < 0.95
 
 
+def test_a_run_without_a_folder_saves_into_one_of_its_own_which_it_names(text, capsys):
+    for folder in (os.path.join("out", "clm"), os.path.join("out", "clm-2")):
+        assert train.main([*TINY, "--data", text, "--max_iters", "1"], with_sample=False) == 0
+        assert f" | {folder}\n" in capsys.readouterr().out
+        assert {"ckpt.pt", "best.pt", "metrics.jsonl"} <= {*os.listdir(folder)}
+        for name in ("ckpt.pt", "best.pt"):
+            assert load_checkpoint(os.path.join(folder, name))["config"]["out_dir"] == folder
+        first, *_ = Path(folder, "metrics.jsonl").read_text().splitlines()
+        assert json.loads(first)["config"]["out_dir"] == folder
+    assert {*os.listdir(".")} == {"out", "text.txt"} and {*os.listdir("out")} == {"clm", "clm-2"}
+    resume(folder, "--max_iters", "2")
+    assert [load_checkpoint(os.path.join("out", name))["step"] for name in ("clm", "clm-2")] == [1, 2]
+
+
 def test_each_member_is_validated_on_each_source_and_best_is_the_least_of_their_weighted_sums(text):
     write("new.txt", b"other text, of its own kind\n" * 200)
     fit(text, "a", "--objective", "clm:3,mlm:1", "--data", text + ":0.9", "new.txt:0.1", "--max_iters", "20",
@@ -611,6 +652,34 @@ def test_a_non_finite_step_ends_the_run_with_the_state_before_it(where, log, see
     resume("a")
     fit(text, "b", "--max_iters", "12", "--eval_interval", "5", "--log_interval", str(log))
     assert losses("a") == losses("b"), "the bad step is taken again"
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_a_run_saves_after_a_non_finite_step_are_the_weights_before_it(where, text, monkeypatch, capsys):
+    """Seen three steps later. A child of it trains. Bad is the first of two micro-batches, the other one is not."""
+    plan = ["--accum", "2", "--lr_decay", "0", "--ngram_drop", "0", "--eval_interval", "10", "--log_interval", "100"]
+    forward = model.Transformer.forward
+    passes = itertools.count()
+
+    def poisoned(net, *args, **how):
+        h = forward(net, *args, **how)
+        if not net.training or next(passes) != 7 * 2:
+            return h
+        zero = (h * 0).sum()                    # the gradient of its root is not finite
+        return h + (zero * math.nan if where == "loss" else zero.sqrt())
+    fit(text, "before", "--max_iters", "7", *plan)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(model.Transformer, "forward", poisoned)
+        fit(text, "bad", "--max_iters", "20", *plan, code=1)
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(r"^error: .*\bstep 7\b.*\bbad\b.*--init_from bad\b", line) and next(passes) == 10 * 2
+    before, bad = (load_checkpoint(out) for out in ("before", "bad"))
+    assert equal(weights(before["model"]), weights(bad["model"])) and before["model"]["ngrams.table"].any()
+    assert (before["step"], bad["step"]) == (7, 7)
+    fit(text, "child", "--max_iters", "3", "--init_from", "bad", "--learning_rate", "0.001")
+    assert len(losses("child")) == 3 and all(map(math.isfinite, losses("child")))
+    assert not any(equal(t, bad["model"][name]) for name, t in weights(load_checkpoint("child")["model"]).items())
 
 
 @on_posix
