@@ -15,6 +15,7 @@
 
 Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path. Only these are special in a
 prompt, to those that fill: [MASK], a hole of a byte (bart: of any length); [MASK:4], of 4; <extra_id_0>, of any length.
+All models read across the ends of documents, whether or not they were trained with --doc_mask.
 """
 # N samples, n ids, T = block_size, V outputs of the byte head, P ids of a prefix; how: temperature, top_k and top_p
 import codecs
@@ -24,7 +25,7 @@ import math
 import re
 import sys
 
-from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, document_ids, fail, from_bytes, make_rng
+from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, fail, from_bytes, make_rng
 from model import Cache
 from objectives import N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
 from run import DEVICE_FLAGS, GraphedStep, load_run, make_parser, newest_run, run_program
@@ -222,7 +223,7 @@ def read_block(model, ids, cache):  # (N, n) -> states (N, n, C): it attends to 
     return model(ids, prefix, cache=cache)
 
 
-def fill_logits(model, ids, use, doc_mask=False, cache=None):
+def fill_logits(model, ids, use, cache=None):
     """ids (N, n) with MASKs, a Fill -> (N, n, V): predictions of each byte. cache: of what comes before."""
     if cache is not None:
         h = read_block(model, ids, cache)
@@ -231,7 +232,7 @@ def fill_logits(model, ids, use, doc_mask=False, cache=None):
     left = ids.new_tensor(use.before).expand(len(ids), -1)
     right = ids.new_tensor(use.after).expand(len(ids), -1)
     row = torch.cat((left, ids, right), dim=1)
-    h = model(row, row.size(1), document_ids(row) if doc_mask else None)
+    h = model(row, row.size(1))
     first = len(use.before) - use.shift
     return model.logits(h[:, first:first + ids.size(1)])
 
@@ -241,7 +242,7 @@ def text_space(use, T):  # -> bytes of a text in a row of T positions
 
 
 @torch.inference_mode()
-def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, cache=None, **how):
+def unmask(model, ids, g, use, steps=0, order="confident", cache=None, **how):
     """ids (N, n) -> yields (N, n): fills MASKs in so many passes (0: one for each), leaving everything else.
 
     confident: the sampled bytes that the model finds most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
@@ -256,7 +257,7 @@ def unmask(model, ids, g, use, steps=0, order="confident", doc_mask=False, cache
         is_mask = ids == MASK
         if not is_mask.any():
             return
-        logits = fill_logits(model, ids, use, doc_mask, cache)  # (N, n, V)
+        logits = fill_logits(model, ids, use, cache)            # (N, n, V)
         new = draw(distribution(logits, **how), g).to(ids.device)
         share = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left     # as many in each pass left
         if at_random:
@@ -378,21 +379,21 @@ def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids, about equall
 
 # ---- scoring: bits of a file, (n,) uint8
 @torch.inference_mode()
-def score_exact(model, data, T, stride, doc_mask=False):  # -> bits, left to right
+def score_exact(model, data, T, stride):  # -> bits, left to right
     """Window i scores bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
     windows are disjoint, and each starts with one byte of context. The first byte of all counts 8 bits."""
     bits = 8.0
     for at in tqdm(range(0, len(data) - 1, stride), disable=None, leave=False):
         start = max(0, at + stride - T)
         x = data[start:at + stride + 1].long().to(model.embed.weight.device)[None]  # (1, n + 1)
-        logits = model.logits(model(x[:, :-1], 0, document_ids(x[:, :-1]) if doc_mask else None))[0]
+        logits = model.logits(model(x[:, :-1], 0))[0]
         nats = F.cross_entropy(logits, x[0, 1:], reduction="none")                  # (n,)
         bits += float(nats[at - start:].cpu().double().sum()) / math.log(2)
     return bits
 
 
 @torch.inference_mode()
-def score_by_filling(model, data, T, use, doc_mask=False):  # -> bits, left to right, of a model that fills MASKs
+def score_by_filling(model, data, T, use):  # -> bits, left to right, of a model that fills MASKs
     """By the chain rule: each byte is predicted while it and the bytes after it in its window are MASKs. Windows hold
     T bytes, of which the last half is scored; the first byte of all counts 8 bits."""
     bits = 8.0
@@ -402,7 +403,7 @@ def score_by_filling(model, data, T, use, doc_mask=False):  # -> bits, left to r
         i = torch.arange(len(x), device=x.device)
         for scored in i[at - end:].split(MAX_ROWS):                                 # (rows,)
             rows = x.where(i < scored[:, None], MASK)
-            logits = fill_logits(model, rows, use, doc_mask)[range(len(rows)), scored, :N_BYTES]
+            logits = fill_logits(model, rows, use)[range(len(rows)), scored, :N_BYTES]
             bits += float(F.cross_entropy(logits.cpu().double(), x[scored].cpu(), reduction="sum")) / math.log(2)
     return bits
 
@@ -419,8 +420,6 @@ def score_bound(model, objective, data, hp, seed):  # -> bits at most, standard 
         means = []
         for _ in range(BOUND_GROUPS):
             batch = objective.corrupt(x, g, hp)
-            if hp.doc_mask:
-                batch["doc"] = document_ids(batch["inp"])
             means.append(objective.loss(model, batch, hp)["bound"].cpu().double() / BOUND_ROWS / math.log(2))
         means = torch.stack(means)
         bits += float(means.mean())
@@ -545,7 +544,7 @@ def fill_mode(model, objective, use, hp, g, how, prompt=(), max_new_tokens=300, 
         prompt = prompt + [MASK] * min(max_new_tokens, space)
         default = DIFFUSION_SAMPLING
     ids = state = to_row(prompt[first:], hp)
-    how = dict(steps=steps, order=order or use.orders[0], doc_mask=hp.doc_mask) | default | how
+    how = dict(steps=steps, order=order or use.orders[0]) | default | how
     for state in unmask_long(model, ids, T, g, use, **how):
         if show:
             print(f"--- pass\n{to_text(state[0])}", flush=True)
@@ -633,12 +632,12 @@ def score_mode(model, objective, use, hp, score, seed=1):
         bits, error = score_bound(model, objective, data, hp, seed)
         print_bits(bits, len(data), f"{objective.name}'s upper bound, standard error {error / len(data):.4f}")
     elif objective.bpb:
-        bits = score_exact(model, data, T, T // 2, hp.doc_mask)
+        bits = score_exact(model, data, T, T // 2)
         print_bits(bits, len(data), f"left to right, windows of {T}, stride {T // 2}")
     if fill:
         n = text_space(fill, T)
         start = data[:FILLED_BYTES]
-        bits = score_by_filling(model, start, n, fill, hp.doc_mask)
+        bits = score_by_filling(model, start, n, fill)
         print_bits(bits, len(start), f"left to right by filling MASKs, the first {len(start):,} bytes, windows of {n}, "
                                      f"stride {n // 2}")
 

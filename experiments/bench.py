@@ -299,8 +299,8 @@ def bench_loss(flags, hp):
     words = ["--objective", hp.objective, "--eval_interval", str(hp.max_iters), *flags.rest]
     words += [f"--{name}" for name in ("compile", "cuda_graph") if getattr(flags, name)]
 
-    def nats(model, text, doc_mask=False):
-        return sample.score_exact(model, text, hp.block_size, hp.block_size, doc_mask) * math.log(2) / len(text)
+    def nats(model, text):
+        return sample.score_exact(model, text, hp.block_size, hp.block_size) * math.log(2) / len(text)
     print(f"{'loss':12s} {'nats':>8s} {'loop, s':>8s}")
     ours = []                                   # (nats, seconds)
     for seed in range(1, flags.repeats + 1):
@@ -311,7 +311,7 @@ def bench_loss(flags, hp):
             if code:
                 sys.exit(code)
             model, _, ckpt = load_run(folder, hp.device, "float32")
-        ours.append((nats(model, source["val"], hp.doc_mask), ckpt["seconds"]))
+        ours.append((nats(model, source["val"]), ckpt["seconds"]))
         print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {ckpt['seconds']:8.1f}", flush=True)
     loss, loop = (statistics.median(column) for column in zip(*ours))
     print(f"{'median':12s} {loss:8.4f} {loop:8.1f}")
@@ -321,7 +321,7 @@ def bench_loss(flags, hp):
     table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, used, torch.arange(len(used), dtype=torch.uint8))
     n, peer, seconds = train_nanogpt(flags, hp, table[source["train"].long()], len(used))
 
-    def as_ours(x, prefix, doc):                # as sample.score_exact calls our model
+    def as_ours(x, prefix):                     # as sample.score_exact calls our model
         return peer(x, x.contiguous())[0]       # with targets it returns all logits
     as_ours.embed = peer.transformer.wte
     as_ours.logits = lambda logits: logits

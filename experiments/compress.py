@@ -119,8 +119,8 @@ def main(argv=None):  # -> exit code
         fail(f"--file {path}: would write {out}, which exists. Try to move it away")
     model, hp, _ = load_run(flags.out_dir or newest_run(), flags.device, "float32")
     exact = [m for m in get_members(hp) if m.objective.bpb in ("loss", "causal") and find_use(m.objective, "continue")]
-    if hp.doc_mask or not exact:                # byte_frequencies attends to all documents
-        fail(f"--out_dir: {hp.objective} has no left-to-right probability, or --doc_mask. Try a run trained as clm")
+    if not exact:
+        fail(f"--out_dir: {hp.objective} has no left-to-right probability. Try a run trained as clm")
     try:
         with open(path, "rb") as f:
             given = f.read()

@@ -1,8 +1,8 @@
 """Evaluations of a trained model, the same for every objective that defines what they measure.
 
 An evaluation (model, objective, hp, text (M,) of held-out bytes) -> {metric: number} leaves out the metrics that an
-objective does not define. text and what is drawn are on the CPU, the model on hp.device. Where a model was trained with
---doc_mask, all of them attend only within a document, too, but for text that is written from left to right.
+objective does not define. text and what is drawn are on the CPU, the model on hp.device. All models read across the
+ends of documents, whether or not they were trained with --doc_mask.
 
 N windows, n bytes of a window, a bytes left of a middle of m, C width, V outputs of the byte head, K classes, L layers
 """
@@ -16,7 +16,7 @@ import sysconfig
 import tokenize
 from dataclasses import dataclass
 
-from data import COMPRESSED_BYTES, EOT, MASK, document_ids, from_bytes, make_rng, read_stdlib, read_windows
+from data import COMPRESSED_BYTES, EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows
 from data import sample_windows, to_bytes
 import sample
 import train
@@ -54,7 +54,7 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
         for i in range(m):
             masks = torch.full_like(middle[:, i:], MASK)
             row = torch.cat((left, middle[:, :i], masks, right), dim=1)
-            logits.append(sample.fill_logits(model, row, fill, hp.doc_mask)[:, a + i])
+            logits.append(sample.fill_logits(model, row, fill)[:, a + i])
         return torch.stack(logits, dim=1)
     infill = find_use(objective, "infill")
     prompts = [infill.prompt(pieces, m, hp) for pieces in zip(left.tolist(), right.tolist())]
@@ -71,7 +71,7 @@ def left_logits(model, objective, hp, x, a, m):  # the same given the left side 
 def target_logits(model, objective, hp, prompts, P, middle):  # N lists of one length and prefix, (N, m) -> (N, m, V)
     row = torch.cat((middle.new_tensor(prompts), middle[:, :-1]), dim=1)            # nothing is predicted from the last
     positions = objective.positions(row, row.new_full((len(row),), P), hp) if objective.positions else None
-    h = model(row, P, document_ids(row) if hp.doc_mask else None, positions=positions)
+    h = model(row, P, positions=positions)
     return model.logits(h[:, -middle.size(1):])
 
 
@@ -124,7 +124,7 @@ def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, b
     n = sample.text_space(fill, hp.block_size)
     x = windows(text, n, CHAIN_WINDOWS, "chain")
     # the first byte, of 8 bits, is given
-    bits = [sample.score_by_filling(model, row, n, fill, hp.doc_mask) - 8 for row in x]
+    bits = [sample.score_by_filling(model, row, n, fill) - 8 for row in x]
     out = {"left_by_filling": statistics.fmean(bits) / (n - 1)}
     if objective.bpb == "bound":
         # masks of its own for each window, so that their errors average out
@@ -151,11 +151,11 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
         score = torch.zeros(x.shape, device=x.device)
         part = torch.arange(x.size(1), device=x.device) % 8
         for r in range(8):
-            logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), fill, hp.doc_mask)[..., :N_BYTES]
+            logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), fill)[..., :N_BYTES]
             score = torch.where(part == r, F.cross_entropy(logits.mT, x, reduction="none"), score)
     elif objective.bpb in ("loss", "causal"):
         row = torch.cat((torch.full_like(x[:, :1], EOT), x[:, :-1]), dim=1)
-        logits = model.logits(model(row, 0, document_ids(row) if hp.doc_mask else None))[..., :N_BYTES]
+        logits = model.logits(model(row, 0))[..., :N_BYTES]
         score = F.cross_entropy(logits.mT, x, reduction="none")
     else:
         return {}
@@ -226,7 +226,7 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
         how = dict(sample.DIFFUSION_SAMPLING, steps=steps)
     while ids.size(1) < n:
         row = F.pad(ids, (0, min(piece, n - ids.size(1))), value=MASK).to(hp.device)
-        *_, ids = sample.unmask(model, row, g, use, order=order, doc_mask=hp.doc_mask, **how)
+        *_, ids = sample.unmask(model, row, g, use, order=order, **how)
     return ids.cpu()
 
 
@@ -434,7 +434,7 @@ def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): each block
     hooks = [block.register_forward_hook(keep) for block in model.blocks]
     row = x.reshape(-1, min(hp.block_size, n)).to(hp.device)
     prefix = 0 if objective.attention == "causal" else row.size(1)
-    model(row, prefix, document_ids(row) if hp.doc_mask else None)
+    model(row, prefix)
     for hook in hooks:
         hook.remove()
     return torch.stack(kept).view(len(kept), N, n, -1)

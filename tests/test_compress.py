@@ -41,10 +41,10 @@ def test_damage_and_another_model_are_found():
         compress.decompress(randomized(seed=1, n_outputs=256), blob, T)
 
 
-@pytest.mark.parametrize("flags", [["clm"], ["mlm,clm"], ["mlm"], ["clm", "--doc_mask"]])
+@pytest.mark.parametrize("flags", [["clm"], ["mlm,clm"], ["clm", "--doc_mask"], ["mlm"]])
 def test_the_program_restores_a_file_or_refuses_the_run(flags, text, tmp_path, refuses):
     train.main([*TINY, "--data", text, "--objective", *flags, "--max_iters", "1", "--out_dir", "run"], False)
-    if flags not in (["clm"], ["mlm,clm"]):
+    if flags == ["mlm"]:
         refuses("left-to-right", compress.main, ["--out_dir", "run", "--file", text])
         assert not os.path.exists(text + ".nptx")
         return

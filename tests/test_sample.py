@@ -17,7 +17,7 @@ from conftest import NEEDS_CUDA, TINY, chi2, randomize, randomized, settings
 
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, document_ids, make_rng
+from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill, Predict, find_use
 from run import build, load_checkpoint
@@ -452,8 +452,7 @@ def test_a_middle_that_was_trimmed_has_ended(n, ended, runs, capsys, monkeypatch
 # ---- scoring
 @pytest.mark.parametrize("stride", [1, 5, T])
 @pytest.mark.parametrize("n", [1, 2, T, T + 1, 3 * T + 5])
-@pytest.mark.parametrize("doc_mask", [False, True])
-def test_a_score_is_the_sum_over_bytes(n, stride, doc_mask):
+def test_a_score_is_the_sum_over_bytes(n, stride):
     """With stride T the windows are disjoint, and each starts without context."""
     net = randomized().requires_grad_(False)
     x = ids(n)[0]
@@ -463,9 +462,9 @@ def test_a_score_is_the_sum_over_bytes(n, stride, doc_mask):
         a = max(0, start + stride - T)
         end = min(start + stride, n - 1)
         row = x[None, a:end]
-        logp = net.logits(net(row, 0, document_ids(row) if doc_mask else None))[0].log_softmax(-1)
+        logp = net.logits(net(row, 0))[0].log_softmax(-1)
         bits -= sum(float(logp[i - a, x[i + 1]]) for i in range(start, end)) / math.log(2)
-    assert sample.score_exact(net, x.byte(), T, stride, doc_mask) == pytest.approx(bits, rel=1e-5)
+    assert sample.score_exact(net, x.byte(), T, stride) == pytest.approx(bits, rel=1e-5)
 
 
 @pytest.mark.parametrize("use", [IN_PLACE, Fill((EOT,), shift=1), FRAMED], ids=["in place", "shifted", "framed"])
@@ -515,7 +514,7 @@ LONG = "x" * 99
 HOLE = "a<extra_id_0>b"
 SIDES = ["--prefix", "a", "--suffix", "b"]
 FILES = {"void.txt": b"", "book.txt": b"import argparse\n" * 40, "lines.txt": b"a\n\nccc\nbb\n",
-         "ends.txt": b"one\0two\0" * 9, "holes.txt": b"\xffa[MASK]\n"}
+         "ends.txt": b"one\0two [MASK:9] b\0c", "holes.txt": b"\xffa[MASK]\n"}
 
 
 @pytest.fixture(scope="module")
@@ -683,14 +682,13 @@ def test_order_and_passes_reach_the_sampler(name, prompt, order, runs, capsys, m
 
 # ---- what the model is given
 @pytest.fixture
-def given(runs, monkeypatch):  # [(ids, prefix, are there document ids?)] of each pass
+def given(runs, monkeypatch):  # [(ids, prefix)] of each pass
     seen = []
     forward = Transformer.forward
 
-    def spy(self, x, prefix=0, doc=None, **kwargs):
-        assert doc is None or torch.equal(doc, document_ids(x))
-        seen.append((x.tolist(), prefix, doc is not None))
-        return forward(self, x, prefix, doc, **kwargs)
+    def spy(self, x, prefix=0, **kwargs):
+        seen.append((x.tolist(), prefix))
+        return forward(self, x, prefix, **kwargs)
     monkeypatch.setattr(Transformer, "forward", spy)
     return seen
 
@@ -722,17 +720,21 @@ GIVEN = [                                       # in a block of 32
 @pytest.mark.parametrize("run, flags, row, prefix", GIVEN, ids=lambda v: v if isinstance(v, str) else "")
 def test_a_text_is_laid_out_as_in_training(run, flags, row, prefix, given, capsys):
     stdout(capsys, run, *flags)
-    assert given[0] == ([row], min(prefix, len(row)), False)
+    assert given[0] == ([row], min(prefix, len(row)))
 
 
-@pytest.mark.parametrize("name", ["clm", "mdlm"])
-def test_scores_and_holes_keep_documents_apart_where_training_did(name, given, capsys):
-    for run, expected in ((name, False), (changed_run(name, "masked", dict(doc_mask=True)), True)):
-        given.clear()
-        stdout(capsys, run, "--score", "ends.txt")
-        if name == "mdlm":
-            stdout(capsys, run, "--prompt", "a [MASK] b")
-        assert {has_doc for *_, has_doc in given} == {expected}
+@pytest.mark.parametrize("name, flags", [("clm", []), ("mlm", []), ("mdlm", ["--order", "left"])])
+def test_a_run_with_doc_mask_reads_across_documents(name, flags, runs, capsys):
+    """It writes and scores as the same weights, here random ones, without --doc_mask."""
+    g = make_rng("weights")
+    weights = load_checkpoint(f"out/{name}")["model"]
+    weights = {key: torch.randn(w.shape, generator=g) * 0.3 for key, w in weights.items()}
+    texts = []
+    for doc_mask in (False, True):
+        changed_run(name, "random", dict(doc_mask=doc_mask), model=weights)
+        texts.append(stdout(capsys, "random", "--prompt", "FILE:ends.txt", *flags))
+        texts[-1] += stdout(capsys, "random", "--score", "ends.txt")
+    assert texts[0] == texts[1]
 
 
 # ---- what is printed
