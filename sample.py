@@ -11,7 +11,6 @@
     python sample.py --prefix "Once upon" --suffix "a time"         nsp: does the second text follow the first?
     python sample.py --query "open a file" --corpus book.txt        contrastive: find the lines nearest to a text
     python sample.py --prompt "dog. The quick brown fox jumps over the lazy "       rotation: find where it began
-    python sample.py --score book.txt   clm, mlm, prefix, fim, mtp, nsp, mdlm, sedd, bd3lm, hybrid: bits per byte
 
 Add --out_dir out/NAME to use another run than the latest. A text may also be FILE:path. Only these are special in a
 prompt, to those that fill: [MASK], a hole of a byte (bart: of any length); [MASK:4], of 4; <extra_id_0>, of any length.
@@ -25,17 +24,14 @@ import math
 import re
 import sys
 
-from data import EOT, MASK, SENTINEL, SEP, Flag, compressor_bits, fail, from_bytes, make_rng
+from data import EOT, MASK, SENTINEL, SEP, Flag, fail, make_rng
 from model import Cache
-from objectives import N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
+from objectives import N_BYTES, Fill, find_use, get_members, inverse_cdf
 from run import DEVICE_FLAGS, GraphedStep, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-MAX_ROWS = 64                                   # rows that one pass of --score reads at most
-FILLED_BYTES = 8192                             # of a file, that are scored by filling, a pass for each
-BOUND_GROUPS, BOUND_ROWS = 4, 4                 # corruptions of a window for a bound
 GREEDY = dict(temperature=0.0)                  # the default for holes and repairs
 DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # the default for text that diffusion writes
 END_THRESHOLD = 0.15                            # an infilled hole ends once its end is at least so likely
@@ -54,7 +50,6 @@ FLAGS = {
         "suffix": Flag("", "the text after a hole; nsp: the second text"),
         "query": Flag("", "contrastive: the text to look for"),
         "corpus": Flag("", "contrastive: file whose lines to search, each by its first block_size bytes"),
-        "score": Flag("", "file whose bits per byte to print; takes no other text"),
     },
     "how": {
         "max_new_tokens": Flag(300, "bytes to write at most; given, above 16 a hole: ul2 in long spans", 0, 1 << 40),
@@ -74,7 +69,7 @@ FLAGS = {
 }
 COMMON = {"out_dir", "objective", "seed", "device", "dtype"}
 SAMPLING = {"temperature", "top_k", "top_p"}
-TEXTS = {"prompt", "prefix", "suffix", "query", "corpus", "score"}
+TEXTS = {"prompt", "prefix", "suffix", "query", "corpus"}
 
 
 # ---- sampling a byte
@@ -377,60 +372,10 @@ def cut_after_spaces(ids, n):  # -> yields pieces of at most n ids, about equall
         ids = ids[end:]
 
 
-# ---- scoring: bits of a file, (n,) uint8
-@torch.inference_mode()
-def score_exact(model, data, T, stride):  # -> bits, left to right
-    """Window i scores bytes i * stride + 1 .. (i + 1) * stride from at most T bytes of context; with stride = T the
-    windows are disjoint, and each starts with one byte of context. The first byte of all counts 8 bits."""
-    bits = 8.0
-    for at in tqdm(range(0, len(data) - 1, stride), disable=None, leave=False):
-        start = max(0, at + stride - T)
-        x = data[start:at + stride + 1].long().to(model.embed.weight.device)[None]  # (1, n + 1)
-        logits = model.logits(model(x[:, :-1], 0))[0]
-        nats = F.cross_entropy(logits, x[0, 1:], reduction="none")                  # (n,)
-        bits += float(nats[at - start:].cpu().double().sum()) / math.log(2)
-    return bits
-
-
-@torch.inference_mode()
-def score_by_filling(model, data, T, use):  # -> bits, left to right, of a model that fills MASKs
-    """By the chain rule: each byte is predicted while it and the bytes after it in its window are MASKs. Windows hold
-    T bytes, of which the last half is scored; the first byte of all counts 8 bits."""
-    bits = 8.0
-    for at in tqdm(range(1, len(data), T // 2), disable=None, leave=False):
-        end = min(at + T // 2, len(data))
-        x = data[max(0, end - T):end].long().to(model.embed.weight.device)          # (n,)
-        i = torch.arange(len(x), device=x.device)
-        for scored in i[at - end:].split(MAX_ROWS):                                 # (rows,)
-            rows = x.where(i < scored[:, None], MASK)
-            logits = fill_logits(model, rows, use)[range(len(rows)), scored, :N_BYTES]
-            bits += float(F.cross_entropy(logits.cpu().double(), x[scored].cpu(), reduction="sum")) / math.log(2)
-    return bits
-
-
-@torch.inference_mode()
-def score_bound(model, objective, data, hp, seed):  # -> bits at most, standard error
-    """The objective's bound in disjoint windows of a block. Each is corrupted BOUND_GROUPS times, as a batch of
-    BOUND_ROWS rows, whose numbers of masked bytes are stratified; the error is that of the mean over these batches."""
-    g = make_rng(f"{seed},bound", hp.device)
-    bits = 0.0
-    variance = 0.0
-    for x in tqdm(data.split(objective.n_bytes(hp.block_size, hp)), disable=None, leave=False):
-        x = x.long().to(hp.device).expand(BOUND_ROWS, -1)
-        means = []
-        for _ in range(BOUND_GROUPS):
-            batch = objective.corrupt(x, g, hp)
-            means.append(objective.loss(model, batch, hp)["bound"].cpu().double() / BOUND_ROWS / math.log(2))
-        means = torch.stack(means)
-        bits += float(means.mean())
-        variance += float(means.var()) / BOUND_GROUPS
-    return bits, variance ** 0.5
-
-
 # ---- texts, in and out
-def read_text(flag, value):  # what a flag was given -> bytes; of --corpus and --score it is the name of a file
+def read_text(flag, value):  # what a flag was given -> bytes; of --corpus it is the name of a file
     path = value.removeprefix("FILE:")
-    if path == value and flag not in ("corpus", "score"):
+    if path == value and flag != "corpus":
         return value.encode("utf-8", "surrogateescape")         # how a POSIX shell hands over any bytes
     try:
         with open(path, "rb") as f:
@@ -620,42 +565,21 @@ def seam_mode(model, objective, use, hp, prompt):  # rotates a text back to wher
     print(f"--- the text starts at byte {seam} (probability {float(p[seam]):.2f}):\n{to_text(ids[seam:] + ids[:seam])}")
 
 
-def score_mode(model, objective, use, hp, score, seed=1):
-    data = from_bytes(score)
-    T = hp.block_size
-    fill = find_use(objective, "fill")
-    if not (objective.bpb or fill):
-        those = " ".join(name for name, other in OBJECTIVES.items() if other.bpb or find_use(other, "fill"))
-        fail(f"--score: {objective.name} defines no probability of a text. Try a run trained as {those}")
-    print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
-    if objective.bpb == "bound":
-        bits, error = score_bound(model, objective, data, hp, seed)
-        print_bits(bits, len(data), f"{objective.name}'s upper bound, standard error {error / len(data):.4f}")
-    elif objective.bpb:
-        bits = score_exact(model, data, T, T // 2)
-        print_bits(bits, len(data), f"left to right, windows of {T}, stride {T // 2}")
-    if fill:
-        n = text_space(fill, T)
-        start = data[:FILLED_BYTES]
-        bits = score_by_filling(model, start, n, fill)
-        print_bits(bits, len(start), f"left to right by filling MASKs, the first {len(start):,} bytes, windows of {n}, "
-                                     f"stride {n // 2}")
-
-
-def print_bits(bits, n, kind):
-    print(f"{bits / n:.4f} bits per byte ({bits / n * math.log(2):.4f} nats), {kind}", flush=True)
-
-
 # a mode's parameters are named as the flags that they take; those that are texts also stand in TEXTS
 MODES = {"continue": continue_mode, "continue_blocks": continue_blocks_mode, "fill": fill_mode, "infill": infill_mode,
-         "repair": repair_mode, "mark": mark_mode, "follow": follow_mode, "search": search_mode, "seam": seam_mode,
-         "score": score_mode}
+         "repair": repair_mode, "mark": mark_mode, "follow": follow_mode, "search": search_mode, "seam": seam_mode}
 
 
 # ---- the command
+def choose_members(hp, name):  # -> the objectives of a run; with a name only that one
+    members = [member.objective for member in get_members(hp)]
+    chosen = [objective for objective in members if name in ("", objective.name)]
+    if not chosen:
+        fail(f"--objective {name}: the run was trained as {hp.objective}. Try --objective {members[0].name}")
+    return chosen
+
+
 def choose_mode(objectives, texts):  # -> objective, key of MODES: of those that read these texts the first that fits
-    if "score" in texts:
-        return next((each for each in objectives if each.bpb or find_use(each, "fill")), objectives[0]), "score"
     uses = [(use.mode, each) for each in objectives for use in each.uses]
     uses = [pair for pair in uses if set(texts) <= set(inspect.signature(MODES[pair[0]]).parameters)] or uses
     wanted = [uses[0][0]]
@@ -687,14 +611,10 @@ def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out by
 def main(argv=None):
     given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(sys.argv[1:] if argv is None else argv))
     path = given.get("out_dir") or newest_run()
-    dtype = "float32" if "score" in given else "auto"           # scores are worth the slower float32
-    model, hp, ckpt = load_run(path, given.get("device", "auto"), given.get("dtype", dtype))
-    members = {m.objective.name: m.objective for m in get_members(hp)}
-    name = given.pop("objective", "")
-    if name and name not in members:
-        fail(f"--objective {name}: {path} was trained as {hp.objective}. Try --objective {next(iter(members))}")
+    model, hp, ckpt = load_run(path, given.get("device", "auto"), given.get("dtype", "auto"))
+    objectives = choose_members(hp, given.pop("objective", ""))
     texts = {flag: read_text(flag, given[flag]) for flag in TEXTS & set(given)}
-    objective, mode = choose_mode([members[name]] if name else [*members.values()], texts)
+    objective, mode = choose_mode(objectives, texts)
     flags = inspect.signature(MODES[mode]).parameters
     read = {*flags, *COMMON, *(SAMPLING | {"num_samples"} if "how" in flags else ())}
     for flag in sorted(set(given) - read):      # ignoring it would look as if it had no effect
@@ -706,7 +626,7 @@ def main(argv=None):
         texts["prompt"] = read_markers(texts["prompt"], mode)
     if mode == "fill" and MASK in texts.get("prompt", []) and "max_new_tokens" in given:
         fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
-    member = f", used as {objective.name}" if len(members) > 1 else ""
+    member = f", used as {objective.name}" if len(get_members(hp)) > 1 else ""
     note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     if not texts:
         texts = demonstration(mode, ckpt["held_out"], hp.block_size)

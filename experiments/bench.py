@@ -27,6 +27,7 @@ from argparse import Namespace
 
 from data import VOCAB_SIZE, Flag, fail, make_rng, open_corpus
 from experiments.flags import parse_with_train_flags
+from experiments.score import score_exact
 import sample
 import train
 from objectives import OBJECTIVES, find_use, get_members
@@ -300,7 +301,7 @@ def bench_loss(flags, hp):
     words += [f"--{name}" for name in ("compile", "cuda_graph") if getattr(flags, name)]
 
     def nats(model, text):
-        return sample.score_exact(model, text, hp.block_size, hp.block_size) * math.log(2) / len(text)
+        return score_exact(model, text, hp.block_size, hp.block_size) * math.log(2) / len(text)
     print(f"{'loss':12s} {'nats':>8s} {'loop, s':>8s}")
     ours = []                                   # (nats, seconds)
     for seed in range(1, flags.repeats + 1):
@@ -321,7 +322,7 @@ def bench_loss(flags, hp):
     table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, used, torch.arange(len(used), dtype=torch.uint8))
     n, peer, seconds = train_nanogpt(flags, hp, table[source["train"].long()], len(used))
 
-    def as_ours(x, prefix):                     # as sample.score_exact calls our model
+    def as_ours(x, prefix):                     # as score_exact calls our model
         return peer(x, x.contiguous())[0]       # with targets it returns all logits
     as_ours.embed = peer.transformer.wte
     as_ours.logits = lambda logits: logits

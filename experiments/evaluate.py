@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from data import COMPRESSED_BYTES, EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows
 from data import sample_windows, to_bytes
+from experiments.score import score_bound, score_by_filling
 import sample
 import train
 from model import norm
@@ -124,11 +125,11 @@ def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, b
     n = sample.text_space(fill, hp.block_size)
     x = windows(text, n, CHAIN_WINDOWS, "chain")
     # the first byte, of 8 bits, is given
-    bits = [sample.score_by_filling(model, row, n, fill) - 8 for row in x]
+    bits = [score_by_filling(model, row, n, fill) - 8 for row in x]
     out = {"left_by_filling": statistics.fmean(bits) / (n - 1)}
     if objective.bpb == "bound":
         # masks of its own for each window, so that their errors average out
-        bounds = [sample.score_bound(model, objective, row, hp, seed=i)[0] for i, row in enumerate(x)]
+        bounds = [score_bound(model, objective, row, hp, seed=i)[0] for i, row in enumerate(x)]
         out["bound_there"] = statistics.fmean(bounds) / n
     return out
 

@@ -1,0 +1,141 @@
+"""How many bits per byte does a trained model need for a text?
+
+    python -m experiments.score --file book.txt                     the latest run under out/
+    python -m experiments.score --file book.txt --out_dir out/mdlm --seed 2
+    python -m experiments.score --file book.txt --out_dir out/clm_.5+mlm_.5 --objective mlm
+
+Models that write from left to right have exact bits. Models that fill MASKs have exact bits if they fill from left to
+right, and diffusion also has an upper bound. Standard compressors are printed for comparison. All models read across
+the ends of documents, whether or not they were trained with --doc_mask.
+
+n bytes, T = block_size positions of the model, V outputs of the byte head
+"""
+import math
+
+from data import MASK, Flag, compressor_bits, fail, from_bytes, make_rng
+from experiments.flags import parse_own_flags
+import sample
+from objectives import N_BYTES, OBJECTIVES, find_use, get_members
+from run import DEVICE_FLAGS, load_run, newest_run, run_program
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+FLAGS = {
+    "file": Flag("", "file to score"),
+    "out_dir": Flag("", "run folder or checkpoint file of the model; without it the latest run under out/"),
+    "objective": Flag("", "of a mixture, the member to use; without it the first that has a probability of a text"),
+    "seed": Flag(1, "random seed of the masks of a bound", 0, 2 ** 31),
+    "device": DEVICE_FLAGS["device"],
+    "dtype": Flag("float32", DEVICE_FLAGS["dtype"].help, choices=DEVICE_FLAGS["dtype"].choices),
+}
+MAX_ROWS = 64                                   # maximum number of rows of a forward pass
+FILLED_BYTES = 8192                             # maximum number of bytes to score by filling, a row for each
+BOUND_GROUPS = 4                                # batches of a window for a bound
+BOUND_ROWS = 4                                  # rows of each batch
+
+
+@torch.inference_mode()
+def score_exact(model, data, T, stride):  # (n,) uint8 -> bits, left to right
+    """Window i scores bytes i * stride + 1 .. (i + 1) * stride from up to T bytes of context; with stride = T the
+    windows are disjoint, and each starts with one byte of context. The first byte of the text counts 8 bits."""
+    bits = 8.0
+    for at in tqdm(range(0, len(data) - 1, stride), disable=None, leave=False):
+        start = max(0, at + stride - T)
+        x = data[start:at + stride + 1].long().to(model.embed.weight.device)[None]  # (1, n + 1)
+        logits = model.logits(model(x[:, :-1], 0))[0]
+        nats = F.cross_entropy(logits, x[0, 1:], reduction="none")                  # (n,)
+        bits += float(nats[at - start:].cpu().double().sum()) / math.log(2)
+    return bits
+
+
+@torch.inference_mode()
+def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left to right, of a model that fills MASKs
+    """By the chain rule: each byte is predicted from the bytes before it in its window, while it and all bytes after it
+    are MASKs. A window holds up to T bytes and scores the last T / 2 of them, so all but the first bytes of the text
+    have T / 2 bytes of context or more. With T = 4 these are the windows of 8 bytes, scored bytes in brackets:
+
+        0 [1 2]     1 2 [3 4]     3 4 [5 6]     4 5 6 [7]
+
+    The first byte of the text counts 8 bits."""
+    bits = 8.0
+    for first in tqdm(range(1, len(data), T // 2), disable=None, leave=False):      # the first byte that is scored
+        end = min(first + T // 2, len(data))
+        start = max(0, end - T)
+        window = data[start:end].long().to(model.embed.weight.device)
+        i = torch.arange(len(window), device=window.device)
+        for scored in i[first - start:].split(MAX_ROWS):
+            rows = window.where(i < scored[:, None], MASK)      # one for each scored byte
+            logits = sample.fill_logits(model, rows, use)[range(len(rows)), scored, :N_BYTES]
+            nats = F.cross_entropy(logits.cpu().double(), window[scored].cpu(), reduction="sum")
+            bits += float(nats) / math.log(2)
+    return bits
+
+
+@torch.inference_mode()
+def score_bound(model, objective, data, hp, seed):  # (n,) uint8 -> upper bound in bits, its standard error
+    """The objective's bound, in disjoint windows. Each window is corrupted BOUND_GROUPS times, as a batch of BOUND_ROWS
+    equal rows, whose numbers of masked bytes are stratified; the error is that of the mean over these batches."""
+    g = make_rng(f"{seed},bound", hp.device)
+    bits = 0.0
+    variance = 0.0
+    for x in tqdm(data.split(objective.n_bytes(hp.block_size, hp)), disable=None, leave=False):
+        x = x.long().to(hp.device).expand(BOUND_ROWS, -1)
+        means = []
+        for _ in range(BOUND_GROUPS):
+            batch = objective.corrupt(x, g, hp)
+            means.append(objective.loss(model, batch, hp)["bound"].cpu().double() / BOUND_ROWS / math.log(2))
+        means = torch.stack(means)
+        bits += float(means.mean())
+        variance += float(means.var()) / BOUND_GROUPS
+    return bits, variance ** 0.5
+
+
+def has_probability(objective):  # does the objective define a probability of a text?
+    return bool(objective.bpb or find_use(objective, "fill"))
+
+
+def print_bits(bits, n, kind):
+    print(f"{bits / n:.4f} bits per byte ({bits / n * math.log(2):.4f} nats), {kind}", flush=True)
+
+
+def main(argv=None):  # -> exit code
+    flags = parse_own_flags("python -m experiments.score", __doc__, FLAGS, argv)
+    if not flags.file:
+        fail("--file: is missing. Try --file book.txt")
+    try:
+        with open(flags.file, "rb") as f:
+            data = from_bytes(f.read())
+    except (OSError, ValueError) as e:          # ValueError: a path with a NUL in it
+        fail(f"--file {flags.file}: cannot be read ({e}). Try another file")
+    if not len(data):
+        fail(f"--file {flags.file}: is empty. Try another file")
+    path = flags.out_dir or newest_run()
+    model, hp, ckpt = load_run(path, flags.device, flags.dtype)
+    objectives = sample.choose_members(hp, flags.objective)
+    objective = next(filter(has_probability, objectives), objectives[0])
+    if not has_probability(objective):
+        those = " ".join(name for name, other in OBJECTIVES.items() if has_probability(other))
+        fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run trained as {those}")
+    member = f", used as {objective.name}" if len(get_members(hp)) > 1 else ""
+    sample.note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
+    print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
+    T = hp.block_size
+    if objective.bpb == "bound":
+        bits, error = score_bound(model, objective, data, hp, flags.seed)
+        print_bits(bits, len(data), f"{objective.name}'s upper bound, standard error {error / len(data):.4f}")
+    elif objective.bpb:
+        bits = score_exact(model, data, T, T // 2)
+        print_bits(bits, len(data), f"left to right, windows of {T}, stride {T // 2}")
+    fill = find_use(objective, "fill")
+    if fill:
+        n = sample.text_space(fill, T)
+        start = data[:FILLED_BYTES]
+        bits = score_by_filling(model, start, n, fill)
+        print_bits(bits, len(start), f"left to right by filling MASKs, the first {len(start):,} bytes, windows of {n}, "
+                                     f"stride {n // 2}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)

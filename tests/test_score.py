@@ -1,0 +1,156 @@
+"""The bits of a text by every way to compute them, each against a slow one, and the program that prints them."""
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, randomized, settings
+from test_sample import FRAMED, IN_PLACE, Stub, T, ids
+
+import sample
+import train
+from data import EOT, MASK, make_rng
+from experiments import score
+from objectives import OBJECTIVES, Fill
+from run import load_checkpoint
+
+
+# ---- bits of a text
+@pytest.mark.parametrize("stride", [1, 5, T])
+@pytest.mark.parametrize("n", [1, 2, T, T + 1, 3 * T + 5])
+def test_a_score_is_the_sum_over_bytes(n, stride):
+    """Also across the end of a document. With stride T the windows are disjoint, each with one byte of context."""
+    net = randomized().requires_grad_(False)
+    x = ids(n)[0]
+    x[4::5] = EOT
+    bits = 8.0
+    for start in range(0, n - 1, stride):
+        a = max(0, start + stride - T)
+        end = min(start + stride, n - 1)
+        row = x[None, a:end]
+        logp = net.logits(net(row, 0))[0].log_softmax(-1)
+        bits -= sum(float(logp[i - a, x[i + 1]]) for i in range(start, end)) / math.log(2)
+    assert score.score_exact(net, x.byte(), T, stride) == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.parametrize("use", [IN_PLACE, Fill((EOT,), shift=1), FRAMED], ids=["in place", "shifted", "framed"])
+@pytest.mark.parametrize("n", [1, 2, T, 2 * T + 5])
+def test_a_score_by_filling_is_the_chain_rule(n, use):
+    """Each byte from those before it in its window, while it and all after it are MASKs."""
+    net = randomized().requires_grad_(False)
+    text = ids(n)[0]
+    bits = 8.0
+    for i in range(1, n):
+        end = min(1 + (i - 1) // (T // 2) * (T // 2) + T // 2, n)   # of the window
+        start = max(0, end - T)
+        row = torch.tensor([[*text[start:i].tolist(), *[MASK] * (end - i)]])
+        logits = sample.fill_logits(net, row, use)[0, i - start, :256]
+        bits -= float(logits.double().log_softmax(-1)[text[i]]) / math.log(2)
+    assert score.score_by_filling(net, text.byte(), T, use) == pytest.approx(bits)
+
+
+class Informed(Stub):  # predicts byte 65 the better, the more of its row it sees and the farther right
+    def __call__(self, ids, *args, **kwargs):
+        return ((ids != MASK).float().mean(1, keepdim=True) * torch.arange(ids.size(1)))[..., None]
+
+
+@pytest.mark.parametrize("n", [16, 13, 5])
+def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_standard_error(n):
+    """Exact: window by window the mean over l of L / l times the mean nats of all sets of l masked bytes."""
+    T = 8
+    hp = settings("mdlm", T)
+    model = Informed(lambda h: F.one_hot(torch.tensor(65), 512) * h)
+    text = torch.tensor([65, 65, 65, 66] * 4)[:n]
+    exact = 0.0
+    for x in text.split(T):
+        L = len(x)
+        masked = torch.tensor([[i >> j & 1 for j in range(L)] for i in range(1, 1 << L)]).bool()   # (2^L - 1, L)
+        logits = model.logits(model(x.where(~masked, MASK), T))[..., :256]
+        nats = -(logits.log_softmax(-1)[:, range(len(x)), x] * masked).sum(1)
+        exact += sum(float(nats[masked.sum(1) == k].mean()) / k for k in range(1, L + 1)) / math.log(2)
+    estimates = [score.score_bound(model, OBJECTIVES["mdlm"], text.byte(), hp, seed) for seed in range(80)]
+    bits, errors = torch.tensor(estimates).T
+    assert abs(bits.mean() - exact) < 4 * bits.std() / 80 ** 0.5
+    assert 0.8 < bits.std() / errors.mean() < 1.3
+
+
+# ---- the program
+FILES = {"void.txt": b"", "book.txt": b"import argparse\n" * 40, "ends.txt": b"one\0two\0" * 9}
+MIXTURES = {"mix": "bart:.5,mlm:.5", "both": "clm:.5,mlm:.5"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):  # a folder with texts, and a run of every objective and of two mixtures
+    path = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        for name, content in FILES.items():
+            (path / name).write_bytes(content)
+        for name, objective in (dict(zip(OBJECTIVES, OBJECTIVES)) | MIXTURES).items():
+            flags = [*TINY, "--data", train.__file__, "--max_iters", "2", "--objective", objective, "--out_dir", name]
+            assert train.main(flags, with_sample=False) == 0
+    return path
+
+
+@pytest.fixture
+def runs(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def output(capsys, run, *flags, file="book.txt"):
+    capsys.readouterr()
+    assert score.main(["--out_dir", run, "--file", file, *flags]) == 0
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if score.has_probability(o)])
+def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkeypatch):
+    dtypes = []
+    load_run = score.load_run
+    monkeypatch.setattr(score, "load_run", lambda *args: dtypes.append(args[2]) or load_run(*args))
+    monkeypatch.setattr(score, "FILLED_BYTES", 100)
+    objective = OBJECTIVES[name]
+    fills = any(use.mode == "fill" for use in objective.uses)
+    out, err = output(capsys, name)
+    assert 2 < float(re.search(r"([\d.]+) bits per byte", out)[1]) < 9.5
+    assert "640 bytes" in out and "lzma" in out
+    assert ("left to right, windows of 32, stride 16" in out) == (objective.bpb in ("loss", "causal"))
+    assert ("left to right by filling MASKs, the first 100 bytes, windows of 3" in out) == fills
+    assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
+    assert err == f"--- {name}: {name}, step 2 of 2\n"
+    output(capsys, name, "--dtype", "bfloat16")
+    assert dtypes == ["float32", "bfloat16"], "by default scores are worth the slower float32"
+
+
+def test_another_seed_masks_other_bytes(runs, capsys):
+    assert output(capsys, "mdlm") == output(capsys, "mdlm", "--seed", "1")
+    assert output(capsys, "mdlm").out != output(capsys, "mdlm", "--seed", "2").out
+
+
+def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
+    for run, flags, member in (("mix", [], "mlm"), ("both", [], "clm"), ("both", ["--objective", "mlm"], "mlm")):
+        assert f"used as {member}, step 2 of 2" in output(capsys, run, *flags).err
+
+
+@pytest.mark.parametrize("name", ["clm", "mlm", "mdlm"])
+def test_a_run_with_doc_mask_is_scored_across_documents(name, runs, capsys):
+    """With the same weights, here random ones, it has the same score as without --doc_mask."""
+    ckpt = load_checkpoint(name)
+    g = make_rng("weights")
+    ckpt["model"] = {key: torch.randn(w.shape, generator=g) * 0.3 for key, w in ckpt["model"].items()}
+    outputs = []
+    for doc_mask in (False, True):
+        torch.save(ckpt | {"config": ckpt["config"] | {"doc_mask": doc_mask}}, "random.pt")
+        outputs.append(output(capsys, "random.pt", file="ends.txt").out)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("run, flags, hint", [
+    ("bart", ["book.txt"], "clm mlm prefix fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
+    ("clm", ["a\0b"], "--file a"), ("clm", ["void.txt"], "empty"), ("clm", [""], "--file: is missing"),
+    ("clm", ["book.txt", "--objective", "mlm"], "Try --objective clm"),
+    ("mix", ["book.txt", "--objective", "bart"], "bart defines no probability")])
+def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
+    out, _ = refuses(hint, score.main, ["--out_dir", run, "--file", *flags])
+    assert not out
