@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -528,6 +529,17 @@ def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, caps
             assert stdout(capsys, name, *shlex.split(command)[2:])
 
 
+@pytest.mark.parametrize("name", sample.MODES)
+def test_the_table_lists_the_flags_that_a_mode_reads(name):
+    mode = sample.MODES[name]
+    source = inspect.getsource(mode.function).replace("hole_sampling(args)", "args.sampling")
+    read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given"}
+    if "sampling" in read:
+        read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
+    assert read == set(mode.flags)
+    assert set(mode.required) <= read & set(sample.FLAGS["texts"])
+
+
 INPUTS = {
     "clm": [[text, "--max_new_tokens", "40"] for text in ("", LONG, os.fsdecode(b"\xff\x80"), "a\0b", "<MASK>🙂")],
     "mtp": [["", "--max_new_tokens", "40"], ["x", "--max_new_tokens", "0"]],
@@ -746,7 +758,8 @@ def test_every_use_can_be_asked_for(runs, capsys):
             ("electra,clm", ["--prompt", "a"], "mark"),
             ("electra", [], "mark")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
-        assert sample.choose_mode([OBJECTIVES[n] for n in name.split(",")], texts)[1] == mode, (name, flags)
+        objective, use = sample.choose_use([OBJECTIVES[n] for n in name.split(",")], texts)
+        assert use.mode == mode and use in objective.uses, (name, flags)
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
 
 
@@ -754,6 +767,8 @@ def test_every_use_can_be_asked_for(runs, capsys):
 BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
     ("mlm", ["--prompt", "no hole"], "[MASK]"), ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
+    ("hybrid", ["--corpus", "lines.txt"], "a run of contrastive"),
+    ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: is not read here, where nsp reads --"),
     ("mlm", ["--prompt", "a[MASK:0]"], "[MASK"), ("mlm", ["--prompt", "[MASK]", "--order", "analytic"], "or left"),
     ("mdlm", ["--prompt", "[MASK]", "--max_new_tokens", "1"], "lengths"),
     ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "--suffix: is not read"),
