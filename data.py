@@ -18,12 +18,9 @@ import warnings
 import zlib
 from dataclasses import dataclass
 
-# what follows must be set before torch is imported, so all files import this one first. NumPy is not required
+# torch warns where NumPy is not installed, which is not needed here. All files import this one before torch
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 warnings.filterwarnings("ignore", "The given buffer is not writable")               # a mapped file
-# oneDNN and torch would keep what was compiled for the last 1,024 shapes, a few MB each: texts of many lengths take GBs
-for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(cache, "256")
 import torch  # noqa: E402
 
 # ids 0..255 are the bytes themselves; the ids after them never occur in a corpus

@@ -20,6 +20,8 @@ ROPE_BASE = 10000.0
 CONV_WIDTH = 4                                  # ids that the convolution over the embeddings reads
 NGRAMS = 3, 4, 5, 6                             # lengths of the n-grams that have embeddings
 NGRAM_DIM = 32                                  # width of an n-gram embedding
+NGRAM_DECAY = 0.95                              # decay of the second moments of the n-gram table
+NGRAM_RATE = 6.0                                # learning rate of the n-gram table, as a multiple of the others'
 CONTEXT_WIDTH = max(CONV_WIDTH, *NGRAMS)        # W: a position's input depends on so many ids, its own included
 NGRAM_IDS = 258                                 # bytes, PAD and MASK; an n-gram with any other id has no embedding
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed number
@@ -38,7 +40,7 @@ class ModelConfig:
 
 
 # ---- the mask rule
-def can_attend(q, k, prefix, doc_q=None, doc_k=None):
+def can_attend(q, k, prefix):
     """The one mask rule, on positions that broadcast: True where query q may attend to key k.
 
     causal (prefix 0)   prefix 2        bidirectional (prefix T)
@@ -48,36 +50,32 @@ def can_attend(q, k, prefix, doc_q=None, doc_k=None):
       2 x x x .         2 x x x .       2 x x x x
       3 x x x x         3 x x x x       3 x x x x
 
-    With document ids, only to keys of its own document. choose_attention has faster forms of this rule."""
-    allowed = (k <= q) | (k < prefix)
-    return allowed if doc_q is None else allowed & (doc_q == doc_k)
+    choose_attention has faster forms of this rule."""
+    return (k <= q) | (k < prefix)
 
 
-def dense_mask(prefix, q, T_k, doc=None):  # prefix an int or (B,), positions q (T_q,) -> (1 or B, 1, T_q, T_k) bool
-    k = torch.arange(T_k, device=q.device)[None, None, None]
+def dense_mask(prefix, q, T_k):  # prefix an int or (B,), positions q (T_q,) -> (1 or B, T_q, T_k) bool
+    k = torch.arange(T_k, device=q.device)[None, None]
     if not isinstance(prefix, int):
-        prefix = prefix[:, None, None, None]
-    if doc is None:
-        return can_attend(q[:, None], k, prefix)
-    return can_attend(q[:, None], k, prefix, doc[:, None, q, None], doc[:, None, None, :])
+        prefix = prefix[:, None, None]
+    return can_attend(q[:, None], k, prefix)
 
 
-def choose_attention(prefix, q, T_k, n_head, dtype, doc=None, mask=None):
+def choose_attention(prefix, q, T_k, n_head, dtype, mask=None):
     """-> attend(q (B, H, T_q, D), k, v (B, H, T_k, D)) -> (B, H, T_q, D), for all blocks of a forward pass. Each equals
     attend_dense under can_attend, or under mask. q: positions of the queries (T_q,)."""
     cuda = q.device.type == "cuda"
-    is_uniform = isinstance(prefix, int) and doc is None and mask is None
+    is_uniform = isinstance(prefix, int) and mask is None
     is_causal = is_uniform and prefix == 0 and len(q) == T_k
     if cuda and is_causal:
         return functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    if mask is not None:
-        if mask.stride(0) == 0:                 # expanded: one mask for all rows
-            mask = mask[:1]
-        allowed = mask[:, None]                 # (B or 1, 1, T_q, T_k)
-    elif cuda and is_uniform and prefix >= T_k:
-        allowed = None                          # every key, by the fastest kernel
-    else:
-        allowed = dense_mask(prefix, q, T_k, doc)
+    if cuda and is_uniform and prefix >= T_k:
+        return F.scaled_dot_product_attention   # every key, by the fastest kernel
+    if mask is None:
+        mask = dense_mask(prefix, q, T_k)
+    elif mask.stride(0) == 0:                   # expanded: one mask for all rows
+        mask = mask[:1]
+    allowed = mask[:, None]                     # (B or 1, 1, T_q, T_k)
     if cuda or len(q) < T_k:
         return functools.partial(F.scaled_dot_product_attention, attn_mask=allowed)
     bias = torch.zeros(allowed.shape, dtype=dtype, device=q.device).masked_fill(~allowed, -torch.inf)
@@ -127,7 +125,7 @@ def apply_rope(x, cos, sin):  # x (..., D) -> the same shape; each pair (i, i + 
 class StackedLinear(nn.Module):
     """y = x W^T in x's dtype; the weight stays float32. Several maps of the same input are kept as one stack
     (n, n_out, n_in): one product forward, n matrices to the optimizer. Muon trains the StackedLinear layers
-    inside blocks, AdamW every other parameter but the n-gram table."""
+    inside blocks, AdamW every other parameter."""
 
     def __init__(self, n_in, n_out, stack=1, zero=False):
         super().__init__()
@@ -169,8 +167,8 @@ class Block(nn.Module):
         return x + self.down(SquaredReLU.apply(self.up(norm(x))))
 
 
-def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, mask=None, ngrams=None):
-    """x (B, T, C) -> (B, T, C). prefix, doc, positions, mask: as in Transformer.forward. ngrams: embeddings
+def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, ngrams=None):
+    """x (B, T, C) -> (B, T, C). prefix, positions, mask: as in Transformer.forward. ngrams: embeddings
     (B, T, C) and one gain (C,) a block; their product is added to each block's input."""
     T = x.size(1)
     q = torch.arange(T, device=x.device)                                            # (T,): positions
@@ -178,7 +176,7 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
     if cache is not None:
         q = q + cache.length
         T_k = cache.k[0].size(2)
-    attend = choose_attention(prefix, q, T_k, config.n_head, x.dtype, doc, mask)
+    attend = choose_attention(prefix, q, T_k, config.n_head, x.dtype, mask)
     positions = (q if positions is None else positions)[..., None, None]    # ([B,] T, 1, 1): alike for q, k and heads
     cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype, config.attn_scale)
     for i, block in enumerate(blocks):
@@ -193,15 +191,10 @@ def run_blocks(blocks, x, config, prefix, doc=None, cache=None, positions=None, 
 
 
 # ---- the input of the first block
-def context_ids(idx, previous, doc=None):  # ids (B, T), the W - 1 before them (B, W - 1) -> (B, T, W)
-    """The last W ids at each position, its own first. EOT (0) stands for what lies before the row or, with document
-    ids, in another document. Every layer outside of attention that mixes positions reads these ids. They look back
-    only, which every prefix allows. A `mask` of your own does not restrict them; document ids do."""
-    context = torch.cat((previous, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
-    if doc is None:
-        return context
-    doc_of_context = F.pad(doc, (CONTEXT_WIDTH - 1, 0), value=-1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
-    return context * (doc_of_context == doc[..., None])
+def context_ids(idx, previous):  # ids (B, T), the W - 1 before them (B, W - 1) -> (B, T, W)
+    """The last W ids at each position, its own first. Every layer outside of attention that mixes positions reads
+    these ids. They look back only, which every prefix allows; where a `mask` forbids that, a batch brings `before`."""
+    return torch.cat((previous, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
 
 
 def causal_conv(context, embedding, weight):  # ids (B, T, W), embedding (V, C), weight (CONV_WIDTH, C) -> (B, T, C)
@@ -234,13 +227,21 @@ class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, Cheng et al. 2026): for each
     length one row of a table, then one matrix over all lengths. Rows start at zero. Sentinels and separators stand
     between unrelated pieces of text, so an n-gram that holds one counts as zero. Training drops a share of the lookups,
-    as dropout does; which, depends on table row, position and seed alone. The table's gradient is sparse: that of each
-    lookup, which train.ngram_step applies. gain: each block's weights for the embeddings added to its input."""
+    as dropout does; which, depends on table row, position and seed alone. gain: each block's weights for the embeddings
+    added to its input.
+
+    The table is a buffer, not a parameter, because a step reads few of its rows: an optimizer would update all of them.
+    With keep_lookups (train.py switches it on), a backward pass stores the gradient of each lookup, and `update` then
+    changes the rows that were read. Without it the table stays as it is."""
 
     def __init__(self, config):
         super().__init__()
         self.rows = config.ngram_rows
-        self.table = nn.Parameter(torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))  # (N R, NGRAM_DIM)
+        self.register_buffer("table", torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))          # (N R, NGRAM_DIM)
+        # decayed sums of squared gradients, one number for each row of the table; saved with the optimizers' state
+        self.register_buffer("moments", torch.zeros(len(NGRAMS) * self.rows), persistent=False)
+        self.keep_lookups = False
+        self.lookups = []                       # (rows (n,), gradients (n, NGRAM_DIM), their mean squares (n,)) each
         self.proj = StackedLinear(len(NGRAMS) * NGRAM_DIM, config.n_embd)
         self.gain = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
         # set by every training step: share of the lookups that it drops, and its seed
@@ -255,11 +256,30 @@ class NgramEmbedding(nn.Module):
             place = torch.arange(row.size(1), device=row.device)[:, None]
             u = hash_uniform(row * row.size(1) + place, self.seed)
             scale = scale * (u >= self.drop) / (1 - self.drop)
-        x = self.look_up(row)                                                       # (B, T, N, NGRAM_DIM)
+        keeps = self.training and self.keep_lookups
+        x = self.look_up(row) if keeps else F.embedding(row, self.table)            # (B, T, N, NGRAM_DIM)
         return self.proj((x * scale[..., None]).flatten(2).to(dtype))
 
-    def look_up(self, row):
-        return F.embedding(row, self.table, sparse=self.training)
+    @torch.compiler.disable                     # torch.compile does not support the hook
+    def look_up(self, row):  # (B, T, N) -> (B, T, N, NGRAM_DIM), whose gradient a backward pass stores in self.lookups
+        def keep(grad):
+            grad = grad.flatten(0, 2)
+            self.lookups.append((row.flatten(), grad, grad.square().mean(1)))
+        x = F.embedding(row, self.table).requires_grad_()
+        x.register_hook(keep)
+        return x
+
+    @torch.no_grad()
+    def update(self, lr, ok):  # 0-D each; where ok is False, all gradients count as zero
+        """RMSprop (Tieleman and Hinton 2012) of the rows that were looked up, with one second moment for each row: a
+        decayed sum, not a mean, to which each lookup adds its own square."""
+        self.moments.mul_(NGRAM_DECAY)
+        for row, _, square in self.lookups:
+            self.moments.index_add_(0, row, torch.where(ok, square, 0.0))
+        for row, grad, _ in self.lookups:
+            scale = NGRAM_RATE * lr / (self.moments[row].sqrt() + 1e-10)
+            self.table.index_add_(0, row, -scale[:, None] * torch.where(ok, grad, 0.0))
+        self.lookups.clear()
 
 
 # ---- the network
@@ -281,17 +301,17 @@ class Transformer(nn.Module):
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
         self.heads = nn.ModuleDict()
 
-    def forward(self, idx, prefix=0, doc=None, cache=None, positions=None, mask=None, before=None):
+    def forward(self, idx, prefix=0, cache=None, positions=None, mask=None, before=None):
         """idx (B, T) -> hidden states (B, T, C), normalized.
 
-        prefix: the first `prefix` positions attend to each other both ways; an int (0 causal, T bidirectional) or
-        one for each row (B,). doc: document ids (B, T); attention stays inside a document. mask: in place of both
-        in attention, any (B or 1, T, T) bool, True where a query may attend. positions: for RoPE (B, T), where they
-        are not 0, 1, 2, ... before: the W - 1 ids before each position (B, T, W - 1), the nearest first, where they are
-        not the row's own. cache: a Cache, which idx continues; it takes no doc, no mask and no before."""
+        prefix: the first `prefix` positions attend to each other both ways; an int (0 causal, T bidirectional) or one
+        for each row (B,). mask: replaces the prefix; any (B or 1, T, T) bool, True where a query may attend.
+        positions: for RoPE (B, T), where they are not 0, 1, 2, ... before: the W - 1 ids before each position
+        (B, T, W - 1), the nearest first, where they are not the row's own; convolution and n-grams read them.
+        cache: a Cache, which idx continues; it is used without mask and before."""
         if before is None:
             previous = idx.new_zeros(len(idx), CONTEXT_WIDTH - 1) if cache is None else cache.append_ids(idx)
-            context = context_ids(idx, previous, doc)                               # (B, T, W)
+            context = context_ids(idx, previous)                                    # (B, T, W)
         else:
             context = torch.cat((idx[..., None], before), dim=2)
         x = causal_conv(context, self.embed.weight, self.conv_weight).to(self.dtype)
@@ -300,7 +320,7 @@ class Transformer(nn.Module):
             e = self.ngrams(context, self.dtype)                                    # (B, T, C)
             x = x + e
             ngrams = norm(e), self.ngrams.gain.to(self.dtype).unbind()
-        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, doc, cache, positions, mask, ngrams))
+        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, cache, positions, mask, ngrams))
 
     def logits(self, h):  # hidden (..., C) -> (..., n_outputs) float32
         return self.head(h).float()

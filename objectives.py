@@ -9,25 +9,25 @@ is done.
 
 A batch is a dict. "inp" (B, T) are ids; "tgt" (B, T), where ids are predicted, ids or IGNORE_INDEX, which has no loss;
 "prefix" an int for all rows (0 causal, T bidirectional) or one for each row (B,). An objective may add keys: more
-targets, under names that end in tgt; "positions" (B, T); a "mask" (B, T, T), with prefix 0, as bd3lm; and its own.
+targets, under names that end in tgt; "positions" (B, T); a "mask" (B, T, T) with "before" (B, T, W - 1), as bd3lm and
+document_mask do; and its own.
 Every tensor has B rows. `corrupt` draws from its generator g alone and has static shapes: no loop over rows, nothing
 read back from the device. Where papers draw each position by itself, the counts here are exact (k masked bytes, S spans
 of N bytes in a full row), so that no row is without a target.
 
-A loss may have several terms, such as a generator's and a discriminator's. The function `loss` returns their sums,
-the function `terms` their counts: the total is the sum over terms of coefficient * sum / count, over the whole global
-batch. A mean of micro-batch means would give targets unequal weights.
+A loss is a weighted sum of nats. The weights are part of the batch: "weight" (B, T) for each target, "share" (B,) for
+each row. They are made for all rows of a step (add_weights, where `corrupt` does not set its own), so the losses of its
+micro-batches add up to the loss of the whole batch. A mean of micro-batch means would give targets unequal weights.
 """
 import dataclasses
 import difflib
 import math
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
 from data import Flag, document_ids, fail
-from model import CONTEXT_WIDTH, Block, StackedLinear, Transformer, norm, run_blocks
+from model import CONTEXT_WIDTH, Block, StackedLinear, Transformer, dense_mask, norm, run_blocks
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -107,8 +107,8 @@ def aligned_window(T, hp):  # n_bytes of objectives that predict bytes in place
 
 
 def token_loss(model, batch, hp):  # cross-entropy of the byte head at every position with a target, in nats
-    nll, _ = target_nll(model, hidden_states(model, batch), batch["tgt"])
-    return {"nll": nll.sum()}
+    nll = target_nll(model, hidden_states(model, batch), batch)
+    return nll, {"nll": nll}
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,7 @@ class Objective:
     n_bytes: Callable = lambda T, hp: T + 1     # of objectives that predict the next byte
     min_rows: int = 1                           # of a step, or of a micro-batch where compares_rows
     heads: Callable = lambda config, hp: {}     # (config, hp) -> {name: module} beyond the byte head, in model.heads
-    # (batch, hp) -> {term: (count, coefficient)}, before the forward pass; metrics have coefficient 0
-    terms: Callable = lambda batch, hp: {"nll": (count_token_targets(batch), 1.0)}
-    # (model, batch, hp) -> {term: sum}, in nats; the mean of the byte head's term "nll" is also printed as perplexity
+    # (model, batch, hp) -> loss, {name: figure to print beside it}; of "nll" the perplexity is printed, too
     loss: Callable = token_loss
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
@@ -138,10 +136,9 @@ class Objective:
 
     # evaluation
     # bits per byte: "loss" (its loss / ln 2, for clm's rows), "causal" (its loss on clm's rows, as fim's), "bound" (its
-    # only term, "bound", which counts bytes, is an upper bound, as mdlm's), None where it defines none
+    # loss / ln 2 is an upper bound, as mdlm's), None where it defines none
     bpb: str | None = None
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
-    is_random: bool = True                      # corrupt draws random numbers
     target_hidden: bool = True                  # no input holds the target of a position, but for what BERT leaves
 
     # use: the first is sample.py's mode
@@ -161,34 +158,62 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     return dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0)
 
 
-def hidden_states(model, batch):  # -> (B, T, C): under the batch's prefix (or mask), documents and positions
-    return model(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"),
-                 mask=batch.get("mask"), before=batch.get("before"))
+def hidden_states(model, batch):  # -> (B, T, C): under the batch's prefix (or mask) and positions
+    return model(batch["inp"], batch["prefix"], positions=batch.get("positions"), mask=batch.get("mask"),
+                 before=batch.get("before"))
 
 
-def select_targets(h, tgt):  # states (B, T, C), tgt (B, T) -> states (N, C), targets (N,), their places in B * T (N,)
+def add_weights(batch):  # what `corrupt` returns, of all rows of a step -> the same with "share" and the weights
+    """"share" (B,) is 1 / B. "weight" has the shape of "tgt", and "future_weight" that of "future_tgt": all targets of
+    a head weigh the same, and together 1. A batch that has a "weight" keeps it."""
+    batch = dict(batch)
+    B = len(batch["inp"])
+    batch["share"] = torch.full((B,), 1 / B, device=batch["inp"].device)
+    for key in [key for key in batch if key.endswith("tgt")]:
+        has_target = batch[key] != IGNORE_INDEX
+        batch.setdefault(key.replace("tgt", "weight"), has_target / has_target.sum((0, 1)).clamp(min=1))
+    return batch
+
+
+def document_mask(batch):  # -> "mask" and "before" that keep attention, convolution and n-grams inside a document
+    """Documents end with EOT. They are those of the corrupted ids: a masked EOT does not end one."""
+    inp = batch["inp"]
+    doc = document_ids(inp)                                                         # (B, T)
+    allowed = dense_mask(batch["prefix"], torch.arange(doc.size(1), device=doc.device), doc.size(1))
+    same_document = doc[:, :, None] == doc[:, None, :]
+    before = ids_before(inp) * (ids_before(doc) == doc[:, :, None])                 # EOT in place of others
+    return {"mask": allowed & same_document, "before": before}
+
+
+def ids_before(ids):  # (B, T) -> (B, T, W - 1): the ids before each position, the nearest first; EOT before the row
+    return F.pad(ids, (CONTEXT_WIDTH - 1, 0))[:, :-1].unfold(1, CONTEXT_WIDTH - 1, 1).flip(2)
+
+
+def select_targets(h, batch):  # states (B, T, C) -> states (N, C), targets (N,), weights (N,)
     """On a CPU only positions with a target, since no other needs logits. On a GPU all positions: the number with a
     target depends on the data, and reading it would stall the device. A compiler needs constant shapes, too."""
     h = h.flatten(0, 1)
-    tgt = tgt.flatten()
+    tgt = batch["tgt"].flatten()
+    weight = batch["weight"].flatten()
     if h.device.type != "cpu" or torch.compiler.is_compiling():
-        return h, tgt, torch.arange(len(tgt), device=tgt.device)
+        return h, tgt, weight
     place = (tgt != IGNORE_INDEX).nonzero()[:, 0]
-    return h.index_select(0, place), tgt[place], place
+    return h.index_select(0, place), tgt[place], weight[place]
 
 
-def target_nll(model, h, tgt):  # states (B, T, C), tgt (B, T) -> (N,) nats of the byte head, places in B * T (N,)
-    h, tgt, place = select_targets(h, tgt)
-    return F.cross_entropy(model.logits(h), tgt, ignore_index=IGNORE_INDEX, reduction="none"), place
+def target_nll(model, h, batch):  # states (B, T, C) -> weighted sum of the byte head's nats (0-D)
+    h, tgt, weight = select_targets(h, batch)
+    return position_nats(model.logits(h), tgt) @ weight
 
 
-def count_token_targets(batch):
-    return (batch["tgt"] != IGNORE_INDEX).sum()
+def position_nats(logits, tgt):  # logits (..., V), tgt (...) -> cross-entropy (...), 0 where there is no target
+    nats = F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return nats.view(tgt.shape)
 
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", is_random=False, uses=(Continue(),))
+    supports_doc_mask=True, bpb="loss", uses=(Continue(),))
 CAUSAL = OBJECTIVES["clm"]                      # others measure their bits per byte on its rows
 
 
@@ -583,34 +608,29 @@ def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, V): logits of the bytes 2, 
     return model.logits(ahead)
 
 
-def mtp_terms(batch, hp):
-    weight = hp.mtp_weight / max(1, hp.mtp_heads - 1)
-    counts = (batch["future_tgt"] != IGNORE_INDEX).sum((0, 1)).clamp(min=1).unbind()
-    heads = {f"head{k}": (count, weight) for k, count in enumerate(counts, 2)}
-    return {"nll": (batch["tgt"].numel(), 1.0)} | heads
-
-
 def mtp_loss(model, batch, hp):
     h = hidden_states(model, batch)                             # (B, T, C)
-    tgt = torch.cat((batch["tgt"][:, :, None], batch["future_tgt"]), dim=2)         # (B, T, n)
-    sums = {"nll": cross_entropy_sum(model.logits(h), batch["tgt"])}
+    nll = (position_nats(model.logits(h), batch["tgt"]) * batch["weight"]).sum()
+    figures = {"nll": nll}
+    loss = nll
+    future = batch["future_tgt"]                                # (B, T, n - 1)
     drafter = mtp_drafter(hp)
     logits = drafter(model, h) if drafter else None             # (B, T, n - 1, V)
-    for k in range(1, hp.mtp_heads):
+    tgt = batch["tgt"]
+    for k in range(hp.mtp_heads - 1):
         if drafter:
-            head_logits = logits[:, :, k - 1]
+            head_logits = logits[:, :, k]
         else:
-            block = model.heads["mtp"]["blocks"][k - 1]
-            e = norm(model.embed(tgt[:, :, k - 1].clamp(min=0)).to(h.dtype))        # of byte i + k at position i
+            block = model.heads["mtp"]["blocks"][k]
+            e = norm(model.embed(tgt.clamp(min=0)).to(h.dtype))                     # of the byte before this target
             x = block.join(torch.cat((h, e), dim=-1))                               # h is normed already
-            h = norm(run_blocks([block], x, model.config, 0, batch.get("doc")))
+            h = norm(run_blocks([block], x, model.config, 0, mask=batch.get("mask")))
             head_logits = model.logits(h)
-        sums[f"head{k + 1}"] = cross_entropy_sum(head_logits, tgt[:, :, k])
-    return sums
-
-
-def cross_entropy_sum(logits, tgt):  # logits (..., V), tgt (...) -> nats, summed over positions with a target
-    return F.cross_entropy(logits.flatten(0, -2), tgt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        tgt = future[:, :, k]
+        nats = (position_nats(head_logits, tgt) * batch["future_weight"][:, :, k]).sum()
+        figures[f"head{k + 2}"] = nats
+        loss = loss + hp.mtp_weight / (hp.mtp_heads - 1) * nats
+    return loss, figures
 
 
 def mtp_drafter(hp):
@@ -619,11 +639,11 @@ def mtp_drafter(hp):
 
 OBJECTIVES["mtp"] = Objective(
     "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead", attention="causal",
-    n_bytes=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, terms=mtp_terms, loss=mtp_loss,
+    n_bytes=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, loss=mtp_loss,
     flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)},
-    supports_doc_mask=True, bpb="causal", is_random=False, uses=(Continue(drafter=mtp_drafter),))
+    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),))
 
 
 # ---- electra: replaced token detection
@@ -686,18 +706,18 @@ def electra_loss(model, batch, hp):
     positions = batch["masked_positions"]
     labels = torch.zeros_like(batch["inp"]).scatter(1, positions, (fake != clean).long())           # (B, T)
     x = batch["inp"].scatter(1, positions, fake)                                    # (B, T)
-    replaced = score_positions(model, x, "replaced")           # log-odds
-    return {"generator": cross_entropy_sum(logits, clean),
-            "discriminator": F.binary_cross_entropy_with_logits(replaced, labels.float(), reduction="sum"),
-            "replaced": labels.sum()}
+    replaced = score_positions(model, x, "replaced")            # (B, T) log-odds
+    nats = F.binary_cross_entropy_with_logits(replaced, labels.float(), reduction="none")
+    generator = position_nats(logits, clean).mean(1) @ batch["share"]
+    discriminator = nats.mean(1) @ batch["share"]
+    share_replaced = labels.float().mean(1) @ batch["share"]
+    figures = dict(generator=generator, discriminator=discriminator, replaced=share_replaced)
+    return generator + hp.electra_weight * discriminator, figures
 
 
 OBJECTIVES["electra"] = Objective(
     "electra", corrupt=electra, help="which bytes a generator replaced", use_help="mark suspicious bytes",
     attention="bidirectional", n_bytes=aligned_window, heads=electra_heads, loss=electra_loss,
-    terms=lambda batch, hp: {"generator": (batch["masked_positions"].numel(), 1.0),
-                             "discriminator": (batch["inp"].numel(), hp.electra_weight),
-                             "replaced": (batch["inp"].numel(), 0.0)},
     flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0, 1e6),
                        "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
     flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15},
@@ -905,10 +925,12 @@ def nsp(x, g, hp):  # x (B, 2 h + NSP_GAP) -> inp, tgt (B, T), labels (B,)
 def nsp_loss(model, batch, hp):
     h = hidden_states(model, batch)                                                 # (B, T, C)
     follows = model.heads["nsp"](h[:, 0].float())[:, 0]                             # (B,)
-    nll, _ = target_nll(model, h, batch["tgt"])
-    correct = ((follows > 0) == (batch["labels"] == 1)).sum()
-    nats = F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="sum")
-    return {"nll": nll.sum(), "nsp": nats, "accuracy": correct}
+    nll = target_nll(model, h, batch)
+    nats = F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="none")   # (B,)
+    nsp_nats = nats @ batch["share"]
+    correct = (follows > 0) == (batch["labels"] == 1)
+    figures = dict(nll=nll, nsp=nsp_nats, accuracy=correct.float() @ batch["share"])
+    return nll + hp.nsp_weight * nsp_nats, figures
 
 
 def predict_follows(model, first, second, hp):  # ids, ids -> 0-D log-odds that the second follows the first
@@ -922,8 +944,6 @@ OBJECTIVES["nsp"] = Objective(
     "nsp", corrupt=nsp, help="whether B follows A, and masked bytes", use_help="compare two texts",
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
     heads=lambda config, hp: {"nsp": scalar_head(config)}, loss=nsp_loss,
-    terms=lambda batch, hp: {"nll": (count_token_targets(batch), 1.0), "nsp": (len(batch["labels"]), hp.nsp_weight),
-                             "accuracy": (len(batch["labels"]), 0.0)},
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
@@ -958,14 +978,14 @@ def contrastive_loss(model, batch, hp):
     a, b = states.unflatten(0, (-1, 2)).unbind(1)
     sim = a @ b.T / hp.tau                                                          # (B, B)
     same = torch.arange(len(sim), device=sim.device)
-    infonce = cross_entropy_sum(sim, same) + cross_entropy_sum(sim.T, same)
-    return {"infonce": infonce, "top1": (sim.argmax(1) == same).sum()}
+    nats = (position_nats(sim, same) + position_nats(sim.T, same)) / 2              # (B,)
+    correct = sim.argmax(1) == same
+    return nats @ batch["share"], {"top1": correct.float() @ batch["share"]}
 
 
 OBJECTIVES["contrastive"] = Objective(
     "contrastive", corrupt=contrastive, help="which crops share a window", use_help="embed and search",
     attention="bidirectional", n_bytes=aligned_window, min_rows=2, loss=contrastive_loss,
-    terms=lambda batch, hp: {"infonce": (2 * len(batch["inp"]), 1.0), "top1": (len(batch["inp"]), 0.0)},
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
     flag_defaults=NARROW_HEADS | MORE_PASSES | {"batch_size": 32},                  # its rows are the negatives
@@ -985,7 +1005,8 @@ def mdlm(x, g, hp):  # x (B, L) -> inp, tgt, weight (B, L)
     bytes are predicted, never MASK or another id (MDLM's SUBS). Departure: up to a share uniform_from of the steps, l
     is mask_rate of L, since high rates teach little early. The loss of these steps is no bound; validation's is."""
     masked, weight = mask_blocks(x, x.size(1), g, hp)
-    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight, prefix=x.size(1))
+    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight / x.numel(),
+                prefix=x.size(1))
 
 
 def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)
@@ -998,7 +1019,7 @@ def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)
     order = torch.rand(B, len(size), generator=g, device=g.device).argsort(dim=0)
     u = (order + torch.rand(B, len(size), generator=g, device=g.device)) / B
     count = 1 + (u * size).long().minimum(size - 1)                                 # (B, blocks)
-    is_early = getattr(hp, "progress", 1.0) < hp.uniform_from
+    is_early = hp.progress < hp.uniform_from
     count = count + ((size * hp.mask_rate + 0.5).long().clamp(min=1) - count) * is_early
     key = F.pad(torch.rand(B, L, generator=g, device=g.device), (0, len(size) * n - L), value=2.0)
     masked = ranks(key.view(B, len(size), n)) < count[..., None]                    # (B, blocks, n)
@@ -1006,15 +1027,10 @@ def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)
     return masked.flatten(1)[:, :L], weight[:, :L]
 
 
-def mdlm_cost(logits, tgt):  # (N, 256), (N,) -> (N,) nats
-    return F.cross_entropy(logits, tgt, ignore_index=IGNORE_INDEX, reduction="none")
-
-
-def bound_loss(cost):  # -> loss of an Objective: an estimate of the rows' bounds, in nats
+def bound_loss(cost):  # -> loss of an Objective: an estimate of the bound, in nats a byte
     def loss(model, batch, hp):
-        h, tgt, place = select_targets(hidden_states(model, batch), batch["tgt"])
-        nats = cost(model.logits(h)[..., :N_BYTES], tgt) * batch["weight"].flatten()[place]
-        return {"bound": nats.sum()}
+        h, tgt, weight = select_targets(hidden_states(model, batch), batch)
+        return cost(model.logits(h)[..., :N_BYTES], tgt) @ weight, {}
     return loss
 
 
@@ -1024,9 +1040,9 @@ DIFFUSION_FLAGS = MASK_RATE | {
 DIFFUSION_DEFAULTS = SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.4}
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
-    n_bytes=aligned_window, terms=lambda batch, hp: {"bound": ((batch["weight"] > 0).sum(), 1.0)},       # bytes
-    loss=bound_loss(mdlm_cost), flags=DIFFUSION_FLAGS, flag_defaults=DIFFUSION_DEFAULTS, supports_doc_mask=True,
-    bpb="bound", uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),))
+    n_bytes=aligned_window, loss=bound_loss(position_nats), flags=DIFFUSION_FLAGS, flag_defaults=DIFFUSION_DEFAULTS,
+    supports_doc_mask=True, bpb="bound",
+    uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion
@@ -1076,12 +1092,8 @@ def bd3lm(x, g, hp):  # x (B, L) -> inp, tgt, weight, positions (B, 2 L), mask (
     in_block = torch.arange(1, CONTEXT_WIDTH, device=g.device) <= (i % n)[:, None]  # (L, W - 1): of the own block
     before = ids_before(noisy).where(in_block, ids_before(x))
     return dict(inp=torch.cat((noisy, x), dim=1), tgt=F.pad(x.where(masked, IGNORE_INDEX), (0, L), value=IGNORE_INDEX),
-                prefix=0, weight=F.pad(weight, (0, L)), mask=mask.expand(len(x), -1, -1),
+                prefix=0, weight=F.pad(weight / x.numel(), (0, L)), mask=mask.expand(len(x), -1, -1),
                 before=torch.cat((before, ids_before(x)), dim=1), positions=i.repeat(2).expand(len(x), -1))
-
-
-def ids_before(ids):  # (B, L) -> (B, L, W - 1): the ids before each position, the nearest first; EOT before the row
-    return F.pad(ids, (CONTEXT_WIDTH - 1, 0))[:, :-1].unfold(1, CONTEXT_WIDTH - 1, 1).flip(2)
 
 
 # as many clean bytes as the other objectives read; small blocks learn no more with a constant rate first
@@ -1111,14 +1123,13 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
 
 def rotation_loss(model, batch, hp):
     scores = score_positions(model, batch["inp"], "seam")
-    correct = (scores.argmax(1) == batch["labels"]).sum()
-    return {"seam": cross_entropy_sum(scores, batch["labels"]), "accuracy": correct}
+    correct = scores.argmax(1) == batch["labels"]
+    return position_nats(scores, batch["labels"]) @ batch["share"], {"accuracy": correct.float() @ batch["share"]}
 
 
 OBJECTIVES["rotation"] = Objective(
     "rotation", corrupt=rotation, help="where a rotated text was cut", use_help="find where a text was cut",
     attention="bidirectional", n_bytes=aligned_window, heads=lambda config, hp: {"seam": scalar_head(config)},
-    terms=lambda batch, hp: {"seam": (len(batch["labels"]), 1.0), "accuracy": (len(batch["labels"]), 0.0)},
     loss=rotation_loss, flag_defaults={"block_size": 64},       # 16 rows of 256 do not learn
     single_document=True, uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),))
 
@@ -1145,26 +1156,15 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     tgt = F.pad(tgt[:, 1:], (0, 1), value=IGNORE_INDEX)                             # shifted as in clm
     inp = noisy.where(is_masked[:, None], x[:, :-1])
     tgt = tgt.where(is_masked[:, None], x[:, 1:])
-    return dict(inp=inp, tgt=tgt, prefix=torch.where(is_masked, T, 0))
-
-
-def hybrid_terms(batch, hp):
-    has_target = batch["tgt"] != IGNORE_INDEX
-    is_masked = (batch["prefix"] > 0)[:, None]
-    n_masked = (has_target & is_masked).sum().clamp(min=1)
-    n_causal = (has_target & ~is_masked).sum().clamp(min=1)
-    return {"masked": (n_masked, hp.hybrid_ratio), "causal": (n_causal, 1 - hp.hybrid_ratio)}
-
-
-def hybrid_loss(model, batch, hp):
-    nll, place = target_nll(model, hidden_states(model, batch), batch["tgt"])
-    is_masked = batch["prefix"][place // batch["tgt"].size(1)] > 0                  # (N,)
-    return {"masked": (nll * is_masked).sum(), "causal": (nll * ~is_masked).sum()}
+    # the targets of each kind weigh the same, and together as much as its share
+    n_targets = torch.where(is_masked, n_masked * k, (B - n_masked) * T)
+    weight = torch.where(is_masked, hp.hybrid_ratio, 1 - hp.hybrid_ratio) / n_targets               # (B,)
+    return dict(inp=inp, tgt=tgt, prefix=torch.where(is_masked, T, 0), weight=weight[:, None].expand(B, T))
 
 
 OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
-    min_rows=2, terms=hybrid_terms, loss=hybrid_loss,
+    min_rows=2,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows, of which there is one at least", 0.0, 1.0)},
     flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal", uses=(Fill((EOT,), shift=1), Continue()))
 
@@ -1176,7 +1176,6 @@ class Member:
     weight: float                               # of its loss; the weights add up to 1
     rows: int                                   # of a step
     n: int                                      # raw bytes that fill one of them
-    hp: Namespace                               # the run's settings
     key: str                                    # of its random numbers, so that members read different windows
 
 
@@ -1204,15 +1203,9 @@ def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Mem
             fail(f"--objective {hp.objective}: {name} needs {least} rows a step, and has {r}. "
                  f"Try --batch_size {math.ceil(least / share / hp.accum)}")
         n = objective.n_bytes(hp.block_size, hp)                # fails where rows are impossible
-        members.append(Member(objective, share, r, n, hp, f",{i}" if i else ""))
+        members.append(Member(objective, share, r, n, f",{i}" if i else ""))
     return members
 
 
 def member_names(objective):  # hp.objective, such as "clm:0.5,mlm:0.5" -> ["clm", "mlm"]
     return [part.partition(":")[0].strip() for part in objective.split(",")]
-
-
-def n_targets(objective, batch, hp):  # -> positions with loss; a position counts once for every target that it has
-    if objective.bpb == "bound":                # its terms count all bytes
-        return count_token_targets(batch)
-    return sum(count for count, coefficient in objective.terms(batch, hp).values() if coefficient)

@@ -1,4 +1,4 @@
-"""A run: its settings, its device, its folder, its checkpoint. What training and sampling share.
+"""The machinery room: settings, devices, processes, folders, checkpoints, signals. Skip it at first reading.
 
 A run is a folder that holds ckpt.pt (the latest state), best.pt (the state of lowest validation loss),
 metrics.jsonl and, where matplotlib is installed, loss.png.
@@ -9,7 +9,9 @@ import ctypes
 import gc
 import glob
 import itertools
+import json
 import os
+import signal
 import sys
 import zipfile
 
@@ -17,8 +19,9 @@ from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer
 from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
+from tqdm import tqdm
 
-VERSION = 8                                     # of the checkpoint's layout; raise it when older ones no longer load
+VERSION = 9                                     # of the checkpoint's layout; raise it when older ones no longer load
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DEVICE_FLAGS = {
@@ -162,8 +165,10 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     base |= own
     if "max_iters" in chosen:
         base["max_passes"] = 0.0
-    # init_step: steps that the weights had before this run; it reads the windows after theirs
-    hp = argparse.Namespace(**{"init_step": 0} | base | chosen | {"device": str(device), "resume": resume})
+    # init_step: steps that the weights had before this run, which reads the windows after theirs
+    # progress: share of the run's steps that are done; training replaces it by a tensor
+    own = {"device": str(device), "resume": resume, "progress": 1.0}
+    hp = argparse.Namespace(**{"init_step": 0} | base | chosen | own)
     hp.dtype = resolve_dtype(hp.dtype, device)
     check_combinations(hp, given)
     return hp
@@ -237,6 +242,9 @@ def use_device(device):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type == "cpu":
+        # oneDNN and torch cache kernels for the last 1,024 shapes, a few MB each: texts of many lengths would take GBs
+        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            os.environ.setdefault(name, "256")
         tune_malloc()
         a = torch.randn(256, 256, generator=make_rng("probe"))
         exact = a.double() @ a.double()
@@ -287,6 +295,50 @@ class GraphedStep:
         return self.out
 
 
+# ---- several processes, as torchrun starts them: each takes every WORLD-th micro-batch
+def join_processes(hp):
+    if WORLD == 1:
+        return
+    if hp.accum % WORLD or hp.cuda_graph:
+        fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try a multiple of {WORLD}, "
+             "without --cuda_graph")
+    if not torch.distributed.is_initialized():  # gloo: messages between hosts, without waiting for a device
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
+    if RANK:                                    # the first process prints for all
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+
+def sum_over_processes(model, loss):  # gradients, n-gram lookups and loss become sums over all processes
+    """All processes get the same bits only if the sum of each row of the n-gram table, too, is computed once."""
+    if WORLD == 1:
+        return
+    tensors = [loss]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        tensors.append(p.grad)
+    ngrams = model.ngrams
+    if ngrams is not None:
+        n, D = ngrams.table.shape
+        sums = ngrams.table.new_zeros(n, D + 1)                 # of gradients, of mean squares
+        for row, grad, square in ngrams.lookups:
+            sums.index_add_(0, row, torch.cat((grad, square[:, None]), dim=1))
+        ngrams.lookups = [(torch.arange(n, device=sums.device), sums[:, :D], sums[:, D])]
+        tensors.append(sums)
+    for t in tensors:
+        torch.distributed.all_reduce(t)
+
+
+def any_rank(flag):  # -> is it true in any process?
+    result = torch.tensor(int(flag))
+    if WORLD > 1:
+        torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX)
+    return bool(result)
+
+
+def barrier():  # waits until all processes are here
+    any_rank(False)
+
+
 # ---- the folder
 def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_dir does
     if hp.out_dir:
@@ -300,7 +352,11 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_
         path = f"{base}-{i}"
 
 
-def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at a time
+def open_metrics(out_dir, length=0):  # -> binary file, locked: a folder holds one run at a time
+    """Only the first process writes. Lines after the first `length` bytes are dropped: a resumed run trains those steps
+    again. A file that is shorter than that starts anew."""
+    if RANK:
+        return open(os.devnull, "r+b")
     try:
         os.makedirs(out_dir, exist_ok=True)
         f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b")
@@ -313,7 +369,34 @@ def open_metrics(out_dir):  # -> binary file, locked: a folder holds one run at 
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)       # ends with the process, however that ends
         except BlockingIOError:
             fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
+    is_whole = f.seek(0, os.SEEK_END) >= length
+    f.truncate(length if is_whole else 0)
+    f.seek(0, os.SEEK_END)
     return f
+
+
+def write_line(f, record):  # one JSON object, flushed
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON has no infinity and no NaN
+    f.write(json.dumps(record).encode() + b"\n")
+    f.flush()
+
+
+def draw_losses(out_dir):  # loss.png beside metrics.jsonl: nats over steps, by split, objective and source
+    try:
+        from matplotlib.figure import Figure  # here: it is optional
+    except ImportError:
+        return
+    curves = {}
+    with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
+        for r in [json.loads(line) for line in f][1:]:
+            curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
+    axes = Figure().subplots()
+    for label, points in sorted(curves.items()):
+        style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
+        axes.plot(*zip(*points), label=label, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per target)")
+    axes.legend()
+    axes.figure.savefig(os.path.join(out_dir, "loss.png"), dpi=120, bbox_inches="tight")
 
 
 # ---- checkpoints
@@ -338,6 +421,10 @@ def save_checkpoint(path, state):
         f.flush()
         os.fsync(f.fileno())
     os.replace(path + ".tmp", path)
+
+
+def settings_to_save(hp):  # -> {name: value}
+    return vars(hp) | {"resume": "", "progress": 1.0}
 
 
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
@@ -418,6 +505,33 @@ def for_inference(model):  # casts weights to the activations' type, so that a p
     for layer in [m for m in model.modules() if isinstance(m, (StackedLinear, torch.nn.Embedding))]:
         layer.to(model.dtype)
     return model.eval().requires_grad_(False)
+
+
+# ---- signals and closed pipes
+@contextlib.contextmanager
+def catch_signals():  # -> a list of the signals that were received; a second one ends the process at once
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    caught = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    caught = [number for number in caught if signal.getsignal(number) is not signal.SIG_IGN]        # of nohup
+    before = {number: signal.signal(number, handler) for number in caught}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def say(text, stop):  # if stdout is closed (| head, a closed terminal), the run stops as it does by a signal
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except OSError:
+        discard_stdout()
+        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no such signal
 
 
 # ---- a program

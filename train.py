@@ -7,23 +7,23 @@
 
 B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
 """
-import contextlib
 import itertools
-import json
 import math
 import os
 import signal
+import statistics
 import sys
 import time
 from argparse import Namespace
-from dataclasses import replace
+from functools import partial
 
-from data import check_sizes, compressor_bits, document_ids, fail, make_rng, open_corpus, read_windows, sample_windows
+from data import check_sizes, compressor_bits, fail, make_rng, open_corpus, read_windows, sample_windows
 from data import to_seed, to_symbol
-from model import NGRAM_DIM, NGRAMS, StackedLinear
-from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, get_members, n_targets
-from run import RANK, VERSION, WORLD, GraphedStep, build, choose_out_dir, copy_tensors, discard_stdout, get_config
-from run import load_checkpoint, open_metrics, run_program, save_checkpoint, start_from, use_device
+from model import NGRAMS, StackedLinear
+from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, Member, add_weights, document_mask, get_members
+from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals, choose_out_dir, copy_tensors
+from run import draw_losses, get_config, join_processes, load_checkpoint, open_metrics, run_program, save_checkpoint
+from run import say, settings_to_save, start_from, sum_over_processes, use_device, write_line
 import torch
 from tqdm import tqdm
 
@@ -32,40 +32,42 @@ MIN_ITERS = 200                                 # fewest steps of a run without 
 BETAS, EPS = (0.9, 0.95), 1e-10                 # of AdamW
 MOMENTUM, NS_STEPS = 0.9, 4                     # of Muon; at width 128 as good as 5 steps, and .9 better than .95
 NS_COEFFICIENTS = 3.4445, -4.7750, 2.0315
-NGRAM_DECAY, NGRAM_RATE = 0.95, 6.0             # n-gram table: decay of second moments; multiple of the rate
 NGRAM_WARMUP = 2_500_000                        # positions over which its drop rate grows, at most
 BYTES_PER_ROW = 4                               # of text, that a row of the n-gram table can memorize
 
 
 # ---- batches
 def draw_windows(m, corpus, split, B, key):  # member -> source (B,), offset (B, candidates), on the CPU
-    return sample_windows(corpus, split, m.n, B, make_rng(f"{key}{m.key},windows"), m.objective.single_document)
+    return sample_windows(corpus, split, m.n, B, make_rng(f"{key},windows"), m.objective.single_document)
 
 
-def make_batch(m, corpus, split, windows, g):  # windows: as draw_windows returns them -> batch
+def make_batch(m, corpus, split, windows, g, hp):  # windows: as draw_windows returns them -> batch
     source, offset = (t.to(corpus[0][split].device) for t in windows)
     x = read_windows(corpus, split, source, offset, m.n)                            # (B, n)
-    if m.hp.device.startswith("cuda") and not x.is_cuda:        # a corpus too large for the GPU
-        x = x.pin_memory().to(m.hp.device, non_blocking=True)
-    batch = m.objective.corrupt(x.to(m.hp.device), g, m.hp)
-    if m.hp.doc_mask:                           # of the corrupted ids: a masked EOT does not end a document
-        batch["doc"] = document_ids(batch["inp"])
-    return batch
+    if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU
+        x = x.pin_memory().to(hp.device, non_blocking=True)
+    return add_weights(m.objective.corrupt(x.to(hp.device), g, hp))
 
 
-def draw_batch(m, corpus, split, B, key):  # -> batch of B rows, a pure function of member and key
+def draw_batch(m, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of member and key
     windows = draw_windows(m, corpus, split, B, key)
-    return make_batch(m, corpus, split, windows, make_rng(f"{key}{m.key},{m.objective.name}", m.hp.device))
+    return make_batch(m, corpus, split, windows, make_rng(f"{key},{m.objective.name}", hp.device), hp)
 
 
-def micro_batch(batch, i, n):  # -> the i-th of n parts, equal to within a row; an int is a prefix of all rows
-    return {k: v if isinstance(v, int) else v[len(v) * i // n:len(v) * (i + 1) // n] for k, v in batch.items()}
+def micro_batch(batch, i, n, hp):  # -> the i-th of n parts, equal to within a row
+    part = {}
+    for key, value in batch.items():
+        is_number = isinstance(value, int)      # the prefix of all rows
+        part[key] = value if is_number else value[len(value) * i // n:len(value) * (i + 1) // n]
+    if hp.doc_mask:
+        part |= document_mask(part)
+    return part
 
 
-# ---- optimizers: Muon for the StackedLinear layers inside blocks, ngram_step for the n-gram table, AdamW for the rest
+# ---- optimizers: Muon for the StackedLinear layers inside blocks, AdamW for all other parameters
 def make_optimizer(model, hp):  # -> its state, in tensors that keep their addresses for a CUDA graph
     hidden = [m.weight for name, m in model.named_modules() if isinstance(m, StackedLinear) and "blocks." in name]
-    rest = [p for name, p in model.named_parameters() if name != "ngrams.table" and not any(p is q for q in hidden)]
+    rest = [p for p in model.parameters() if not any(p is q for q in hidden)]
     by_shape = {}                               # one Newton-Schulz call per shape: few large products, not many small
     for p in hidden if hp.optimizer == "muon" else []:          # (n, rows, columns): n matrices of one shape
         by_shape.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
@@ -73,38 +75,24 @@ def make_optimizer(model, hp):  # -> its state, in tensors that keep their addre
             for shape, params in by_shape.items()]
     adamw = rest + hidden if hp.optimizer == "adamw" else rest
     first, second = torch.zeros(2, sum(p.numel() for p in adamw), device=hp.device)             # one p after another
-    rows = 0 if model.ngrams is None else len(model.ngrams.table)
-    ngrams = torch.zeros(rows, device=hp.device)                # second moments of the table's rows (R,)
     lr = torch.zeros((), device=hp.device)
-    return Namespace(lr=lr, hidden=hidden, muon=muon, adamw=adamw, first=first, second=second, ngrams=ngrams)
-
-
-def optimizer_tensors(opt):  # -> {name: tensor}, for a checkpoint
-    momenta = {f"muon.{i}": momentum for i, (_, momentum) in enumerate(opt.muon)}
-    return momenta | {"adamw.first": opt.first, "adamw.second": opt.second, "ngrams": opt.ngrams}
+    return Namespace(lr=lr, hidden=hidden, muon=muon, adamw=adamw, first=first, second=second)
 
 
 @torch.no_grad()
-def optimizer_step(opt, table, lookups, step, found_inf, hp):  # lookups: of take_lookups; step, found_inf: 0-D
-    lr = opt.lr * ~found_inf                    # where found_inf nothing changes, without waiting for the device
+def optimizer_step(opt, step, lr, hp):  # step, lr: 0-D
     for p in opt.hidden if hp.weight_decay else []:
         p.mul_(1 - lr * hp.weight_decay)
     for params, momentum in opt.muon:
-        muon_step(params, momentum, lr, found_inf, getattr(torch, hp.dtype))
-    adamw_step(opt.adamw, opt.first, opt.second, step, lr, found_inf)
-    if lookups:
-        ngram_step(table, opt.ngrams, lookups, lr, found_inf)
+        muon_step(params, momentum, lr, getattr(torch, hp.dtype))
+    adamw_step(opt.adamw, opt.first, opt.second, step, lr)
 
 
-def gradients(params):  # None: no term depends on it
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-
-
-def adamw_step(params, first, second, step, lr, found_inf):  # first, second (n,): moments
-    """AdamW (Loshchilov and Hutter 2019), but for its weight decay, which comes before."""
-    grad = torch.cat([g.flatten() for g in gradients(params)])                      # (n,)
-    first.lerp_(torch.where(found_inf, first, grad), 1 - BETAS[0])
-    second.lerp_(torch.where(found_inf, second, grad.square()), 1 - BETAS[1])
+def adamw_step(params, first, second, step, lr):  # first, second (n,): moments
+    """AdamW (Loshchilov and Hutter 2019) without weight decay, which optimizer_step applies."""
+    grad = torch.cat([p.grad.flatten() for p in params])                            # (n,)
+    first.lerp_(grad, 1 - BETAS[0])
+    second.lerp_(grad.square(), 1 - BETAS[1])
     mean = first / (1 - BETAS[0] ** (step + 1))
     square = second / (1 - BETAS[1] ** (step + 1))
     update = lr * mean / (square.sqrt() + EPS)
@@ -112,34 +100,12 @@ def adamw_step(params, first, second, step, lr, found_inf):  # first, second (n,
         p.sub_(u.view_as(p))
 
 
-def take_lookups(table):  # -> [(row (n,), gradient (n, D), mean squared gradient (n,))] of the last backward pass
-    """Takes the gradient away, since torch would add up the next one's lookups by rows."""
-    if table is None or table.grad is None:     # None: no term depends on it
-        return []
-    row = table.grad._indices()[0]
-    grad = table.grad._values()
-    table.grad = None
-    return [(row, grad, grad.square().mean(1))]
-
-
-def ngram_step(table, moments, lookups, lr, found_inf):  # table (R, D), moments (R,), lookups: of take_lookups
-    """Updates only the rows that were looked up, as RMSprop does, with one second moment a row: a decayed sum, not a
-    mean, to which each lookup adds its own. No shape depends on how many lookups share a row."""
-    moments.mul_(torch.where(found_inf, 1.0, NGRAM_DECAY))
-    for row, _, square in lookups:
-        moments.index_add_(0, row, torch.where(found_inf, 0.0, square))
-    for row, grad, _ in lookups:
-        scale = NGRAM_RATE * lr / (moments[row].sqrt() + EPS)
-        table.index_add_(0, row, -scale[:, None] * torch.where(found_inf, 0.0, grad))
-
-
-def muon_step(params, momentum, lr, found_inf, dtype):  # momentum (N, r, c), r <= c: all matrices of one shape at once
+def muon_step(params, momentum, lr, dtype):  # momentum (N, r, c), r <= c: all matrices of one shape at once
     """Muon (Jordan et al. 2024): Nesterov momentum, orthogonalized. Scaled to the root mean square of AdamW's
     updates (Liu et al. 2025), so that one learning rate serves both."""
     def transpose_tall(t):  # the shorter side first: the iteration multiplies r x r matrices
         return t if t.size(1) <= t.size(2) else t.mT                                # (n, r, c)
-    # where found_inf, the momentum is the gradient and the rate is 0, so that nothing changes
-    grad = torch.where(found_inf, momentum, torch.cat([transpose_tall(g) for g in gradients(params)]))
+    grad = torch.cat([transpose_tall(p.grad) for p in params])                      # (N, r, c)
     # Nesterov: average the gradient into the momentum, then look ahead
     momentum.lerp_(grad, 1 - MOMENTUM)
     update = newton_schulz(grad.lerp(momentum, MOMENTUM), dtype)
@@ -224,21 +190,19 @@ def prepare(members, corpus, hp):  # -> State before the first step
     model = build(hp)
     if hp.init_from and not hp.resume:
         start_from(model, load_checkpoint(hp.init_from)["model"], hp.init_from)
-    device = corpus[0]["train"].device
-    progress = torch.zeros((), device=hp.device)                # share of the run's steps that are done, for corrupt
-    members = [replace(m, hp=Namespace(**vars(m.hp) | {"progress": progress})) for m in members]
+    if model.ngrams is not None:
+        model.ngrams.keep_lookups = True
+    # each member with its loss, perhaps compiled, and what the host sets: its windows and its generator
+    states = []
+    for m in members:
+        windows = [t.to(corpus[0]["train"].device) for t in draw_windows(m, corpus, "train", m.rows, "0")]
+        states.append(Namespace(**vars(m), loss=m.objective.loss, windows=windows, g=torch.Generator(hp.device)))
+    progress = torch.zeros((), device=hp.device)
     return Namespace(
-        hp=hp, members=members, corpus=corpus, model=model, opt=make_optimizer(model, hp), progress=progress,
+        hp=Namespace(**vars(hp) | {"progress": progress}), members=states, corpus=corpus, model=model,
+        opt=make_optimizer(model, hp), optimizer_step=optimizer_step,               # perhaps compiled
         # of each source, for checkpoints and logs
         sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus],
-        optimizer_step=optimizer_step,          # perhaps compiled, as are the losses
-        # of each member: its loss function; source (B,) and offset (B, candidates) of its windows
-        losses=[m.objective.loss for m in members],
-        windows=[[t.to(device) for t in draw_windows(m, corpus, "train", m.rows, "0")] for m in members],
-        gens=[torch.Generator(hp.device) for _ in members],
-        # all parameters but the n-gram table, and that table, or None
-        params=[p for name, p in model.named_parameters() if name != "ngrams.table"],
-        table=None if model.ngrams is None else model.ngrams.table,
         step=torch.zeros((), dtype=torch.long, device=hp.device),
         # the first step whose loss or gradient was not finite, else -1
         first_nonfinite_step=torch.full((), -1, device=hp.device))
@@ -248,148 +212,115 @@ def load_step_inputs(s, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
     key = f"{hp.seed},{hp.init_step + step}"    # --init_from: continues after the windows of its parent
-    for m, windows, g in zip(s.members, s.windows, s.gens):
-        for a, b in zip(windows, draw_windows(m, s.corpus, "train", m.rows, key)):
+    for m in s.members:
+        for a, b in zip(m.windows, draw_windows(m, s.corpus, "train", m.rows, key + m.key)):
             if a.is_cuda:
                 b = b.contiguous().pin_memory()
             a.copy_(b, non_blocking=True)       # copied, not replaced: a captured graph reads addresses
-        g.manual_seed(to_seed(f"{key}{m.key},{m.objective.name}"))
+        m.g.manual_seed(to_seed(f"{key}{m.key},{m.objective.name}"))
     s.opt.lr.fill_(learning_rate(step, hp))
     s.step.fill_(step)
-    s.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
-    if s.table is not None:
+    hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
+    if s.model.ngrams is not None:
         s.model.ngrams.drop.fill_(ngram_drop_rate(step, s.corpus, s.members, hp))
         s.model.ngrams.seed.fill_(to_seed(key))
 
 
-def training_step(s):  # -> loss (nats: sum over terms of coefficient * sum / count), norm of the gradient
+def training_step(s):  # -> loss (nats), norm of the gradient
     """One update: the same code for one process or several, called eagerly or replayed. Never waits for the device."""
     hp = s.hp
-    # forward and backward: sums of nats, divided by the counts of the whole batch
-    lookups = []
+    params = [*s.model.parameters()]
+    # forward and backward: the losses of micro-batches add up to that of the step
     loss = torch.zeros((), device=hp.device)
-    for m, loss_fn, windows, g in zip(s.members, s.losses, s.windows, s.gens):
-        batch = make_batch(m, s.corpus, "train", windows, g)
-        terms = m.objective.terms(batch, m.hp)
+    for m in s.members:
+        batch = make_batch(m, s.corpus, "train", m.windows, m.g, hp)
         for i in range(RANK, hp.accum, WORLD):  # this process's micro-batches
-            micro = micro_batch(batch, i, hp.accum)
+            micro = micro_batch(batch, i, hp.accum, hp)
             if len(micro["inp"]):               # a member may have fewer rows than there are micro-batches
-                sums = loss_fn(s.model, micro, m.hp)
-                parts = [coefficient * sums[term] / n for term, (n, coefficient) in terms.items() if coefficient]
-                part = m.weight * sum(parts)
+                part, _ = m.loss(s.model, micro, hp)
+                part = m.weight * part
                 part.backward()
                 loss += part.detach()
-                lookups += take_lookups(s.table)
-    if WORLD > 1:
-        lookups = sum_over_processes(s.params, s.table, lookups, loss)
+    sum_over_processes(s.model, loss)
 
-    # clip, check that all is finite, update
-    norm = torch.nn.utils.clip_grad_norm_(s.params, hp.grad_clip or math.inf)
+    # clip, then check that all is finite
+    norm = torch.nn.utils.clip_grad_norm_(params, hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
-    # sticky: from the first step that is not finite on, no update changes anything
     s.first_nonfinite_step.copy_(torch.where((s.first_nonfinite_step < 0) & ~finite, s.step, s.first_nonfinite_step))
-    s.optimizer_step(s.opt, s.table, lookups, s.step, s.first_nonfinite_step >= 0, hp)
+
+    # update. From the first step that is not finite on, gradients and rate are zero: no weight changes any more
+    ok = s.first_nonfinite_step < 0
+    for p in params:                            # None: the loss does not depend on it
+        p.grad = torch.zeros_like(p) if p.grad is None else torch.where(ok, p.grad, 0.0)
+    lr = s.opt.lr * ok
+    s.optimizer_step(s.opt, s.step, lr, hp)
+    if s.model.ngrams is not None:
+        s.model.ngrams.update(lr, ok)
     s.model.zero_grad(set_to_none=True)
     return loss, norm
 
 
 def compile_step(s):
     torch._dynamo.reset()                       # its limit of compiled graphs would count all runs of a process
-    if s.table is not None:                     # a compiler takes no sparse gradient
-        s.model.ngrams.look_up = torch.compiler.disable(s.model.ngrams.look_up)
-    s.losses = [torch.compile(loss, dynamic=False) for loss in s.losses]
+    for m in s.members:
+        m.loss = torch.compile(m.loss, dynamic=False)
     s.optimizer_step = torch.compile(s.optimizer_step, dynamic=False)
 
 
 # ---- evaluation
-def validation_batches(m, source):  # fixed windows under fixed corruption: of objective and block size alone
-    m = replace(m, key="", hp=Namespace(**vars(m.hp) | {"progress": 1.0}))
-    return [draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}") for i in range(m.hp.eval_iters)]
+def validation_batches(m, source, hp):  # yields the same batches at every step: of objective and block size alone
+    hp = Namespace(**vars(hp) | {"progress": 1.0})
+    for i in range(hp.eval_iters):
+        batch = draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}", hp)
+        yield micro_batch(batch, 0, 1, hp)
 
 
 @torch.no_grad()
 def evaluate(model, members, corpus, hp):  # -> one record for each source and member, their weighted loss
-    """loss: nats, the total of the objective. bpb: bits per byte, left to right, each window after one byte of
-    context; an upper bound where the objective has one; None where it has neither. targets: targets per row position,
-    whatever their weight. terms: the loss's terms and metrics."""
+    """loss: nats. bpb: bits per byte, left to right, each window after one byte of context; an upper bound where the
+    objective has one; None where it has neither. figures: what the loss returns beside it."""
     model.eval()
     records = []
     total = 0.0
     for source, m in itertools.product(corpus, members):
         objective = m.objective
-        batches = validation_batches(m, source)
-        figures, loss = mean_terms(objective, model, batches, hp)
+        loss, figures = mean_loss(objective, model, validation_batches(m, source, hp), hp)
         nats = loss
         if objective.bpb == "causal":           # not from its own rows, but from plain windows
-            plain = validation_batches(replace(m, objective=CAUSAL, n=hp.block_size + 1), source)
-            nats = mean_terms(CAUSAL, model, plain, hp)[1]
-        targets = sum(float(n_targets(objective, b, hp)) for b in batches) / len(batches) / EVAL_ROWS / hp.block_size
-        records.append({"split": "val", "data": source["name"], "objective": objective.name, "loss": loss,
-                        "bpb": nats / math.log(2) if objective.bpb else None, "targets": targets, "terms": figures})
+            plain = Member(CAUSAL, weight=1.0, rows=EVAL_ROWS, n=hp.block_size + 1, key="")
+            nats, _ = mean_loss(CAUSAL, model, validation_batches(plain, source, hp), hp)
+        bpb = nats / math.log(2) if objective.bpb else None
+        records.append({"split": "val", "data": source["name"], "objective": objective.name, "loss": loss, "bpb": bpb,
+                        "figures": figures})
         total += source["weight"] * m.weight * loss
     model.train()
     return records, total
 
 
-def mean_terms(objective, model, batches, hp):  # -> {term: sum of sums / sum of counts}, their weighted total
-    terms = [objective.terms(b, hp) for b in batches]
-    sums = [objective.loss(model, b, hp) for b in batches]
-    means = {}
-    for term in sums[0]:
-        count = sum(float(t[term][0]) for t in terms)
-        means[term] = sum(float(s[term]) for s in sums) / max(1.0, count)
-    return means, sum(terms[0][term][1] * mean for term, mean in means.items())
-
-
-# ---- several processes, as torchrun starts them: each takes every WORLD-th micro-batch
-def join_processes(hp):
-    if hp.accum % WORLD or hp.cuda_graph:
-        fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try a multiple of {WORLD}, "
-             "without --cuda_graph")
-    if not torch.distributed.is_initialized():  # gloo: messages between hosts, without waiting for a device
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
-
-
-def sum_over_processes(params, table, lookups, loss):  # -> lookups of all processes, as one for each row of the table
-    """Replaces gradients and loss by their sums. All processes get the same bits only if the sum of each row of the
-    table, too, is computed once and shared."""
-    grads = gradients(params)
-    tensors = [*grads, loss]
-    if table is not None:
-        sums = table.new_zeros(len(table), NGRAM_DIM + 1)       # of gradients and mean squares
-        for row, grad, square in lookups:
-            sums.index_add_(0, row, torch.cat((grad, square[:, None]), dim=1))
-        tensors.append(sums)
-    for t in tensors:
-        torch.distributed.all_reduce(t)
-    for p, grad in zip(params, grads):
-        p.grad = grad
-    return [] if table is None else [(torch.arange(len(table), device=table.device), sums[:, :-1], sums[:, -1])]
-
-
-def any_rank(flag):  # -> is it true in any process?
-    result = torch.tensor(int(flag))
-    if WORLD > 1:
-        torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX)
-    return bool(result)
+def mean_loss(objective, model, batches, hp):  # -> mean loss, {name: mean figure} over batches
+    losses = []
+    figures = {}
+    for batch in batches:
+        loss, found = objective.loss(model, batch, hp)
+        losses.append(float(loss))
+        for name, figure in found.items():
+            figures.setdefault(name, []).append(float(figure))
+    return statistics.fmean(losses), {name: statistics.fmean(values) for name, values in figures.items()}
 
 
 # ---- the run
 def main(argv=None, with_sample=True):  # -> exit code; with_sample: draws losses, prints compressors and a sample
     hp = get_config(sys.argv[1:] if argv is None else argv)
-    if WORLD > 1:
-        join_processes(hp)
-    if RANK:                                    # the first process prints for all
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    join_processes(hp)
     code, s = train(hp)
     if with_sample and not RANK:
-        draw_losses(hp)
-        if s:
+        draw_losses(s.hp.out_dir)
+        if code == 0:
             finish(s)
     return code
 
 
-def train(hp):  # -> exit code, State of a run that is done or None
+def train(hp):  # -> exit code, State
     """Corpus, model, folder; then steps, each a pure function of (seed, step).
 
     0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2."""
@@ -402,27 +333,24 @@ def train(hp):  # -> exit code, State of a run that is done or None
         shorten_run(corpus, members, hp)
     move_corpus(corpus, hp)
     s = prepare(members, corpus, hp)
-    run = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
+    hp = s.hp
+    status = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
     if hp.resume:
-        run = resume(load_checkpoint(hp.resume), s)
+        status = resume(load_checkpoint(hp.resume), s)
+    else:
+        hp.out_dir = choose_out_dir(hp)
     if hp.compile:
         compile_step(s)
-    step_fn = lambda: training_step(s)
+    step_fn = partial(training_step, s)
     if hp.cuda_graph:
-        step_fn = GraphedStep(step_fn, s.gens)
+        step_fn = GraphedStep(step_fn, [m.g for m in s.members])
 
-    if not hp.resume:
-        hp.out_dir = choose_out_dir(hp)
-    any_rank(False)                             # the first process makes the folder after all have looked into it
-    with open(os.devnull, "r+b") if RANK else open_metrics(hp.out_dir) as metrics, catch_signals() as stop:
-        if not RANK:                            # drop log lines after the checkpoint: those steps are run again
-            is_whole = metrics.seek(0, os.SEEK_END) >= run["metrics_bytes"]         # else it starts anew
-            metrics.truncate(run["metrics_bytes"] if is_whole else 0)
-            metrics.seek(0, os.SEEK_END)
-        announce(s, metrics, run)
-        start = clock_step = run["step"]
+    barrier()                                   # the first process makes the folder after all have looked for it
+    with open_metrics(hp.out_dir, status["metrics_bytes"]) as metrics, catch_signals() as stop:
+        announce(s, metrics, status)
+        start = clock_step = status["step"]
         clock = last_line = time.perf_counter()
-        # once more than there are steps: the last iteration only evaluates and saves
+        # one extra iteration, which only evaluates and saves
         bar = tqdm(range(start, hp.max_iters + 1), total=hp.max_iters, initial=start, disable=True if RANK else None,
                    unit="step", dynamic_ncols=True)
         for step in bar:
@@ -431,19 +359,11 @@ def train(hp):  # -> exit code, State of a run that is done or None
             if (due or halt) and (step > start or not hp.resume):
                 if int(s.first_nonfinite_step) >= 0:
                     break
-                run["step"] = step
-                run["seconds"] += time.perf_counter() - clock   # evaluation is not counted
+                status["step"] = step
+                status["seconds"] += time.perf_counter() - clock                    # without evaluations
                 if due:
-                    records, loss = evaluate(s.model, members, corpus, hp)
-                    run["val"] = math.inf if math.isnan(loss) else loss             # NaN: far too large weights
-                    for r in records:
-                        write_line(metrics, {"step": step, **r, "seconds": round(run["seconds"], 3)})
-                        say(describe(step, r), stop)
-                    if run["val"] < run["best"]:
-                        run["best"] = run["val"]
-                        run["best_step"] = step
-                        save(s, metrics, "best.pt", run)        # first: after a kill in between, it is written again
-                save(s, metrics, "ckpt.pt", run)
+                    validate(s, status, metrics, stop)
+                save(s, metrics, "ckpt.pt", status)
                 clock = time.perf_counter()
                 clock_step = step
             if step == hp.max_iters or halt:
@@ -455,44 +375,68 @@ def train(hp):  # -> exit code, State of a run that is done or None
                     break
                 now = time.perf_counter()
                 speed = (step + 1 - clock_step) / (now - clock)                     # steps per second
-                positions = round(speed * hp.batch_size * hp.accum * hp.block_size)                     # per second
-                write_line(metrics, {
-                    "step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective,
-                    "loss": float(loss), "lr": learning_rate(step, hp), "grad_norm": float(norm),
-                    "tok_per_s": positions, "seconds": round(run["seconds"] + now - clock, 3)})
-                line = f"loss {float(loss):.3f}, {positions / 1e3:.1f}k positions/s"
+                line = log_step(hp, metrics, step, float(loss), float(norm), speed, status["seconds"] + now - clock)
                 bar.set_postfix_str(line)
                 if bar.disable and now - last_line > 5:         # no terminal: a plain line every 5 seconds
                     last_line = now
                     say(f"step {step:6d} | {line}, {(hp.max_iters - step) / speed:.0f} s left", stop)
         bad = int(s.first_nonfinite_step)
-        if bad >= 0:                            # no update was made after it
-            save(s, metrics, "ckpt.pt", run | {"step": bad})
-            any_rank(False)                     # no process ends before the file is written
+        if bad >= 0:                            # no weight has changed since
+            save(s, metrics, "ckpt.pt", status | {"step": bad})
+            barrier()                           # no process ends before the file is written
             if not RANK:
-                print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the state before it. "
+                print(f"error: loss or gradient not finite at step {bad}; {hp.out_dir} holds the weights before it. "
                       f"Try --init_from {hp.out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
-            return 1, None
+            return 1, s
         if halt and step < hp.max_iters:
             say(f"stopped at step {step}, saved. Resume with: python train.py --resume --out_dir {hp.out_dir}", stop)
-            return 128 + (stop[0] if stop else signal.SIGTERM), None                # empty: another process got it
-    if run["val"] > run["best"]:
-        print(f"validation loss was lowest at step {run['best_step']}: {run['best']:.4f} nats, now {run['val']:.4f}; "
-              f"{hp.out_dir}/best.pt holds that state")
+            return 128 + (stop[0] if stop else signal.SIGTERM), s                   # empty: another process got it
+    if status["val"] > status["best"]:
+        print(f"validation loss was lowest at step {status['best_step']}: {status['best']:.4f} nats, now "
+              f"{status['val']:.4f}; {hp.out_dir}/best.pt holds that state")
     return 0, s
 
 
-def save(s, metrics, name, run):
+def log_step(hp, metrics, step, loss, norm, speed, seconds):  # -> what the progress bar shows
+    positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
+    write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective,
+                         "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
+                         "seconds": round(seconds, 3)})
+    return f"loss {loss:.3f}, {positions / 1e3:.1f}k positions/s"
+
+
+def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
+    records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
+    status["val"] = math.inf if math.isnan(loss) else loss      # NaN: the weights have exploded
+    for r in records:
+        write_line(metrics, {"step": status["step"], **r, "seconds": round(status["seconds"], 3)})
+        say(describe(status["step"], r), stop)
+    if status["val"] < status["best"]:
+        status["best"] = status["val"]
+        status["best_step"] = status["step"]
+        save(s, metrics, "best.pt", status)     # before ckpt.pt: after a kill in between, it is written again
+
+
+def optimizer_tensors(s):  # -> {name: tensor}, for a checkpoint
+    tensors = {"adamw.first": s.opt.first, "adamw.second": s.opt.second}
+    for i, (_, momentum) in enumerate(s.opt.muon):
+        tensors[f"muon.{i}"] = momentum
+    if s.model.ngrams is not None:
+        tensors["ngrams"] = s.model.ngrams.moments
+    return tensors
+
+
+def save(s, metrics, name, status):
     if RANK:
         return
     os.fsync(metrics.fileno())                  # the checkpoint stores its length
-    save_checkpoint(os.path.join(s.hp.out_dir, name), run | dict(
-        version=VERSION, config=vars(s.hp) | {"resume": False}, sources=s.sources,
-        metrics_bytes=metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(),
-        model=s.model.state_dict(), optimizer=optimizer_tensors(s.opt)))
+    save_checkpoint(os.path.join(s.hp.out_dir, name), status | dict(
+        version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
+        held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict(),
+        optimizer=optimizer_tensors(s)))
 
 
-def resume(ckpt, s):  # -> step, clock and best value of the checkpoint; fails where corpus or plan are not its own
+def resume(ckpt, s):  # -> status of the checkpoint; fails where corpus or plan are not its own
     hp = s.hp
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in s.sources]:
         fail(f"--data {' '.join(hp.data)}: its bytes or weights are not those of the run in {hp.out_dir}. "
@@ -502,7 +446,7 @@ def resume(ckpt, s):  # -> step, clock and best value of the checkpoint; fails w
     if hp.max_iters != ckpt["config"]["max_iters"]:
         print(f"resume: {ckpt['config']['max_iters']} steps planned, now {hp.max_iters}; the schedules follow")
     copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
-    copy_tensors(optimizer_tensors(s.opt), ckpt["optimizer"], hp.resume)
+    copy_tensors(optimizer_tensors(s), ckpt["optimizer"], hp.resume)
     return {k: ckpt[k] for k in ("step", "seconds", "best", "best_step", "val", "metrics_bytes")}
 
 
@@ -518,28 +462,13 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no 
         fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
 
 
-def write_line(f, record):  # one JSON object, flushed
-    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON has no infinity and no NaN
-    f.write(json.dumps(record).encode() + b"\n")
-    f.flush()
-
-
-def say(text, stop):  # where nobody reads it any more (| head, a closed terminal), the run stops as by a signal
-    try:
-        tqdm.write(text)
-        sys.stdout.flush()
-    except OSError:
-        discard_stdout()
-        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no such signal
-
-
-def announce(s, metrics, run):  # the first line of metrics.jsonl, the first lines on the terminal
+def announce(s, metrics, status):  # the first line of metrics.jsonl, the first lines on the terminal
     hp = s.hp
-    size = sum(p.numel() for p in s.params)
-    table = 0 if s.table is None else s.table.numel()
+    size = sum(p.numel() for p in s.model.parameters())
+    table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
     if metrics.tell() == 0:
-        write_line(metrics, {"config": vars(hp), "version": VERSION, "torch": torch.__version__, "processes": WORLD,
-                             "threads": torch.get_num_threads(), "parameters": size + table,
+        write_line(metrics, {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__,
+                             "processes": WORLD, "threads": torch.get_num_threads(), "parameters": size + table,
                              "ngram_parameters": table, "sources": s.sources})
     print(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}")
     print(f"{hp.device}, {torch.get_num_threads()} threads, {WORLD} processes | activations {hp.dtype} | "
@@ -547,11 +476,11 @@ def announce(s, metrics, run):  # the first line of metrics.jsonl, the first lin
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members)
         print(f"--data {source['name']}: {source['size']:,} bytes, {source['weight']:.1%} of rows, {passes:.2g} passes")
-    if run["step"] == 0:
+    if status["step"] == 0:
         print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
         load_step_inputs(s, 0)
-        for m, windows, g in zip(s.members, s.windows, s.gens):
-            show_row(m.objective, make_batch(m, s.corpus, "train", windows, g))
+        for m in s.members:
+            show_row(m.objective, make_batch(m, s.corpus, "train", m.windows, m.g, hp))
     sys.stdout.flush()
 
 
@@ -565,8 +494,9 @@ def show_row(objective, batch, width=96, most=256):  # prints the first row of a
 def describe(step, r):  # -> a line for a record of evaluate
     bound = "<= " if OBJECTIVES[r["objective"]].bpb == "bound" else ""
     bpb = "" if r["bpb"] is None else f", {bound}{r['bpb']:.4f} bits/byte"
-    terms = "" if len(r["terms"]) == 1 else " (" + ", ".join(f"{k} {v:.4f}" for k, v in r["terms"].items()) + ")"
-    perplexity = f", perplexity {math.exp(min(r['terms']['nll'], 700.0)):.2f}" if "nll" in r["terms"] else ""
+    others = {name: value for name, value in r["figures"].items() if value != r["loss"]}        # often "nll" is both
+    terms = " (" + ", ".join(f"{name} {value:.4f}" for name, value in others.items()) + ")" if others else ""
+    perplexity = f", perplexity {math.exp(min(r['figures']['nll'], 700.0)):.2f}" if "nll" in r["figures"] else ""
     figures = f"loss {r['loss']:.4f} nats{terms}{perplexity}{bpb}"
     return f"step {step:6d} | validation on {r['data']}: {r['objective']} {figures}"
 
@@ -580,42 +510,6 @@ def finish(s):  # compressors, a sample
     import sample  # here: training needs it only now
     sample.main(["--out_dir", hp.out_dir, "--device", hp.device])
     print(f"\ndone: {hp.out_dir}/ckpt.pt. More samples: python sample.py --out_dir {hp.out_dir}")
-
-
-def draw_losses(hp):  # into loss.png beside metrics.jsonl: nats over steps, by split, objective and source
-    try:
-        from matplotlib.figure import Figure  # here: it is optional
-    except ImportError:
-        return
-    curves = {}
-    with open(os.path.join(hp.out_dir, "metrics.jsonl"), "rb") as f:
-        for r in [json.loads(line) for line in f][1:]:
-            curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
-    axes = Figure().subplots()
-    for label, points in sorted(curves.items()):
-        style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
-        axes.plot(*zip(*points), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per target)")
-    axes.legend()
-    axes.figure.savefig(os.path.join(hp.out_dir, "loss.png"), dpi=120, bbox_inches="tight")
-
-
-# ---- how a run is stopped
-@contextlib.contextmanager
-def catch_signals():  # -> a list of the signals that were received; a second one ends the process at once
-    stop = []
-
-    def handler(number, frame):
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-    caught = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    caught = [number for number in caught if signal.getsignal(number) is not signal.SIG_IGN]        # of nohup
-    before = {number: signal.signal(number, handler) for number in caught}
-    try:
-        yield stop
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 if __name__ == "__main__":

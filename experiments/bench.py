@@ -14,6 +14,7 @@ float32 on a CPU, as its README runs it. Other flags are train.py's, such as --n
 B rows, T positions
 """
 import contextlib
+import functools
 import importlib.util
 import io
 import itertools
@@ -101,12 +102,13 @@ def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and 
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     [member] = get_members(cpu)
     model = build(cpu)
-    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops")
+    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
     if hp.device != "cpu":                      # without values nothing is computed
         model = model.to("meta")
         batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
     with FlopCounterMode(display=False) as counter:
-        sum(member.objective.loss(model, batch, hp).values()).backward()
+        loss, _ = member.objective.loss(model, batch, hp)
+        loss.backward()
     return counter.get_total_flops()
 
 
@@ -114,10 +116,10 @@ def make_step(hp):  # -> a function that takes one training step
     s = train.prepare(get_members(hp), random_corpus(hp), hp)
     if hp.compile:
         train.compile_step(s)
-    step_fn = lambda: train.training_step(s)
+    step_fn = functools.partial(train.training_step, s)
     numbers = itertools.count()
     if hp.cuda_graph:
-        step_fn = GraphedStep(step_fn, s.gens)
+        step_fn = GraphedStep(step_fn, [m.g for m in s.members])
 
     def step():
         train.load_step_inputs(s, next(numbers))
@@ -246,7 +248,7 @@ def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
         return model, hp, ckpt["held_out"][:hp.block_size // 2].tolist()
     model = build(hp)
     torch.manual_seed(1)
-    tables = [t for name, t in model.named_buffers() if name == "ngrams.table"]     # if it is no parameter
+    tables = [] if model.ngrams is None else [model.ngrams.table]
     for t in [*model.requires_grad_(False).parameters(), *tables]:
         t.normal_(0, 0.05)
     torch.backends.cuda.enable_cudnn_sdp(False)                 # as load_run does

@@ -76,7 +76,6 @@ METRICS = {                                     # columns of the first table, in
     "probe": Metric("probe of byte classes", 3, True),
     "passages": Metric("probe of packages", 3, True),
     "replaced_auc": Metric("replaced bytes, AUC", 3, True),
-    "targets_per_row": Metric("targets per row", 1),
     "tflop": Metric("TFLOP", 2),
     "seconds": Metric("seconds", 0),
 }
@@ -234,8 +233,8 @@ def logged_metrics(folder):  # -> {metric: number} that metrics.jsonl and the se
     hp = Namespace(**load_checkpoint(folder)["config"] | {"dtype": "float32"})
     bits = "bound" if get_members(hp)[0].objective.bpb == "bound" else "left_to_right"
     loss = float("inf") if last["loss"] is None else last["loss"]   # JSON has no infinity
-    return {"loss": loss, bits: last["bpb"], "targets_per_row": last["targets"] * hp.block_size,
-            "seconds": last["seconds"], "tflop": bench.count_flops(hp) * hp.accum * last["step"] / 1e12}
+    tflop = bench.count_flops(hp) * hp.accum * last["step"] / 1e12
+    return {"loss": loss, bits: last["bpb"], "seconds": last["seconds"], "tflop": tflop}
 
 
 def validation_bits(folder, device, sources):  # -> [bits per byte of each source]

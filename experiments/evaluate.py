@@ -320,8 +320,8 @@ def eval_accuracy(model, objective, hp, text):
     """Share of 512 rows, corrupted as in training, that are answered correctly. Baseline: chance."""
     [member] = get_members(hp)
     corpus = [dict(weight=1.0, text=text)]
-    batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}") for i in range(16)]
-    figures, _ = train.mean_terms(objective, model, batches, hp)
+    batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
+    _, figures = train.mean_loss(objective, model, batches, hp)
     n_answers = 2 if find_use(objective, "follow") else hp.block_size
     return {"task": figures["accuracy"], "task_baseline": 1 / n_answers}
 

@@ -15,7 +15,7 @@ import math
 from data import MASK, Flag, compressor_bits, fail, from_bytes, make_rng
 from experiments.flags import parse_own_flags
 import sample
-from objectives import N_BYTES, OBJECTIVES, find_use, get_members
+from objectives import N_BYTES, OBJECTIVES, add_weights, find_use, get_members
 from run import DEVICE_FLAGS, load_run, newest_run, run_program
 import torch
 import torch.nn.functional as F
@@ -83,9 +83,10 @@ def score_bound(model, objective, data, hp, seed):  # (n,) uint8 -> upper bound 
         x = x.long().to(hp.device).expand(BOUND_ROWS, -1)
         means = []
         for _ in range(BOUND_GROUPS):
-            batch = objective.corrupt(x, g, hp)
-            means.append(objective.loss(model, batch, hp)["bound"].cpu().double() / BOUND_ROWS / math.log(2))
-        means = torch.stack(means)
+            batch = add_weights(objective.corrupt(x, g, hp))
+            nats, _ = objective.loss(model, batch, hp)          # per byte
+            means.append(float(nats) * x.size(1) / math.log(2))
+        means = torch.tensor(means, dtype=torch.double)
         bits += float(means.mean())
         variance += float(means.var()) / BOUND_GROUPS
     return bits, variance ** 0.5

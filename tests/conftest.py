@@ -69,7 +69,7 @@ def randomize(module, seed=0):
 
 def settings(name, T, **changes):  # every setting of a run of that objective or mixture, in rows of T
     tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
-                init_step=0, resume="")
+                init_step=0, resume="", progress=1.0)
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 
@@ -140,9 +140,5 @@ class Recording(NoWaiting):
                     recorded.copy_(again)
 
 
-def tensors_in(tree):  # -> the tensors among its leaves, in order; of a sparse one its indices and its values
-    tensors = []
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            tensors += [leaf._indices(), leaf._values()] if leaf.is_sparse else [leaf]
-    return tensors
+def tensors_in(tree):  # -> the tensors among its leaves, in order
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

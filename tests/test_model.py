@@ -12,8 +12,6 @@ from data import MASK, SEP, make_rng
 T, B = 8, 2
 PREFIXES = {"causal": 0, "bidirectional": T, "prefix 3": 3, "prefixes 0": torch.tensor([0, 0]),
             "prefixes T": torch.tensor([T, T]), "prefixes 3, 5": torch.tensor([3, 5])}
-DOC = torch.tensor([[0] * 3 + [1] * 5, [0] * 6 + [1] * 2])
-DOCUMENTS = pytest.mark.parametrize("doc", [None, DOC], ids=["one document", "two documents"])
 FAR = torch.arange(T).expand(B, T) + 9 * (torch.arange(T) > 3)                      # positions with a gap
 N = len(M.NGRAMS)
 
@@ -23,12 +21,11 @@ def causal_halves_from_T_on(monkeypatch):
     monkeypatch.setattr(M, "HALVE_ABOVE", T - 1)
 
 
-def by_rule(prefix, doc=None):  # the mask rule in plain words -> (B, T, T)
+def by_rule(prefix):  # the mask rule in plain words -> (B, T, T)
     allowed = torch.zeros(B, T, T, dtype=torch.bool)
     for b, q, k in itertools.product(range(B), range(T), range(T)):
         P = prefix if isinstance(prefix, int) else int(prefix[b])
-        same_document = doc is None or bool(doc[b, q] == doc[b, k])
-        allowed[b, q, k] = same_document and (k <= q or k < P)
+        allowed[b, q, k] = k <= q or k < P
     return allowed
 
 
@@ -36,8 +33,8 @@ def ids(seed=0, shape=(B, T), high=512):
     return torch.randint(1, high, shape, generator=make_rng(f"ids {seed}"))
 
 
-def context_of(x, doc=None):  # the context of rows that nothing precedes
-    return M.context_ids(x, torch.zeros(len(x), M.CONTEXT_WIDTH - 1, dtype=torch.long), doc)
+def context_of(x):  # the context of rows that nothing precedes
+    return M.context_ids(x, torch.zeros(len(x), M.CONTEXT_WIDTH - 1, dtype=torch.long))
 
 
 def near(x, y):
@@ -46,25 +43,24 @@ def near(x, y):
 
 # ---- which ids a state depends on
 @torch.no_grad()
-def dependence(net, x, prefix, doc=None, mask=None):  # -> (B, T, B, T) bool: does state [b, q] change with id [b', k]?
+def dependence(net, x, prefix, mask=None):  # -> (B, T, B, T) bool: does state [b, q] change with id [b', k]?
     """By other ids rather than by gradients, since n-grams are looked up by a hash of ids."""
-    states = net(x, prefix, doc, mask=mask)
+    states = net(x, prefix, mask=mask)
     changes = []
     for b, k in itertools.product(range(B), range(T)):
         other = x.clone()
         other[b, k] = x[b, k] % 255 + 1
-        changes.append((net(other, prefix, doc, mask=mask) != states).any(-1))
+        changes.append((net(other, prefix, mask=mask) != states).any(-1))
     return torch.stack(changes, dim=-1).unflatten(-1, (B, T))
 
 
-@DOCUMENTS
 @pytest.mark.parametrize("name", PREFIXES)
-def test_states_depend_on_exactly_the_ids_that_the_rule_allows(name, doc):
+def test_states_depend_on_exactly_the_ids_that_the_rule_allows(name):
     attention_alone = randomized(n_layer=1, ngram_rows=0)       # nothing else hides what a mask forbids too much
     attention_alone.conv_weight.data[1:] = 0
-    allowed = by_rule(PREFIXES[name], doc)
+    allowed = by_rule(PREFIXES[name])
     for net in (randomized(), attention_alone):
-        depends = dependence(net, ids(), PREFIXES[name], doc)
+        depends = dependence(net, ids(), PREFIXES[name])
         for b in range(B):
             assert torch.equal(depends[b, :, b], allowed[b])
             assert not depends[b, :, 1 - b].any(), "a row depends on another"
@@ -113,21 +109,22 @@ class OnGpu(torch.Tensor):
     device = property(lambda self: Gpu("cpu"))
 
 
-@DOCUMENTS
 @pytest.mark.parametrize("name", PREFIXES)
-def test_every_form_of_attention_equals_loops_forward_and_backward(name, doc):
+def test_every_form_of_attention_equals_loops_forward_and_backward(name):
     """On a CPU and on a GPU: all queries, the last ones of a cache, and a mask that says what the prefix says."""
     q, k, v = (torch.randn(B, 2, T, 16, generator=make_rng(s), requires_grad=True) for s in "qkv")
     prefix = PREFIXES[name]
     positions = torch.arange(T)
     on_gpu = positions.as_subclass(OnGpu)
-    mask = by_rule(prefix, doc)
+    mask = by_rule(prefix)
     want = by_loops(q, k, v, mask)
-    forms = [M.choose_attention(prefix, p, T, 2, torch.float32, doc) for p in (positions, on_gpu)]
+    forms = [M.choose_attention(prefix, p, T, 2, torch.float32) for p in (positions, on_gpu)]
     forms += [M.choose_attention(T, p, T, 2, torch.float32, mask=mask) for p in (positions, on_gpu)]
-    is_causal = name == "causal" and doc is None
-    assert (forms[0].func is M.attend_causal_halves) == is_causal == ("is_causal" in forms[1].keywords)
-    if isinstance(prefix, int) and doc is None:
+    is_causal = name == "causal"
+    assert (forms[0].func is M.attend_causal_halves) == is_causal
+    assert ("is_causal" in getattr(forms[1], "keywords", {})) == is_causal
+    assert (forms[1] is F.scaled_dot_product_attention) == (name == "bidirectional")
+    if isinstance(prefix, int):
         forms.append(M.choose_attention(0, positions, T, 2, torch.float32, mask=mask[:1]))      # one for all rows
 
     def gradients(y):
@@ -139,7 +136,7 @@ def test_every_form_of_attention_equals_loops_forward_and_backward(name, doc):
             near(a, b)
     for i in (3, T - 1):                        # after a cache of so many
         for p in (positions[i:], on_gpu[i:]):
-            last = M.choose_attention(prefix, p, T, 2, torch.float32, doc)
+            last = M.choose_attention(prefix, p, T, 2, torch.float32)
             near(last(q[:, :, i:], k, v).as_subclass(torch.Tensor), want[:, :, i:])
 
 
@@ -266,13 +263,11 @@ def test_bfloat16_activations_stay_near_float32():
     assert kept == [torch.bfloat16, torch.bfloat16]
 
 
-@DOCUMENTS
-def test_the_context_of_a_position_is_the_last_ids_of_its_document(doc):
+def test_the_context_of_a_position_is_the_last_ids():
     x = ids()
-    context = context_of(x, doc)
+    context = context_of(x)
     for b, t, j in itertools.product(range(B), range(T), range(M.CONTEXT_WIDTH)):
-        inside = t >= j and (doc is None or doc[b, t - j] == doc[b, t])
-        assert context[b, t, j] == (x[b, t - j] if inside else 0)
+        assert context[b, t, j] == (x[b, t - j] if t >= j else 0)
 
 
 def test_the_convolution_adds_the_last_embeddings_weighed_by_channel():
@@ -371,18 +366,50 @@ def test_training_drops_a_share_of_the_lookups_by_row_position_and_seed_alone():
     assert (factors(x, 0.25, 7) == 1).all()
 
 
-def test_the_sparse_gradient_of_the_table_equals_the_dense_one(monkeypatch):
-    """Of lookups that are dropped, scaled, special or the same."""
+def test_the_kept_lookups_have_the_gradient_of_the_table(monkeypatch):
+    """Of lookups that are dropped, scaled, special or the same. Without keep_lookups none is kept."""
     net = randomized(ngram_rows=5)
     net.ngrams.drop.fill_(0.25)
     direction = torch.randn(B, T, 16, generator=make_rng("direction"))
-    grads = []
-    for look_up in (net.ngrams.look_up, lambda row: net.ngrams.table[row]):
-        monkeypatch.setattr(net.ngrams, "look_up", look_up)
+
+    def gradients():  # of all parameters
         net.zero_grad()
         (net(ids(high=400)) * direction).sum().backward()
-        grads.append([p.grad for p in net.parameters() if p.grad is not None])
-    table = next(g for g in grads[0] if g.is_sparse)
-    assert len(table._values()) == B * T * N and table._values().shape[1] == M.NGRAM_DIM
-    for sparse, dense in zip(*grads):
-        near(sparse.to_dense(), dense)
+        return [p.grad for p in net.parameters()]
+    want = gradients()
+    assert not net.ngrams.lookups
+    net.ngrams.keep_lookups = True
+    near(gradients(), want)
+    [(row, grad, square)] = net.ngrams.lookups
+    assert grad.shape == (B * T * N, M.NGRAM_DIM)
+    near(square, grad.square().mean(1))
+    table = net.ngrams.table.requires_grad_()
+    monkeypatch.setattr(net.ngrams, "look_up", lambda row: F.embedding(row, table))
+    near(gradients(), want)
+    near(torch.zeros_like(table).index_add(0, row, grad), table.grad)
+
+
+@torch.no_grad()
+def test_the_update_of_looked_up_rows_equals_the_plain_rule():
+    """Row by row: one second moment a row, to which each lookup adds its own; rows that were not looked up stay. Where
+    the gradients are not finite, nothing but the moments' decay."""
+    ngrams = randomized().ngrams
+    ngrams.moments.uniform_()
+    weights = ngrams.table.double()
+    second = ngrams.moments.double()
+    for ok in (True, False, True):
+        g = make_rng(f"lookups {ok}")
+        for n in (3, 50):                       # two micro-batches
+            row = torch.randint(0, 40, (n,), generator=g)
+            grad = torch.randn(n, M.NGRAM_DIM, generator=g) if ok else torch.full((n, M.NGRAM_DIM), math.nan)
+            ngrams.lookups.append((row, grad, grad.square().mean(1)))
+        second *= M.NGRAM_DECAY
+        both = [(r, each) for row, grad, _ in ngrams.lookups for r, each in zip(row.tolist(), grad.double())]
+        for r, each in both if ok else []:
+            second[r] += each.square().mean()
+        for r, each in both if ok else []:
+            weights[r] -= M.NGRAM_RATE * 0.01 * each / second[r].sqrt()
+        ngrams.update(torch.tensor(0.01), torch.tensor(ok))
+        near(ngrams.table.double(), weights)
+        near(ngrams.moments.double(), second)
+        assert not ngrams.lookups

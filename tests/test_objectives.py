@@ -19,7 +19,7 @@ import objectives as O
 import run
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, document_ids, make_rng
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, make_rng
 from model import CONTEXT_WIDTH, Cache, ModelConfig, can_attend, norm, run_blocks
 from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Repair, find_use, get_members
 
@@ -35,7 +35,7 @@ def every(test):
 def make(name, B=4, T=T, seed=0, **changes):  # -> x, batch, hp
     hp = settings(name, T, **{"batch_size": B} | changes)
     x = clean_windows(hp, B, seed)
-    return x, OBJECTIVES[name].corrupt(x, make_rng(f"corruption {seed}"), hp), hp
+    return x, O.add_weights(OBJECTIVES[name].corrupt(x, make_rng(f"corruption {seed}"), hp)), hp
 
 
 def case(name, B=4, **changes):  # -> objective, net with random parameters, batch, hp
@@ -50,11 +50,6 @@ def prefixes(batch):  # -> (B,): how many positions of each row are read both wa
     return torch.as_tensor(batch["prefix"]).expand(len(batch["inp"]))
 
 
-def total(objective, net, batch, hp):  # -> what training descends
-    sums = objective.loss(net, batch, hp)
-    return sum(c * sums[term] / count for term, (count, c) in objective.terms(batch, hp).items() if c)
-
-
 def random_corpus(low, high, n):  # one source of n bytes from low .. high - 1 for each split
     data = torch.randint(low, high, (2 * n,), generator=make_rng("corpus"), dtype=torch.uint8)
     return [dict(name="random", weight=1.0, train=data[:n], val=data[n:], size=2 * n, crc=0)]
@@ -65,6 +60,7 @@ def random_corpus(low, high, n):  # one source of n bytes from low .. high - 1 f
 def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
     objective = OBJECTIVES[name]
     counts = set()
+    draws = []                                  # does another seed give another batch?
     for B in (8, 16):
         hp = settings(name, T, batch_size=B)
         x = clean_windows(hp, B)
@@ -74,8 +70,8 @@ def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
         counts.add(counter.count)
         assert torch.equal(x, copy), "the caller's windows were changed"
         assert equal(batch, objective.corrupt(x, make_rng("a"), hp))
-        assert equal(batch, objective.corrupt(x, make_rng("b"), hp)) == (not objective.is_random)
-    assert len(counts) == 1
+        draws.append(not equal(batch, objective.corrupt(x, make_rng("b"), hp)))
+    assert len(counts) == 1 and len({*draws}) == 1
 
 
 def pack_what_fits(ids, keep, width, pack_left=O.pack_left):
@@ -177,19 +173,35 @@ def test_no_position_reads_its_target(name):
 
 
 @every
-def test_document_masks_keep_documents_apart(name):
-    """The loss on the second document does not depend on the first one's bytes, but does without the mask."""
+def test_documents_are_kept_apart_by_their_mask(name):
+    """The second document's states do not depend on the bytes of the first, but do without the mask."""
     objective, net, batch, hp = case(name)
     if not objective.supports_doc_mask:
         pytest.skip("does not keep the text's order")
-    doc = (torch.arange(T) >= 20).long().expand(4, T)
-    for k in [key for key in batch if key.endswith("tgt")]:
-        batch[k] = batch[k].clone()
-        batch[k][:, :20] = IGNORE_INDEX
-    other = dict(batch, inp=torch.where(doc == 0, batch["inp"] % 255 + 1, batch["inp"]))
-    assert objective.loss(net, batch | {"doc": doc}, hp) == objective.loss(net, other | {"doc": doc}, hp)
-    free = objective.loss(net, other, hp)
-    assert all(s != free[term] for term, s in objective.loss(net, batch, hp).items() if s)
+    inp = batch["inp"].clone()
+    inp[:, 19] = EOT
+    is_first = torch.arange(T) < 19
+    other = torch.where(is_first, inp % 255 + 1, inp)
+
+    def states(inp, masked):
+        rows = batch | {"inp": inp}
+        return O.hidden_states(net, rows | O.document_mask(rows) if masked else rows)
+    for masked in (True, False):
+        same = (states(inp, masked) == states(other, masked)).all(2)
+        assert not same[:, :19].any() and (same[:, 20:] == masked).all()
+
+
+@pytest.mark.parametrize("prefix", [0, 12, torch.tensor([0, 3, 7, 12])])
+def test_the_mask_of_documents_is_the_rule_within_each(prefix):
+    inp = torch.randint(0, 3, (4, 12), generator=make_rng("documents"))             # a third of the ids are EOT
+    found = O.document_mask(dict(inp=inp, prefix=prefix))
+    rows = torch.as_tensor(prefix).expand(4).tolist()
+    for b, q, k in itertools.product(range(4), range(12), range(12)):
+        between = inp[b, min(q, k):max(q, k)]
+        assert found["mask"][b, q, k] == (EOT not in between and (k <= q or k < rows[b]))
+    for b, t, j in itertools.product(range(4), range(12), range(1, CONTEXT_WIDTH)):
+        inside = t >= j and EOT not in inp[b, t - j:t]
+        assert found["before"][b, t, j - 1] == (inp[b, t - j] if inside else EOT)
 
 
 # ---- generic: on random bytes no likelihood falls below the entropy
@@ -198,38 +210,39 @@ ENTROPY = math.log(255)                         # nats of a byte that is drawn u
 
 
 def check_entropy(name, **changes):
-    """A term is a likelihood, or a bound of one, if it costs an untrained model log V a target; what it costs a trained
-    model is compared with that."""
+    """A figure is a likelihood, or a bound of one, if it costs an untrained model log V a target; what it costs a
+    trained model is compared with that."""
     hp = settings(name, SMALL_T, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
                                         max_iters=100, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     corpus = random_corpus(1, 256, 100_000)
     s = train.prepare(get_members(hp), corpus, hp)
-    batches = [train.draw_batch(s.members[0], corpus, "val", 64, f"entropy,{i}") for i in range(4)]
+    batches = [train.draw_batch(s.members[0], corpus, "val", 64, f"entropy,{i}", hp) for i in range(4)]
     if "tgt" not in batches[0]:
         pytest.skip("predicts no ids")
 
     @torch.no_grad()
-    def mean_terms():
-        return train.mean_terms(objective, s.model, batches, hp)[0]
+    def figures():
+        loss, others = train.mean_loss(objective, s.model, batches, hp)
+        return others | {"loss": loss}
     log_V = math.log(objective.n_outputs)
-    likelihoods = [term for term, mean in mean_terms().items() if mean == pytest.approx(log_V, abs=1e-4)]
+    likelihoods = [key for key, nats in figures().items() if nats == pytest.approx(log_V, abs=1e-4)]
     for batch in batches:                       # leaves out special ids, which may be known from their place
         causal, hidden = hidden_targets(objective, batch)
         kept = hidden | causal if objective.target_hidden else hidden
         is_byte = (batch["tgt"] > EOT) & (batch["tgt"] < O.N_BYTES)
         batch["tgt"] = batch["tgt"].where(kept & is_byte, IGNORE_INDEX)
-    before = mean_terms()                       # log V for each hidden byte
-    if not any(before[term] for term in likelihoods):
+    before = figures()                          # log V for each hidden byte
+    if not any(before[key] for key in likelihoods):
         pytest.skip("has no likelihood of bytes that its source must not hold")
     for step in range(hp.max_iters):
         train.load_step_inputs(s, step)
         train.training_step(s)
     assert int(s.first_nonfinite_step) == -1
-    after = mean_terms()
-    for term in likelihoods:
-        nats = after[term] / before[term] * log_V
-        assert nats > ENTROPY - 0.02, f"{term} has {nats:.3f} nats for bytes of {ENTROPY:.3f}, which nobody can predict"
+    after = figures()
+    for key in likelihoods:
+        nats = after[key] / before[key] * log_V
+        assert nats > ENTROPY - 0.02, f"{key} has {nats:.3f} nats for bytes of {ENTROPY:.3f}, which nobody can predict"
 
 
 @every
@@ -243,61 +256,69 @@ def test_on_random_bytes_no_likelihood_of_other_settings_falls_below_the_entropy
     check_entropy(name, **changes)
 
 
-# ---- generic: terms and losses
-def select_all_positions(h, tgt, select_targets=O.select_targets):
+# ---- generic: weights and losses
+def select_all_positions(h, batch, select_targets=O.select_targets):
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        return select_targets(h, tgt)
+        return select_targets(h, batch)
 
 
 as_on_a_gpu = mock.patch.object(O, "select_targets", select_all_positions)
 
 
 @every
-def test_micro_batches_add_up_to_the_batch(name):
+def test_losses_of_micro_batches_add_up_to_that_of_the_batch(name):
     """To that of a GPU, which computes the logits of all positions, since their number would stall it."""
     objective, net, batch, hp = case(name, B=23, batch_size=8, accum=3)
-    parts = [train.micro_batch(batch, i, 3) for i in range(3)]
+    parts = [train.micro_batch(batch, i, 3, hp) for i in range(3)]
     assert [len(part["inp"]) for part in parts] == [7, 8, 8]
     if objective.compares_rows:
         pytest.skip("compares the rows of a micro-batch with each other")
-    sums = [objective.loss(net, part, hp) for part in parts]
-    counts = [objective.terms(part, hp) for part in parts]
-    terms = objective.terms(batch, hp)
+    losses = [objective.loss(net, part, hp) for part in parts]
     with as_on_a_gpu:
-        whole = objective.loss(net, batch, hp)
-    for term, x in whole.items():
-        assert float(terms[term][0]) == sum(float(count[term][0]) for count in counts)
-        total = sum(part[term] for part in sums)
-        assert torch.allclose(x, total, rtol=1e-5, atol=1e-3), "rows are compared: say compares_rows=True"
+        whole, figures = objective.loss(net, batch, hp)
+    why = "rows are compared (say compares_rows=True), or weights are not those of the batch"
+    torch.testing.assert_close(sum(loss for loss, _ in losses), whole, rtol=1e-5, atol=1e-5, msg=why)
+    for key, figure in figures.items():
+        torch.testing.assert_close(sum(found[key] for _, found in losses), figure, rtol=1e-5, atol=1e-5, msg=why)
 
 
 @every
 def test_an_untrained_model_is_at_chance(name):
-    """Else a wrong count would go unnoticed: of a doubled row, for instance, twice its bytes."""
+    """Else a wrong weight would go unnoticed: of a doubled row, for instance, half of its bytes."""
     _, batch, hp = make(name, B=8)
     objective = OBJECTIVES[name]
-    net = run.build(hp)
+    loss, figures = objective.loss(run.build(hp), batch, hp)
     if objective.bpb in ("loss", "bound"):
-        loss = float(total(objective, net, batch, hp).detach())
-        assert loss == pytest.approx(math.log(256), abs=1e-4), "the terms' counts are not the raw bytes"
-    sums = objective.loss(net, batch, hp)
-    if "nll" in sums:
-        count, _ = objective.terms(batch, hp)["nll"]
-        assert float(sums["nll"].detach() / count) == pytest.approx(math.log(objective.n_outputs), abs=1e-5)
+        assert float(loss.detach()) == pytest.approx(math.log(256), abs=1e-4), "its weights do not add up to 1 a byte"
+    if "nll" in figures:
+        assert float(figures["nll"].detach()) == pytest.approx(math.log(objective.n_outputs), abs=1e-5)
 
 
 @every
 def test_nats_equal_loops_over_positions_with_a_target(name):
     objective, net, batch, hp = case(name, B=8)
-    sums = objective.loss(net, batch, hp)
-    if "nll" not in sums:
-        pytest.skip("has terms, and so a test, of its own")
-    h = net(batch["inp"], batch["prefix"], batch.get("doc"), positions=batch.get("positions"), mask=batch.get("mask"))
+    _, figures = objective.loss(net, batch, hp)
+    if "nll" not in figures:
+        pytest.skip("has figures, and so a test, of its own")
+    h = net(batch["inp"], batch["prefix"], positions=batch.get("positions"), mask=batch.get("mask"))
     logp = net.logits(h).detach().double().log_softmax(-1)
-    nats = [-float(logp[b, t, batch["tgt"][b, t]]) for b, t in itertools.product(range(8), range(T))
-            if batch["tgt"][b, t] != IGNORE_INDEX]
-    assert int(objective.terms(batch, hp)["nll"][0]) == len(nats)
-    assert float(sums["nll"].detach()) == pytest.approx(sum(nats))
+    nats = [-float(batch["weight"][b, t] * logp[b, t, batch["tgt"][b, t]])
+            for b, t in itertools.product(range(8), range(T)) if batch["tgt"][b, t] != IGNORE_INDEX]
+    assert float(figures["nll"].detach()) == pytest.approx(sum(nats))
+
+
+def test_all_targets_of_a_head_weigh_the_same_unless_corrupt_says_otherwise():
+    tgt = torch.tensor([[5, 6, IGNORE_INDEX], [7, IGNORE_INDEX, IGNORE_INDEX]])
+    future = torch.stack((tgt, tgt.flip(1), torch.full_like(tgt, IGNORE_INDEX)), dim=2)
+    batch = dict(inp=torch.ones_like(tgt), tgt=tgt, future_tgt=future)
+    weighed = O.add_weights(batch)
+    third = 1 / 3
+    want = torch.tensor([[third, third, 0], [third, 0, 0]])
+    torch.testing.assert_close(weighed["weight"], want)
+    torch.testing.assert_close(weighed["future_weight"], torch.stack((want, want.flip(1), 0 * want), dim=2))
+    assert weighed["share"].tolist() == [0.5, 0.5] and "weight" not in batch
+    own = torch.rand(2, 3)
+    assert O.add_weights(batch | {"weight": own})["weight"] is own
 
 
 # ---- generic: flags and uses
@@ -421,7 +442,7 @@ def test_a_target_that_is_read_would_be_noticed(name, wrong, learns):
             test_on_random_bytes_no_likelihood_falls_below_the_entropy(name)
 
 
-# ---- each objective: what is drawn, and its terms
+# ---- each objective: what is drawn, and its figures
 EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
     "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, make_rng("p"))[1]),
     "masked bytes": (15, lambda: make("mlm", 4000, T=6, mask_rate=0.34)[1]["tgt"] != IGNORE_INDEX),
@@ -440,25 +461,26 @@ def test_all_are_equally_likely(kinds, draws):
     assert chi2(seen, 1 / kinds) < kinds + 6 * (2 * kinds) ** 0.5        # 6 standard deviations
 
 
-TERMS = {  # of each objective: {term: (coefficient, kinds among which an untrained model chooses by chance, or 0)}
+FIGURES = {  # of objectives with several: {figure: its weight in the loss, kinds that chance chooses among, or 0}
     "mtp": {"nll": (1, 256), "head2": (0.1, 256), "head3": (0.1, 256), "head4": (0.1, 256)},
     "electra": {"generator": (1, 256), "discriminator": (50, 2), "replaced": (0, 0)},
-    "nsp": {"nll": (1, 256), "nsp": (1, 2), "accuracy": (0, 0)},
-    "rotation": {"seam": (1, T), "accuracy": (0, 0)}, "hybrid": {"masked": (0.25, 256), "causal": (0.75, 256)}}
+    "nsp": {"nll": (1, 256), "nsp": (1, 2), "accuracy": (0, 0)}, "rotation": {"accuracy": (0, 0)}}
 
 
-@pytest.mark.parametrize("name", TERMS)
-def test_terms_have_the_papers_coefficients_and_start_at_chance(name):
-    _, batch, hp = make(name, B=8)
-    objective = OBJECTIVES[name]
-    sums = objective.loss(run.build(hp), batch, hp)
-    terms = objective.terms(batch, hp)
-    assert terms.keys() == TERMS[name].keys()
-    for term, (coefficient, kinds) in TERMS[name].items():
-        count, c = terms[term]
-        assert c == pytest.approx(coefficient)
+@pytest.mark.parametrize("name", FIGURES)
+def test_losses_have_the_papers_weights_and_start_at_chance(name):
+    objective, net, batch, hp = case(name, B=8)
+    loss, figures = objective.loss(net, batch, hp)
+    assert figures.keys() == FIGURES[name].keys()
+    want = sum(weight * figures[key] for key, (weight, _) in FIGURES[name].items() if weight)
+    if want:
+        torch.testing.assert_close(loss, want)
+    loss, figures = objective.loss(run.build(hp), batch, hp)
+    for key, (_, kinds) in FIGURES[name].items():
         if kinds:
-            assert float(sums[term].detach() / count) == pytest.approx(math.log(kinds), abs=1e-5)
+            assert float(figures[key].detach()) == pytest.approx(math.log(kinds), abs=1e-5)
+    if name == "rotation":
+        assert float(loss.detach()) == pytest.approx(math.log(T), abs=1e-5)
 
 
 @pytest.mark.parametrize("name, T, changes", [
@@ -476,7 +498,7 @@ def test_impossible_rows_are_refused_in_one_line(name, T, changes, refuses):
 # ---- clm, mlm, prefix, hybrid
 def test_clm_shifts_once():
     x, batch, _ = make("clm")
-    assert equal(batch, dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0))
+    assert equal(batch, O.add_weights(dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0)))
 
 
 def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
@@ -523,7 +545,8 @@ def test_prefix_has_loss_on_the_suffix_alone(share, longest):
     x, batch, _ = make("prefix", B=500, prefix_max=share)
     P = batch["prefix"]
     suffix = torch.arange(T) >= P[:, None] - 1
-    assert equal(batch, dict(inp=x[:, :-1], tgt=x[:, 1:].where(suffix, IGNORE_INDEX), prefix=P))
+    tgt = x[:, 1:].where(suffix, IGNORE_INDEX)
+    assert equal(batch, O.add_weights(dict(inp=x[:, :-1], tgt=tgt, prefix=P)))
     assert (int(P.min()), int(P.max())) == (1, longest)
 
 
@@ -553,9 +576,9 @@ def test_hybrid_weighs_its_kinds_by_their_rows():
     want = 0.0
     for P, share in ((T, 0.25), (0, 0.75)):
         rows = batch["prefix"] == P
-        kind = dict(inp=batch["inp"][rows], tgt=batch["tgt"][rows], prefix=P)
-        want += share * total(OBJECTIVES["clm"], net, kind, hp)
-    torch.testing.assert_close(total(objective, net, batch, hp), want)
+        kind = O.add_weights(dict(inp=batch["inp"][rows], tgt=batch["tgt"][rows], prefix=P))
+        want += share * OBJECTIVES["clm"].loss(net, kind, hp)[0]
+    torch.testing.assert_close(objective.loss(net, batch, hp)[0], want)
 
 
 # ---- span, ul2, fim
@@ -721,8 +744,7 @@ def test_parallel_heads_equal_the_papers_equations():
     want = F.cross_entropy(net.logits(h).mT, x[:, 1:T + 1])
     for k, z in enumerate(logits, 2):
         want = want + 0.25 * F.cross_entropy(z.mT, x[:, k:T + k])
-    torch.testing.assert_close(total(objective, net, batch, hp), want)
-    assert O.n_targets(objective, batch, hp) == 4 * 3 * T, "a position counts once for every target"
+    torch.testing.assert_close(objective.loss(net, batch, hp)[0], want)
     draft = find_use(objective, "continue").drafter(hp)
     torch.testing.assert_close(draft(net, h[0]), torch.stack(logits, dim=2)[0])
 
@@ -732,12 +754,12 @@ def test_sequential_modules_equal_the_papers_equations():
     x, _, _ = make("mtp", B=1)
     objective, net, batch, hp = case("mtp", B=1, mtp_kind="sequential")
     h = net(batch["inp"])
-    sums = objective.loss(net, batch, hp)
+    _, figures = objective.loss(net, batch, hp)
     for k, block in enumerate(net.heads["mtp"]["blocks"], 1):
         joined = torch.cat((norm(h), norm(net.embed(x[:, k:T + k]))), dim=-1) @ block.join.weight[0].T
         h = norm(run_blocks([block], joined, net.config, 0))
-        want = F.cross_entropy(net.logits(h).mT, x[:, k + 1:T + k + 1], reduction="sum")
-        torch.testing.assert_close(sums[f"head{k + 1}"], want, rtol=1e-4, atol=1e-3)
+        want = F.cross_entropy(net.logits(h).mT, x[:, k + 1:T + k + 1])
+        torch.testing.assert_close(figures[f"head{k + 1}"], want, rtol=1e-4, atol=1e-4)
     assert find_use(objective, "continue").drafter(hp) is None
 
 
@@ -753,13 +775,11 @@ def test_under_a_document_mask_further_heads_predict_bytes_of_their_own_document
             for k in (2, 3):
                 target = int(batch["future_tgt"][row, i, k - 2])
                 assert target == (O.IGNORE_INDEX if (x[row, i:i + k] == EOT).any() else int(x[row, i + k]))
-    terms = O.mtp_terms(batch, hp)
-    assert int(terms["head3"][0]) == int((batch["future_tgt"][:, :, 1] >= 0).sum()) < 2 * 32 == terms["nll"][0]
-    net = randomized()
-    net.heads.update(O.mtp_heads(net.config, hp))
+    net = run.build(hp)
+    batch = O.add_weights(batch)
     with torch.no_grad():
-        sums = O.mtp_loss(net, batch | {"doc": document_ids(batch["inp"])}, hp)
-    assert all(math.isfinite(each) for each in sums.values())
+        _, figures = O.mtp_loss(net, batch | O.document_mask(batch), hp)
+    assert all(float(nats) == pytest.approx(math.log(256)) for nats in figures.values())
 
 
 @torch.no_grad()
@@ -773,12 +793,13 @@ def test_under_a_document_mask_no_document_changes_the_losses_of_another(kind):
     k = torch.arange(x.size(1))
 
     def losses(changed, positions, documents=True):  # at these positions, with other bytes where `changed`
-        batch = objective.corrupt(torch.where(changed, x % 255 + 1, x), None, hp)
-        doc = document_ids(batch["inp"])
+        batch = O.add_weights(objective.corrupt(torch.where(changed, x % 255 + 1, x), None, hp))
+        if documents:
+            batch |= O.document_mask(batch)
         for key in ("tgt", "future_tgt"):
             batch[key] = batch[key].clone()
             batch[key][:, [i for i in range(T) if i not in positions]] = IGNORE_INDEX
-        return objective.loss(net, batch | ({"doc": doc} if documents else {}), hp)
+        return objective.loss(net, batch, hp)
     second = range(end + 1, T)
     for changed, positions in ((k > end, range(end)), (k > end + 1, range(end + 1)), (k < end, second)):
         assert equal(losses(changed, positions), losses(k < 0, positions))
@@ -792,7 +813,8 @@ def test_one_head_of_either_kind_is_clm(kind):
     objective, net, _, _ = case("mtp", mtp_heads=1, mtp_kind=kind)
     assert not net.heads and find_use(objective, "continue").drafter(hp) is None
     clm = OBJECTIVES["clm"]
-    torch.testing.assert_close(total(objective, net, batch, hp), total(clm, net, clm.corrupt(x, None, hp), hp))
+    plain = O.add_weights(clm.corrupt(x, None, hp))
+    torch.testing.assert_close(objective.loss(net, batch, hp)[0], clm.loss(net, plain, hp)[0])
 
 
 def make_it_say(generator, logits):
@@ -809,20 +831,21 @@ def test_electra_labels_what_differs_and_reports_it():
     row = x.scatter(1, batch["masked_positions"], said.gather(1, batch["masked_positions"]))
     labels = (row != x).float()
     scores = net.heads["replaced"](net(row, T))[..., 0]
-    mean = {term: x / objective.terms(batch, hp)[term][0] for term, x in objective.loss(net, batch, hp).items()}
-    torch.testing.assert_close(mean["discriminator"], F.binary_cross_entropy_with_logits(scores, labels))
-    assert float(mean["replaced"]) == pytest.approx(float(labels.mean()))
+    _, figures = objective.loss(net, batch, hp)
+    torch.testing.assert_close(figures["discriminator"], F.binary_cross_entropy_with_logits(scores, labels))
+    assert float(figures["replaced"]) == pytest.approx(float(labels.mean()))
 
 
 def test_electra_is_two_models_whose_gradients_stay_on_their_side():
     objective, net, batch, hp = case("electra", B=6)
-    sums = objective.loss(net, batch, hp)
+    _, figures = objective.loss(net, batch, hp)
     small = net.heads["generator"]
-    want = O.cross_entropy_sum(small.logits(small(batch["inp"], T)), batch["tgt"])
-    torch.testing.assert_close(sums["generator"], want)
+    logits = small.logits(small(batch["inp"], T))
+    want = F.cross_entropy(logits.flatten(0, 1), batch["tgt"].flatten(), ignore_index=IGNORE_INDEX)
+    torch.testing.assert_close(figures["generator"], want)
     sides = {"generator": list(small.parameters()), "discriminator": [net.embed.weight, *net.blocks.parameters()]}
     for term, side in itertools.product(sides, sides):
-        grads = torch.autograd.grad(sums[term], sides[side], retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(figures[term], sides[side], retain_graph=True, allow_unused=True)
         assert any(g is not None and g.abs().max() > 0 for g in grads) == (term == side)
     config = objective.heads(ModelConfig(1, 12, 768), hp)["generator"].config
     assert (config.n_head, config.n_embd) == (3, 192), "heads of the trunk's width"
@@ -976,10 +999,9 @@ def test_nsp_reads_its_answer_at_cls():
     objective, net, batch, hp = case("nsp", B=16)
     follows = net.heads["nsp"](net(batch["inp"], T)[:, 0])[:, 0]
     batch["labels"] = (follows > 0).long() ^ (torch.arange(16) % 2)                 # every second answer is right
-    sums = objective.loss(net, batch, hp)
-    want = F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="sum")
-    torch.testing.assert_close(sums["nsp"], want)
-    assert sums["accuracy"] == 8
+    _, figures = objective.loss(net, batch, hp)
+    torch.testing.assert_close(figures["nsp"], F.binary_cross_entropy_with_logits(follows, batch["labels"].float()))
+    assert figures["accuracy"] == 0.5
 
 
 @torch.no_grad()
@@ -990,9 +1012,9 @@ def test_rotation_can_be_rolled_back_and_its_scores_are_of_positions():
         assert torch.equal(inp.roll(-label), row)
     scores = net.heads["seam"](net(batch["inp"], T))[..., 0]
     batch["labels"] = (scores.argmax(1) + torch.arange(50) % 2) % T                 # every second answer is right
-    sums = objective.loss(net, batch, hp)
-    torch.testing.assert_close(sums["seam"], F.cross_entropy(scores, batch["labels"], reduction="sum"))
-    assert sums["accuracy"] == 25
+    loss, figures = objective.loss(net, batch, hp)
+    torch.testing.assert_close(loss, F.cross_entropy(scores, batch["labels"]))
+    assert float(figures["accuracy"]) == pytest.approx(0.5)
 
 
 def test_contrastive_crops_are_pieces_of_their_window():
@@ -1006,13 +1028,12 @@ def test_contrastive_equals_loops():
     batch["inp"][:, 1] = batch["inp"][[0, 1, 2, 4, 3], 0]       # the second crops of two rows are swapped
     a, b = (F.normalize(net(view, T).mean(1), dim=-1) for view in batch["inp"].unbind(1))
     sim = (a @ b.T / hp.tau).tolist()
-    want = 0.0
+    nats = 0.0
     for side in (sim, [*zip(*sim)]):
-        want += sum(math.log(sum(map(math.exp, row))) - row[i] for i, row in enumerate(side))
-    sums = objective.loss(net, batch, hp)
-    assert float(sums["infonce"].detach()) == pytest.approx(want, rel=1e-4)
-    assert sums["top1"] == 3
-    assert objective.terms(batch, hp) == {"infonce": (10, 1.0), "top1": (5, 0.0)}
+        nats += sum(math.log(sum(map(math.exp, row))) - row[i] for i, row in enumerate(side))
+    loss, figures = objective.loss(net, batch, hp)
+    assert float(loss.detach()) == pytest.approx(nats / 10, rel=1e-4), "5 rows in both directions"
+    assert float(figures["top1"]) == pytest.approx(3 / 5)
 
 
 # ---- mdlm, sedd
@@ -1021,9 +1042,9 @@ def test_mdlm_masks_l_bytes_with_l_from_every_stratum():
     masked = batch["tgt"] != IGNORE_INDEX
     count = masked.sum(1)
     assert sorted(((count - 1) // 4).tolist()) == list(range(16)), "one l from each sixteenth of 1..64"
-    assert O.n_targets(OBJECTIVES["mdlm"], batch, hp) == masked.sum(), "where the loss counts all bytes"
-    assert equal(batch, dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), prefix=64,
-                            weight=(64 / count)[:, None].expand(-1, 64)))
+    assert torch.equal(batch["inp"], x.masked_fill(masked, MASK)) and batch["prefix"] == 64
+    assert torch.equal(batch["tgt"], x.where(masked, IGNORE_INDEX))
+    torch.testing.assert_close(batch["weight"], (64 / count / (16 * 64))[:, None].expand(-1, 64))
 
 
 @pytest.mark.parametrize("name, counts", [("mdlm", {26}), ("bd3lm", {2})])         # of 64, of 4
@@ -1033,8 +1054,9 @@ def test_diffusion_masks_a_constant_share_up_to_its_share_of_the_steps(name, cou
         _, batch, hp = make(name, B=256, T=64, mask_rate=0.4, progress=torch.tensor(progress))
         count = (batch["tgt"][:, :32 if n == 4 else 64] != IGNORE_INDEX).unflatten(1, (-1, n)).sum(2)
         assert {*count.flatten().tolist()} == expected
-        weight = batch["weight"][:, :count.size(1) * n].unflatten(1, (-1, n))
-        torch.testing.assert_close(weight, (n / count)[..., None].expand_as(weight))
+        n_bytes = count.size(1) * n             # of a row
+        weight = batch["weight"][:, :n_bytes].unflatten(1, (-1, n))
+        torch.testing.assert_close(weight, (n / count / (256 * n_bytes))[..., None].expand_as(weight))
 
 
 def test_bd3lm_chooses_the_number_of_masked_bytes_of_each_block_from_every_stratum():
@@ -1045,9 +1067,8 @@ def test_bd3lm_chooses_the_number_of_masked_bytes_of_each_block_from_every_strat
     assert {*counts[2].tolist()} == {*range(1, 7)} and not torch.equal(counts[0], counts[1])
     sizes = torch.tensor([8, 8, 6])             # the last block is shorter
     weight = (sizes / torch.stack(counts, dim=1)).repeat_interleave(sizes, dim=1)
-    torch.testing.assert_close(batch["weight"], F.pad(weight, (0, 22)))
+    torch.testing.assert_close(batch["weight"], F.pad(weight / (8 * 22), (0, 22)))
     assert torch.equal(batch["inp"], torch.cat((x.masked_fill(masked, MASK), x), dim=1))
-    assert int(OBJECTIVES["bd3lm"].terms(batch, hp)["bound"][0]) == 8 * 22
 
 
 @torch.no_grad()
@@ -1064,7 +1085,8 @@ def test_a_noisy_block_after_cached_clean_ones_equals_one_pass_over_both_copies(
         cache.length -= noisy.size(1)
         torch.testing.assert_close(sample.read_block(net, clean, cache), states[:, L + start:L + start + n])
     if n == 1:                                  # the bound is exact
-        assert (batch["weight"][:, :L] == 1).all() and torch.equal(batch["tgt"][:, :L], batch["inp"][:, L:])
+        torch.testing.assert_close(batch["weight"][:, :L], torch.full((4, L), 1 / (4 * L)))
+        assert torch.equal(batch["tgt"][:, :L], batch["inp"][:, L:])
 
 
 def test_bd3lm_of_one_block_is_mdlm():
@@ -1099,24 +1121,24 @@ def test_a_bound_equals_its_authors_integral_over_t(name, cost):
         m = int(hidden.sum())
         batch = dict(inp=x.masked_fill(hidden, MASK), tgt=x.where(hidden, IGNORE_INDEX), prefix=3,
                      weight=torch.ones(1, 3))
-        exact += float(OBJECTIVES[name].loss(net, batch, None)["bound"]) / math.comb(3, m) / max(1, m)
+        exact += float(OBJECTIVES[name].loss(net, batch, None)[0]) / math.comb(3, m) / max(1, m)
         logits = net.logits(net(batch["inp"], 3))[0, :, :256].double()
         for i in hidden[0].nonzero().flatten().tolist():
             authors += float((t ** m * (1 - t) ** (3 - m) * cost(logits[i], int(x[0, i]), t)).mean())
     assert exact == pytest.approx(authors, rel=1e-3)
     batch = OBJECTIVES[name].corrupt(x.expand(3000, -1), make_rng("m"), settings(name, 3))
-    bound = OBJECTIVES[name].loss(net, batch, None)["bound"] / len(batch["tgt"])
-    assert float(bound) == pytest.approx(authors, rel=0.03)
+    bound, _ = OBJECTIVES[name].loss(net, batch, None)
+    assert 3 * float(bound) == pytest.approx(authors, rel=0.03)
 
 
 def test_sedd_costs_nothing_where_nothing_is_masked_though_ratios_overflow_there():
     objective, net, batch, hp = case("sedd")
     logits = net.logits
     has_target = (batch["tgt"] != IGNORE_INDEX).flatten()[:, None]
-    want = objective.loss(net, batch, hp)["bound"]
+    want, _ = objective.loss(net, batch, hp)
     net.logits = lambda h: torch.where(has_target, logits(h), 1e3)
     with as_on_a_gpu:
-        loss = objective.loss(net, batch, hp)["bound"]
+        loss, _ = objective.loss(net, batch, hp)
     torch.testing.assert_close(loss, want)
     loss.backward()
     assert net.head.weight.grad.isfinite().all() and net.embed.weight.grad.isfinite().all()

@@ -2,6 +2,7 @@
 import os
 import pickle
 import shlex
+import signal
 import zipfile
 from types import SimpleNamespace
 from unittest import mock
@@ -220,6 +221,29 @@ def test_a_child_has_its_parents_weights_and_fresh_heads_where_they_differ(capsy
         assert ("heads." in new) == (parent != child)
 
 
+# ---- signals, the device
+@on_posix
+@pytest.mark.parametrize("at_start, later", [(signal.default_int_handler, signal.SIG_DFL),
+                                             (signal.SIG_IGN, signal.SIG_IGN)])
+def test_a_second_signal_is_not_caught_nor_one_that_nohup_ignores(at_start, later):
+    before = signal.signal(signal.SIGHUP, at_start)
+    try:
+        with run.catch_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop == ([signal.SIGHUP] if later is signal.SIG_DFL else [])
+            assert signal.getsignal(signal.SIGHUP) is later
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_cpu_caches_few_kernels(monkeypatch):
+    """A search in lines of many lengths took GBs on CPUs with oneDNN."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.delenv(name, raising=False)
+    run.use_device(torch.device("cpu"))
+    assert "256" == os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"]
+
+
 # ---- what cannot be
 BAD = {  # name: flags, what the line says
     "unknown flag": ("--max_iter 3", "--max_iter"), "not a number": ("--max_iters many", "invalid int value: 'many'"),
@@ -280,7 +304,7 @@ def place(folder, monkeypatch):
 def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, refuses):
     flags, hint = BAD[case]
     if "processes" in case:
-        monkeypatch.setattr(train, "WORLD", 2)
+        monkeypatch.setattr(run, "WORLD", 2)
     small = [] if "--resume" in flags or "--init_from" in flags else [*TINY, "--data", "text.txt"]
     refused(refuses, hint, train, *small, *shlex.split(flags))
     assert not os.path.exists("executed")

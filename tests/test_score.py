@@ -125,7 +125,8 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
 
 def test_another_seed_masks_other_bytes(runs, capsys):
     assert output(capsys, "mdlm") == output(capsys, "mdlm", "--seed", "1")
-    assert output(capsys, "mdlm").out != output(capsys, "mdlm", "--seed", "2").out
+    outputs = {output(capsys, "mdlm", "--seed", seed).out for seed in "1234"}
+    assert len(outputs) > 1, "two seeds may agree to four digits"
 
 
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
