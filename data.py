@@ -9,6 +9,7 @@ B rows, n raw bytes in a row, N bytes in a split of a source, S sources
 import bz2
 import contextlib
 import ctypes
+import itertools
 import lzma
 import mmap
 import os
@@ -33,7 +34,6 @@ ID_SYMBOLS = {-100: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "�
               MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ",
               **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
 
-N_CANDIDATES = 4                                # offsets that are tried for a window without a NUL
 MIN_BLOCK_SIZE = 32                             # positions of the shortest rows
 CRC_PIECE = 1 << 16                             # bytes of a corpus that are checksummed together
 MAPPED_BYTES = 1 << 26                          # files from this size on are mapped
@@ -151,11 +151,30 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: document (b
     return {path: text for text, path in documents.items()}, len(paths) - len(documents)
 
 
-def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8: every tenth document is for validation
-    if len(documents) < 10:                     # too few to hold whole ones out
-        return split_file(from_bytes(b"\0".join(documents) + b"\0"))
-    train = [d for i, d in enumerate(documents) if i % 10 != 9]
-    return tuple(from_bytes(b"\0".join(d) + b"\0") for d in (train, documents[9::10]))         # a NUL ends each
+def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, with a NUL after each document
+    """Every tenth document is for validation. If these hold less than 5% or more than 20% of the bytes, others are
+    chosen, spread over the list, that hold about a tenth. If no whole documents do, it is the last tenth of the bytes.
+    """
+    sizes = [len(d) for d in documents]
+    every_tenth = [i % 10 == 9 for i in range(len(sizes))]
+    for is_val in every_tenth, spread_tenth(sizes):
+        share = sum(itertools.compress(sizes, is_val)) / sum(sizes)
+        if 0.05 <= share <= 0.2:
+            val = itertools.compress(documents, is_val)
+            train = itertools.compress(documents, [not each for each in is_val])
+            return from_bytes(b"\0".join(train) + b"\0"), from_bytes(b"\0".join(val) + b"\0")
+    return split_file(from_bytes(b"\0".join(documents) + b"\0"))
+
+
+def spread_tenth(sizes):  # -> [bool]: which documents to hold out, so that at any place about a tenth of the bytes is
+    chosen = []
+    seen = 0
+    held = 0
+    for size in sizes:
+        seen += size
+        chosen.append(abs(held + size - seen / 10) < abs(held - seen / 10))
+        held += size * chosen[-1]
+    return chosen
 
 
 def split_file(data):  # (N,) -> the first 90% for training, the last 10% for validation
@@ -178,33 +197,25 @@ def make_rng(key, device="cpu"):  # -> torch.Generator
     return torch.Generator(device).manual_seed(to_seed(key))
 
 
-def sample_windows(corpus, split, n, B, g, single_document=False):  # -> source (B,), offset (B, 1 or N_CANDIDATES)
-    """Samples B windows of n bytes, as long tensors on the CPU. Stratified: a batch holds each source's share to within
-    a row, and its offsets come one from each of B equal parts of a source, in random order.
-
-    single_document: a row gets N_CANDIDATES offsets, so that read_windows can choose a window without a NUL."""
+def sample_windows(corpus, split, n, B, g):  # -> source (B,), offset (B,) of windows of n bytes, long, on the CPU
+    """Stratified: a batch holds each source's share to within a row, and its offsets come one from each of B equal
+    parts of a source, in random order. A window may hold the end of a document, as in GPT's packing."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
     n_offsets = torch.tensor([len(s[split]) - n + 1 for s in corpus])
     # u: one number from each B-th of [0, 1), in random order
     u = (torch.randperm(B, generator=g) + torch.rand(B, generator=g, dtype=torch.double)) / B
     source = torch.searchsorted(edges, u, right=True).clamp(max=len(corpus) - 1)
-    u = (torch.randperm(B, generator=g)[:, None] + torch.rand(B, N_CANDIDATES, generator=g, dtype=torch.double)) / B
-    offset = (u * n_offsets[source, None]).long()
-    return source, offset if single_document else offset[:, :1]
+    u = (torch.randperm(B, generator=g) + torch.rand(B, generator=g, dtype=torch.double)) / B
+    return source, (u * n_offsets[source]).long()
 
 
-def read_windows(corpus, split, source, offset, n):  # source (B,), offset (B, candidates) -> (B, n) long, clean bytes
-    """The windows' bytes, on the device that holds the corpus. Of a row's candidates it takes the first without a NUL
-    inside, which lies within one document, or the first of all where every candidate has one."""
-    x = None
+def read_windows(corpus, split, source, offset, n):  # source, offset (B,) -> (B, n) long, on the corpus's device
+    x = torch.zeros(len(source), n, dtype=torch.uint8, device=source.device)
     for i, s in enumerate(corpus):              # reads every source for every row, so that shapes are constant
         data = s[split]
-        candidates = data.unfold(0, n, 1)[offset.clamp(max=len(data) - n)]          # (B, candidates, n)
-        x = candidates if x is None else torch.where((source == i)[:, None, None], candidates, x)
-    if offset.size(1) > 1:
-        first = (x != EOT).all(2).byte().argmax(1)                                  # (B,)
-        x = x.gather(1, first[:, None, None].expand(-1, 1, n))
-    return x[:, 0].long()
+        rows = data.unfold(0, n, 1)[offset.clamp(max=len(data) - n)]                # (B, n)
+        x = torch.where((source == i)[:, None], rows, x)
+    return x.long()
 
 
 def document_ids(x):  # (B, T) -> (B, T) long: which document of its row a byte belongs to; EOT ends its own

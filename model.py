@@ -25,7 +25,6 @@ NGRAM_RATE = 6.0                                # learning rate of the n-gram ta
 CONTEXT_WIDTH = max(CONV_WIDTH, *NGRAMS)        # W: a position's input depends on so many ids, its own included
 NGRAM_IDS = 258                                 # bytes, PAD and MASK; an n-gram with any other id has no embedding
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed number
-HALVE_ABOVE = 128                               # causal rows of more positions are attended in two halves
 
 
 @dataclass
@@ -61,45 +60,35 @@ def dense_mask(prefix, q, T_k):  # prefix an int or (B,), positions q (T_q,) -> 
     return can_attend(q[:, None], k, prefix)
 
 
-def choose_attention(prefix, q, T_k, n_head, dtype, mask=None):
-    """-> attend(q (B, H, T_q, D), k, v (B, H, T_k, D)) -> (B, H, T_q, D), for all blocks of a forward pass. Each equals
-    attend_dense under can_attend, or under mask. q: positions of the queries (T_q,)."""
+def choose_attention(prefix, q, T_k, config, dtype, mask=None):
+    """-> attend(q (B, H, T_q, D), k, v (B, H, T_k, D)) -> (B, H, T_q, D), for all blocks of a forward pass. Each form
+    equals attend_dense under can_attend, or under mask. q: positions of the queries (T_q,)."""
     cuda = q.device.type == "cuda"
-    is_uniform = isinstance(prefix, int) and mask is None
-    is_causal = is_uniform and prefix == 0 and len(q) == T_k
-    if cuda and is_causal:
-        return functools.partial(F.scaled_dot_product_attention, is_causal=True)
-    if cuda and is_uniform and prefix >= T_k:
-        return F.scaled_dot_product_attention   # every key, by the fastest kernel
+    scale = config.attn_scale * (config.n_embd // config.n_head) ** -0.5
+    if cuda and mask is None and isinstance(prefix, int):       # the two pure rules have the fastest kernels
+        if prefix == 0 and len(q) == T_k:
+            return functools.partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
+        if prefix >= T_k:
+            return functools.partial(F.scaled_dot_product_attention, scale=scale)
     if mask is None:
         mask = dense_mask(prefix, q, T_k)
     elif mask.stride(0) == 0:                   # expanded: one mask for all rows
         mask = mask[:1]
     allowed = mask[:, None]                     # (B or 1, 1, T_q, T_k)
     if cuda or len(q) < T_k:
-        return functools.partial(F.scaled_dot_product_attention, attn_mask=allowed)
+        return functools.partial(F.scaled_dot_product_attention, attn_mask=allowed, scale=scale)
     bias = torch.zeros(allowed.shape, dtype=dtype, device=q.device).masked_fill(~allowed, -torch.inf)
-    heads = n_head if len(bias) > 1 else 1
+    heads = config.n_head if len(bias) > 1 else 1
     bias = bias.expand(-1, heads, -1, -1).flatten(0, 1)         # (1 or B H, T_q, T_k)
-    halves = is_causal and T_k > HALVE_ABOVE
-    return functools.partial(attend_causal_halves if halves else attend_dense, bias=bias)
+    return functools.partial(attend_dense, bias=bias, scale=scale)
 
 
-def attend_dense(q, k, v, bias):  # q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
-    """softmax(q k^T / sqrt(D) + bias) v. bias (1 or B H, T_q, T_k): 0 where a query may attend, else -inf. On a CPU its
+def attend_dense(q, k, v, bias, scale):  # q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
+    """softmax(scale q k^T + bias) v. bias (1 or B H, T_q, T_k): 0 where a query may attend, else -inf. On a CPU its
     backward pass is faster than that of scaled_dot_product_attention."""
     # one kernel computes the product, the scale and the bias
-    att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5)
+    att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
     return (att.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])            # att (B H, T_q, T_k)
-
-
-def attend_causal_halves(q, k, v, bias):  # = attend_dense, of causal rows
-    """The first half of the queries never reads the second half of the keys, which skips a quarter of the scores.
-    More pieces are slower up to 1,024 positions: backward, each adds to the gradients of all its keys."""
-    h = q.size(2) // 2
-    first = attend_dense(q[:, :, :h], k[:, :, :h], v[:, :, :h], bias[:, :h, :h])
-    second = attend_dense(q[:, :, h:], k, v, bias[:, h:])
-    return torch.cat((first, second), dim=2)
 
 
 # ---- blocks
@@ -107,12 +96,11 @@ def norm(x):  # (..., C) -> (..., C) with mean 0 and variance 1
     return F.layer_norm(x, (x.size(-1),))       # one kernel on the CPU, where F.rms_norm takes eight
 
 
-def rope_cos_sin(positions, D, dtype, scale=1.0):  # positions (...) -> cos, sin (..., D)
-    """scale multiplies the attention logits: queries and keys take its square root each."""
+def rope_cos_sin(positions, D, dtype):  # positions (...) -> cos, sin (..., D)
     freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D)
     angle = positions[..., None].float() * freq                                     # (..., D / 2)
-    cos = angle.cos() * scale ** 0.5
-    sin = angle.sin() * scale ** 0.5
+    cos = angle.cos()
+    sin = angle.sin()
     pair = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
     # as_strided makes torch.compile keep both in memory; it would compute them anew in every block
     return [t.as_strided(t.size(), t.stride()) for t in pair]
@@ -141,7 +129,7 @@ class Block(nn.Module):
 
     A block of your own must mask only through `attend`, keep x's dtype, and with a cache pass its new keys and
     values to `append_kv` and attend over what that returns, empty slots too, which `attend` hides. cos, sin: of
-    rope_cos_sin, with attn_scale in them; ([B,] T, 1, 1, D) for q and k (B, T, 2, H, D)."""
+    rope_cos_sin, ([B,] T, 1, 1, D) for q and k (B, T, 2, H, D)."""
 
     def __init__(self, config):
         super().__init__()
@@ -155,16 +143,16 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, attend, append_kv=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
         # attention is the only layer of a block that moves information between positions
-        qk, v = self.qkv(norm(x)).split((2 * C, C), dim=2)
-        qk = norm(qk.view(B, T, 2, self.n_head, C // self.n_head))                  # QK-norm
-        q, k = apply_rope(qk, cos, sin).permute(2, 0, 3, 1, 4)                      # (B, T, 2, H, D) -> (2, B, H, T, D)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)             # (B, H, T, D)
+        qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
+        qk, v = qkv.split((2, 1), dim=2)                                            # (B, T, 2, H, D), (B, T, 1, H, D)
+        q, k = apply_rope(norm(qk), cos, sin).permute(2, 0, 3, 1, 4)                # QK-norm; (B, H, T, D) each
+        v = v[:, :, 0].transpose(1, 2)                                              # (B, H, T, D)
         if append_kv is not None:
             k, v = append_kv(k, v)                                                  # (B, H, T_k, D)
         y = attend(q, k, v)                                                         # (B, H, T, D)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
         # the MLP sees each position by itself
-        return x + self.down(SquaredReLU.apply(self.up(norm(x))))
+        return x + self.down(F.relu(self.up(norm(x))).square())
 
 
 def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, ngrams=None):
@@ -176,9 +164,9 @@ def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None,
     if cache is not None:
         q = q + cache.length
         T_k = cache.k[0].size(2)
-    attend = choose_attention(prefix, q, T_k, config.n_head, x.dtype, mask)
+    attend = choose_attention(prefix, q, T_k, config, x.dtype, mask)
     positions = (q if positions is None else positions)[..., None, None]    # ([B,] T, 1, 1): alike for q, k and heads
-    cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype, config.attn_scale)
+    cos, sin = rope_cos_sin(positions, config.n_embd // config.n_head, x.dtype)
     for i, block in enumerate(blocks):
         if ngrams is not None:
             e, gains = ngrams
@@ -231,8 +219,8 @@ class NgramEmbedding(nn.Module):
     added to its input.
 
     The table is a buffer, not a parameter, because a step reads few of its rows: an optimizer would update all of them.
-    With keep_lookups (train.py switches it on), a backward pass stores the gradient of each lookup, and `update` then
-    changes the rows that were read. Without it the table stays as it is."""
+    With keep_lookups, which train.py switches on, backward passes store the gradient of each lookup until `update` uses
+    them to change the rows that were read. Without it the table stays as it is."""
 
     def __init__(self, config):
         super().__init__()
@@ -350,19 +338,3 @@ class Cache:
         i = self.length + torch.arange(CONTEXT_WIDTH - 1 + idx.size(1), device=idx.device)
         self.ids.index_copy_(1, i[CONTEXT_WIDTH - 1:], idx)
         return self.ids.index_select(1, i[:CONTEXT_WIDTH - 1])
-
-
-# ---- a faster version
-class SquaredReLU(torch.autograd.Function):
-    """= F.relu(x).square(), but its gradient takes two passes over memory, not four; it has no second derivative."""
-
-    @staticmethod
-    def forward(ctx, x):
-        r = F.relu(x)
-        ctx.save_for_backward(r)
-        return r * r
-
-    @staticmethod
-    def backward(ctx, grad):
-        [r] = ctx.saved_tensors
-        return (grad * r).mul_(2)

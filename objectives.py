@@ -4,24 +4,25 @@ B rows, T positions of a row, n raw bytes that fill one, P positions of the pref
 head, U ids in a row before packing, W ids of context; k chosen positions, S spans, N noise bytes, L bytes of a text
 
 An objective is a few functions and, below them, one Objective, whose fields are described where they are declared.
-hp holds every setting, as run.get_config returns them; in training also hp.progress (0-D), the share of the run that
-is done.
+hp holds every setting, as run.get_config returns them, and hp.progress, the share of the run that is done: 0-D in
+training, 1.0 elsewhere.
 
 A batch is a dict. "inp" (B, T) are ids; "tgt" (B, T), where ids are predicted, ids or IGNORE_INDEX, which has no loss;
 "prefix" an int for all rows (0 causal, T bidirectional) or one for each row (B,). An objective may add keys: more
-targets, under names that end in tgt; "positions" (B, T); a "mask" (B, T, T) with "before" (B, T, W - 1), as bd3lm and
-document_mask do; and its own.
+targets, under names that end in tgt; "positions" (B, T); a "mask" (B, T, T) and "before" (B, T, W - 1), as bd3lm and
+document_mask return; and its own.
 Every tensor has B rows. `corrupt` draws from its generator g alone and has static shapes: no loop over rows, nothing
 read back from the device. Where papers draw each position by itself, the counts here are exact (k masked bytes, S spans
 of N bytes in a full row), so that no row is without a target.
 
 A loss is a weighted sum of nats. The weights are part of the batch: "weight" (B, T) for each target, "share" (B,) for
-each row. They are made for all rows of a step (add_weights, where `corrupt` does not set its own), so the losses of its
-micro-batches add up to the loss of the whole batch. A mean of micro-batch means would give targets unequal weights.
+each row. add_weights makes those that `corrupt` does not return, for all rows of a step, so the losses of its micro-
+batches add up to the loss of the whole batch. A mean of micro-batch means would give targets unequal weights.
 """
 import dataclasses
 import difflib
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -129,8 +130,6 @@ class Objective:
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag} of its own
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, perhaps by device
-    # prefers windows without a NUL inside, so that it rarely reads short documents and the ends of others
-    single_document: bool = False
     supports_doc_mask: bool = False             # keeps the text's order, so that --doc_mask makes sense
     positions: Callable | None = None           # (ids, P (B,), hp) -> (B, T), from these alone; None: 0, 1, 2, ...
 
@@ -163,20 +162,24 @@ def hidden_states(model, batch):  # -> (B, T, C): under the batch's prefix (or m
                  before=batch.get("before"))
 
 
-def add_weights(batch):  # what `corrupt` returns, of all rows of a step -> the same with "share" and the weights
-    """"share" (B,) is 1 / B. "weight" has the shape of "tgt", and "future_weight" that of "future_tgt": all targets of
-    a head weigh the same, and together 1. A batch that has a "weight" keeps it."""
-    batch = dict(batch)
+def add_weights(batch):  # a batch of all rows of a step -> the same batch with weights
+    """Adds "share" (B,), which is 1 / B, and for each key that ends in "tgt" the weights of these targets: "weight" for
+    "tgt", "future_weight" for "future_tgt". All targets of a head have the same weight, and the weights of a head add
+    up to 1. Weights that the batch has already are kept."""
     B = len(batch["inp"])
-    batch["share"] = torch.full((B,), 1 / B, device=batch["inp"].device)
-    for key in [key for key in batch if key.endswith("tgt")]:
-        has_target = batch[key] != IGNORE_INDEX
-        batch.setdefault(key.replace("tgt", "weight"), has_target / has_target.sum((0, 1)).clamp(min=1))
-    return batch
+    weights = {"share": torch.full((B,), 1 / B, device=batch["inp"].device)}
+    for key, tgt in batch.items():
+        if key.endswith("tgt"):
+            has_target = tgt != IGNORE_INDEX
+            rows_and_positions = tuple(range(min(2, tgt.dim())))
+            n_targets = has_target.sum(rows_and_positions).clamp(min=1)
+            weights[key.replace("tgt", "weight")] = has_target / n_targets
+    return weights | batch
 
 
 def document_mask(batch):  # -> "mask" and "before" that keep attention, convolution and n-grams inside a document
     """Documents end with EOT. They are those of the corrupted ids: a masked EOT does not end one."""
+    assert "mask" not in batch, "an objective with masks of its own has supports_doc_mask=False"
     inp = batch["inp"]
     doc = document_ids(inp)                                                         # (B, T)
     allowed = dense_mask(batch["prefix"], torch.arange(doc.size(1), device=doc.device), doc.size(1))
@@ -189,21 +192,8 @@ def ids_before(ids):  # (B, T) -> (B, T, W - 1): the ids before each position, t
     return F.pad(ids, (CONTEXT_WIDTH - 1, 0))[:, :-1].unfold(1, CONTEXT_WIDTH - 1, 1).flip(2)
 
 
-def select_targets(h, batch):  # states (B, T, C) -> states (N, C), targets (N,), weights (N,)
-    """On a CPU only positions with a target, since no other needs logits. On a GPU all positions: the number with a
-    target depends on the data, and reading it would stall the device. A compiler needs constant shapes, too."""
-    h = h.flatten(0, 1)
-    tgt = batch["tgt"].flatten()
-    weight = batch["weight"].flatten()
-    if h.device.type != "cpu" or torch.compiler.is_compiling():
-        return h, tgt, weight
-    place = (tgt != IGNORE_INDEX).nonzero()[:, 0]
-    return h.index_select(0, place), tgt[place], weight[place]
-
-
 def target_nll(model, h, batch):  # states (B, T, C) -> weighted sum of the byte head's nats (0-D)
-    h, tgt, weight = select_targets(h, batch)
-    return position_nats(model.logits(h), tgt) @ weight
+    return (position_nats(model.logits(h), batch["tgt"]) * batch["weight"]).sum()
 
 
 def position_nats(logits, tgt):  # logits (..., V), tgt (...) -> cross-entropy (...), 0 where there is no target
@@ -269,7 +259,6 @@ def mlm_bytes(T, hp):
 
 
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
-MORE_PASSES = {"max_passes": 16.0}              # where each pass corrupts the text anew, overfitting comes later
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
     n_bytes=mlm_bytes,
@@ -277,7 +266,7 @@ OBJECTIVES["mlm"] = Objective(
                        "mask_random": Flag(0.1, "share of them that are a random byte; the rest stays", 0.0, 1.0),
                        "mask_span": Flag(1.0, "mean length of the spans they lie in, longer where gaps are too few; "
                                               "1: drawn one by one, so that they may touch", 1.0, 1e6)},
-    flag_defaults=MORE_PASSES, supports_doc_mask=True, uses=(Fill(),))
+    supports_doc_mask=True, uses=(Fill(),))
 
 
 # ---- prefix: prefix language modeling
@@ -451,10 +440,10 @@ NARROW_HEADS = {"n_head": {"cpu": 4, "cuda": 6}}
 OBJECTIVES["span"] = Objective(
     "span", corrupt=span, help="spans of a text after their sentinels", use_help="fill holes", attention="prefix",
     n_bytes=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], n_outputs=VOCAB_SIZE,
-    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES,
+    flag_defaults=SHARP_ATTENTION | NARROW_HEADS,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
-           "span_mean": Flag(6.0, "mean length of a span, in bytes, at most a row's noise", 1.0, 1e6)},
-    single_document=True, positions=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
+           "span_mean": Flag(6.0, "mean length of a span, in bytes, at most a row's noise", 1.0)},
+    positions=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
 
 
 # ---- ul2: a mixture of denoisers
@@ -509,7 +498,6 @@ def ul2_prompt(pieces, m, hp):
 OBJECTIVES["ul2"] = dataclasses.replace(
     OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
     use_help="fill holes, continue", n_bytes=lambda T, hp: max(n for _, _, n, _, _ in denoisers(T, hp)), min_rows=4,
-    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | {"max_passes": 8.0},
     uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
 
 
@@ -521,9 +509,9 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
         SPM   PRE SUF suffix MID prefix middle EOT       loss at all T positions
 
     Two cuts uniform over all places, so that each section is a third on average. A row is rearranged with probability
-    fim_rate, and of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Windows lie
-    within one document where they can (context-level FIM). Half of the rearranged rows are one text; in the others
-    bytes of the row before follow EOT, which may thus stand anywhere (see random_lengths); a single row is one text."""
+    fim_rate, and of those SPM (the paper's variant 2) with fim_spm_rate; the others stay plain text. Half of the
+    rearranged rows are one text; in the others bytes of the row before follow EOT, which may thus stand anywhere (see
+    random_lengths); a single row is one text."""
     B, n = x.size(0), x.size(1) - 4                                                 # four ids join the bytes
     i = torch.arange(n, device=g.device)
     m = random_lengths(B, 1 if B > 1 else n, n, g)                                  # (B, 1): bytes to rearrange
@@ -557,7 +545,7 @@ def fim_prompt(pieces, m, hp):
 
 OBJECTIVES["fim"] = Objective(
     "fim", corrupt=fim, help="text with its middle moved to the end", use_help="write between two texts",
-    attention="causal", n_outputs=MID + 1, single_document=True, bpb="causal",
+    attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
     uses=(Infill(fim_prompt, (EOT,)), Continue()))
@@ -610,7 +598,7 @@ def mtp_ahead(model, h):  # (..., C) -> (..., n - 1, V): logits of the bytes 2, 
 
 def mtp_loss(model, batch, hp):
     h = hidden_states(model, batch)                             # (B, T, C)
-    nll = (position_nats(model.logits(h), batch["tgt"]) * batch["weight"]).sum()
+    nll = target_nll(model, h, batch)
     figures = {"nll": nll}
     loss = nll
     future = batch["future_tgt"]                                # (B, T, n - 1)
@@ -640,9 +628,9 @@ def mtp_drafter(hp):
 OBJECTIVES["mtp"] = Objective(
     "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead", attention="causal",
     n_bytes=lambda T, hp: T + hp.mtp_heads, heads=mtp_heads, loss=mtp_loss,
-    flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1, 64),
+    flags={"mtp_heads": Flag(4, "bytes predicted at each position", 1),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
-           "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0, 1e3)},
+           "mtp_weight": Flag(0.3, "weight of the losses of all bytes but the next, together", 0.0)},
     supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),))
 
 
@@ -718,7 +706,7 @@ def electra_loss(model, batch, hp):
 OBJECTIVES["electra"] = Objective(
     "electra", corrupt=electra, help="which bytes a generator replaced", use_help="mark suspicious bytes",
     attention="bidirectional", n_bytes=aligned_window, heads=electra_heads, loss=electra_loss,
-    flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0, 1e6),
+    flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0),
                        "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
     flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15},
     uses=(Predict("mark", lambda model, x: score_positions(model, x, "replaced")),))
@@ -874,6 +862,8 @@ def bart_piece_bytes(hp):  # -> most bytes that are repaired at once, or None
     return None if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
 
 
+# short rows are learned sooner
+SHORT_ROWS = {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 256}}
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use_help="repair a text", attention="prefix",
     n_bytes=bart_bytes,
@@ -881,9 +871,9 @@ OBJECTIVES["bart"] = Objective(
            "bart_rate": Flag(0.3, f"largest share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "bart_rate_min": Flag(0.0, "smallest share of them; as bart_rate or more: always the same", 0.0, 0.9),
            "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
-    # short rows are learned sooner; n-grams lower the loss, but the model loses its place in the source sooner
-    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES | {"block_size": 128, "ngram_rows": 0},
-    single_document=True, positions=bart_positions, target_hidden=False,
+    # n-grams lower the loss, but the model loses its place in the source sooner
+    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | SHORT_ROWS | {"ngram_rows": 0},
+    positions=bart_positions, target_hidden=False,
     uses=(Repair(max_bytes=bart_piece_bytes),))
 
 
@@ -946,8 +936,8 @@ OBJECTIVES["nsp"] = Objective(
     heads=lambda config, hp: {"nsp": scalar_head(config)}, loss=nsp_loss,
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's B) or swap (A after B)",
                                              choices=("random", "swap")),
-                       "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0, 1e3)},
-    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | MORE_PASSES | {"mask_rate": 0.15}, single_document=True,
+                       "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: masked bytes alone", 0.0)},
+    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | {"mask_rate": 0.15},
     uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))))
 
 
@@ -988,8 +978,8 @@ OBJECTIVES["contrastive"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, min_rows=2, loss=contrastive_loss,
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
-    flag_defaults=NARROW_HEADS | MORE_PASSES | {"batch_size": 32},                  # its rows are the negatives
-    single_document=True, compares_rows=True, uses=(Predict("search", embed),))
+    flag_defaults=NARROW_HEADS | {"batch_size": 32},            # its rows are the negatives
+    compares_rows=True, uses=(Predict("search", embed),))
 
 
 # ---- mdlm: masked diffusion
@@ -1029,15 +1019,15 @@ def mask_blocks(x, n, g, hp):  # x (B, L) -> masked (B, L) bool, weight (B, L)
 
 def bound_loss(cost):  # -> loss of an Objective: an estimate of the bound, in nats a byte
     def loss(model, batch, hp):
-        h, tgt, weight = select_targets(hidden_states(model, batch), batch)
-        return cost(model.logits(h)[..., :N_BYTES], tgt) @ weight, {}
+        logits = model.logits(hidden_states(model, batch))[..., :N_BYTES]
+        return (cost(logits, batch["tgt"]) * batch["weight"]).sum(), {}
     return loss
 
 
 DIFFUSION_FLAGS = MASK_RATE | {
     "uniform_from": Flag(0.7, "first share of the steps, which mask mask_rate of the bytes (0: no step does); then, "
                               "and with --init_from at once, any share", 0.0, 1.0)}
-DIFFUSION_DEFAULTS = SHARP_ATTENTION | MORE_PASSES | {"mask_rate": 0.4}
+DIFFUSION_DEFAULTS = SHARP_ATTENTION | {"mask_rate": 0.4}
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), flags=DIFFUSION_FLAGS, flag_defaults=DIFFUSION_DEFAULTS,
@@ -1046,7 +1036,7 @@ OBJECTIVES["mdlm"] = Objective(
 
 
 # ---- sedd: score entropy discrete diffusion
-def sedd_cost(logits, tgt):  # (N, 256), (N,) -> (N,) nats
+def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> (B, T) nats
     """Score entropy discrete diffusion (SEDD, Lou et al. 2024), absorbing state, time-free (RADD, Ou et al. 2025).
 
         inp   t [M] [M]   c [M] t    rows are mdlm's; the model gives log c_y = logit_y - log 256, the log ratio of
@@ -1058,8 +1048,8 @@ def sedd_cost(logits, tgt):  # (N, 256), (N,) -> (N,) nats
     in log_softmax, which makes its loss mdlm's. sample.py's default order is MDLM's sampler; analytic is SEDD's."""
     has_target = tgt != IGNORE_INDEX
     logc = logits - math.log(N_BYTES)
-    logc = logc.masked_fill(~has_target[:, None], 0.0)          # so that ignored positions stay finite
-    cost = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[:, None])[:, 0] - 1
+    logc = logc.masked_fill(~has_target[..., None], 0.0)        # so that ignored positions stay finite
+    cost = logc.exp().sum(-1) - logc.gather(-1, tgt.clamp(min=0)[..., None])[..., 0] - 1
     return cost * has_target
 
 
@@ -1101,7 +1091,7 @@ BD3LM_DEFAULTS = {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu"
 OBJECTIVES["bd3lm"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion",
     use_help="continue a prompt", attention="blocks", n_bytes=lambda T, hp: T // 2,
-    flags=DIFFUSION_FLAGS | {"bd3lm_block": Flag(4, "bytes of a block", 1, 1 << 24)},
+    flags=DIFFUSION_FLAGS | {"bd3lm_block": Flag(4, "bytes of a block", 1)},
     flag_defaults=DIFFUSION_DEFAULTS | BD3LM_DEFAULTS, supports_doc_mask=False,
     uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),))
 
@@ -1130,8 +1120,9 @@ def rotation_loss(model, batch, hp):
 OBJECTIVES["rotation"] = Objective(
     "rotation", corrupt=rotation, help="where a rotated text was cut", use_help="find where a text was cut",
     attention="bidirectional", n_bytes=aligned_window, heads=lambda config, hp: {"seam": scalar_head(config)},
-    loss=rotation_loss, flag_defaults={"block_size": 64},       # 16 rows of 256 do not learn
-    single_document=True, uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),))
+    loss=rotation_loss,
+    flag_defaults={"block_size": 64, "batch_size": {"cpu": 64, "cuda": 512}},       # 16 rows of 256 do not learn
+    uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),))
 
 
 # ---- hybrid: masked and causal rows
@@ -1162,26 +1153,29 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     return dict(inp=inp, tgt=tgt, prefix=torch.where(is_masked, T, 0), weight=weight[:, None].expand(B, T))
 
 
+def hybrid_loss(model, batch, hp):
+    loss, _ = token_loss(model, batch, hp)
+    return loss, {}                             # of both kinds of rows, so it has no perplexity
+
+
 OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
-    min_rows=2,
+    min_rows=2, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows, of which there is one at least", 0.0, 1.0)},
-    flag_defaults={"max_passes": 8.0}, supports_doc_mask=True, bpb="causal", uses=(Fill((EOT,), shift=1), Continue()))
+    supports_doc_mask=True, bpb="causal", uses=(Fill((EOT,), shift=1), Continue()))
 
 
 # ---- --objective: one of these, or a mixture; always a list of members, of one where it is no mixture
 @dataclass(frozen=True)
 class Member:
     objective: Objective
-    weight: float                               # of its loss; the weights add up to 1
-    rows: int                                   # of a step
-    n: int                                      # raw bytes that fill one of them
-    key: str                                    # of its random numbers, so that members read different windows
+    weight: float                               # share of the steps that train it; the weights add up to 1
+    n: int                                      # raw bytes that fill a row
+    hp: Namespace                               # the run's settings, with the member's own flags
 
 
 def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Member]
-    """The rows of a step are apportioned by weight, as many in every step, so that shapes are constant. Fails on a
-    name that does not exist, naming the nearest, and on rows that the settings make impossible."""
+    """Fails on a name that does not exist, naming the nearest, and on rows that the settings make impossible."""
     names = member_names(hp.objective)
     for name in names:
         if name not in OBJECTIVES:
@@ -1193,17 +1187,16 @@ def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Mem
         weights = [0.0]
     if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):
         fail(f"--objective {hp.objective}: wants different names with positive weights, as in clm:0.5,mlm:0.5")
-    shares = [w / sum(weights) for w in weights]
-    rows = apportion(shares, hp.batch_size * hp.accum)
     members = []
-    for i, (name, share, r) in enumerate(zip(names, shares, rows)):
+    for name, weight in zip(names, weights):
         objective = OBJECTIVES[name]
-        least = objective.min_rows * (hp.accum if objective.compares_rows else 1)
-        if r < least:
-            fail(f"--objective {hp.objective}: {name} needs {least} rows a step, and has {r}. "
-                 f"Try --batch_size {math.ceil(least / share / hp.accum)}")
-        n = objective.n_bytes(hp.block_size, hp)                # fails where rows are impossible
-        members.append(Member(objective, share, r, n, f",{i}" if i else ""))
+        own = Namespace(**vars(hp) | hp.members.get(name, {}))
+        rows = hp.batch_size if objective.compares_rows else hp.batch_size * hp.accum
+        if rows < objective.min_rows:
+            fail(f"--batch_size {hp.batch_size}: {name} needs {objective.min_rows} rows. "
+                 f"Try --batch_size {objective.min_rows}")
+        n = objective.n_bytes(hp.block_size, own)               # fails where rows are impossible
+        members.append(Member(objective, weight / sum(weights), n, own))
     return members
 
 

@@ -41,31 +41,31 @@ SETTINGS = {
         "seed": Flag(1, "random seed of weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
-        "n_layer": Flag({"cpu": 4, "cuda": 12}, "blocks", 1, 1000),
-        "n_head": Flag({"cpu": 2, "cuda": 6}, "attention heads", 1, 1000),
-        "n_embd": Flag({"cpu": 128, "cuda": 768}, "width", 2, 1 << 20),
-        "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", MIN_BLOCK_SIZE, 1 << 24),
-        "ngram_rows": Flag(65536, "rows of the hashed n-gram table for each length; 0 for no n-grams", 0, 1 << 26),
-        "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.01, 100.0),
+        "n_layer": Flag({"cpu": 4, "cuda": 12}, "blocks", 1),
+        "n_head": Flag({"cpu": 2, "cuda": 6}, "attention heads", 1),
+        "n_embd": Flag({"cpu": 128, "cuda": 768}, "width", 2),
+        "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", MIN_BLOCK_SIZE),
+        "ngram_rows": Flag(65536, "rows of the hashed n-gram table for each length; 0 for no n-grams", 0),
+        "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.0),
     },
     "training": {
-        "batch_size": Flag({"cpu": 16, "cuda": 32}, "rows of a micro-batch; of short rows more", 1, 1 << 24),
-        "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1, 1 << 24),
-        "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "steps at most", 0, 1 << 40),
-        "max_passes": Flag(4.0, "most passes over a text, in 200 steps or more; 0 or --max_iters: no limit", 0.0, 1e9),
-        "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak rate, of all parameters", 0.0, 100.0),
-        "warmup_iters": Flag(20, "steps of linear warm-up", 0, 1 << 40),
+        "batch_size": Flag({"cpu": 16, "cuda": 32}, "rows of a micro-batch", 1),
+        "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1),
+        "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
+        "max_passes": Flag(8.0, "maximum number of passes over a text, in 200 steps or more; 0 or --max_iters: any", 0),
+        "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak rate, of all parameters", 0.0),
+        "warmup_iters": Flag(20, "steps of linear warm-up", 0),
         "lr_decay": Flag(0.6, "last share of the steps, over which the learning rate falls linearly to 0", 0.0, 1.0),
-        "weight_decay": Flag(0.0, "a step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0, 100.0),
-        "grad_clip": Flag(1.0, "largest norm of the gradient (n-gram table excluded); 0 for no limit", 0.0, 1e30),
+        "weight_decay": Flag(0.0, "a step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
+        "grad_clip": Flag(1.0, "largest norm of the gradient (n-gram table excluded); 0 for no limit", 0.0),
         "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more over several passes", 0.0, 0.99),
         "doc_mask": Flag(False, "attend only within a document (a masked NUL is no end); a text must keep its order"),
         "optimizer": Flag("muon", "of the matrices of blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {
-        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations; each one saves", 1, 1 << 40),
-        "eval_iters": Flag(8, f"validation batches of {EVAL_ROWS} rows for each source", 1, 1 << 24),
-        "log_interval": Flag(10, "steps between lines of metrics.jsonl", 1, 1 << 40),
+        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations; each one saves", 1),
+        "eval_iters": Flag(8, f"validation batches of {EVAL_ROWS} rows for each source", 1),
+        "log_interval": Flag(10, "steps between lines of metrics.jsonl", 1),
     },
     "system": DEVICE_FLAGS | {
         "compile": Flag(False, "torch.compile loss and optimizer"),
@@ -79,11 +79,13 @@ SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}          
 
 
 # ---- flags, of every program
-def in_range(flag, kind):  # -> what turns a word of the command line into a value, for argparse
+def in_range(flag, kind):  # -> argparse type with a range check
     def convert(word):
         value = kind(word)
-        if flag.low is not None and not flag.low <= value <= flag.high:
-            raise argparse.ArgumentTypeError(f"{value} does not lie between {flag.low} and {flag.high}")
+        if flag.low is not None and not value >= flag.low:      # a NaN is refused, too
+            raise argparse.ArgumentTypeError(f"{value} is less than {flag.low}")
+        if flag.high is not None and value > flag.high:
+            raise argparse.ArgumentTypeError(f"{value} is more than {flag.high}")
         return value
     convert.__name__ = kind.__name__            # argparse prints it where the word is no number
     return convert
@@ -140,7 +142,11 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
 
 def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to resume, or ""
     """Defaults of the device, then of the objective, then a checkpoint's settings, then the flags given. --resume takes
-    all settings from the checkpoint, --init_from those of the model and, where it stays the same, of the objective."""
+    all settings from the checkpoint, --init_from those of the model and, where it stays the same, of the objective.
+
+    Beside the flags: init_step, the number of steps that the weights had before this run, which reads the windows after
+    theirs; progress, the share of the run's steps that are done, which training replaces by a tensor; members, for each
+    member of a mixture the defaults of its own flags."""
     given = parse(argv)
     saved = {}
     resume = ""
@@ -158,20 +164,30 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
     chosen = saved | given
     base = defaults(device.type, chosen.get("optimizer", SETTINGS["training"]["optimizer"].default))
-    own = shared_defaults(member_names(chosen.get("objective", base["objective"])), device.type)
-    if "block_size" not in given:               # shorter rows are more rows, so that a step has as many positions
-        positions = base["batch_size"] * base["block_size"]
-        base["batch_size"] = max(1, positions // chosen.get("block_size", own.get("block_size", base["block_size"])))
-    base |= own
+    base |= objective_defaults(chosen.get("objective", base["objective"]), device.type)
     if "max_iters" in chosen:
         base["max_passes"] = 0.0
-    # init_step: steps that the weights had before this run, which reads the windows after theirs
-    # progress: share of the run's steps that are done; training replaces it by a tensor
     own = {"device": str(device), "resume": resume, "progress": 1.0}
     hp = argparse.Namespace(**{"init_step": 0} | base | chosen | own)
+    hp.members = {name: {flag: value for flag, value in flags.items() if flag not in given}
+                  for name, flags in hp.members.items()}
     hp.dtype = resolve_dtype(hp.dtype, device)
     check_combinations(hp, given)
     return hp
+
+
+def objective_defaults(objective, kind="cpu"):  # -> {flag: default}, and "members" of a mixture
+    """In a mixture, the defaults of an objective apply to its own flags only; they stand under its name in "members".
+    """
+    names = [name for name in member_names(objective) if name in OBJECTIVES]
+    found = {}
+    for name in names:
+        found[name] = {flag: choose_default(value, kind) for flag, value in OBJECTIVES[name].flag_defaults.items()}
+    if len(names) == 1:
+        return found[names[0]] | {"members": {}}
+    own = {name: {flag: value for flag, value in flags.items() if flag in OBJECTIVES[name].flags}
+           for name, flags in found.items()}
+    return {"members": own}
 
 
 def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
@@ -180,21 +196,10 @@ def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
     if given.get("n_head", config["n_head"]) != config["n_head"]:               # the weights' shapes do not show it
         fail(f"--n_head {given['n_head']}: the run of --init_from has {config['n_head']} heads. Try without --n_head")
     if member_names(given.get("objective", config["objective"])) == member_names(config["objective"]):
-        names |= {"objective", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
+        names |= {"objective", "members", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
     else:                                       # a default of the objective's own comes before the parent's setting
-        own = shared_defaults(member_names(given["objective"]))
-        names -= {"attn_scale", "block_size"} & set(own)
+        names -= {"attn_scale", "block_size"} & set(objective_defaults(given["objective"]))
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
-
-
-def shared_defaults(names, kind="cpu"):  # -> {flag: default of their own}, the same in all of these that read the flag
-    members = [OBJECTIVES[name] for name in names if name in OBJECTIVES]
-    found = {}
-    for flag, default in [item for member in members for item in member.flag_defaults.items()]:
-        readers = [member for member in members if flag in SHARED_FLAGS or flag in member.flags]
-        if all(member.flag_defaults.get(flag) == default for member in readers):
-            found[flag] = choose_default(default, kind)
-    return found
 
 
 def check_combinations(hp, given):  # fails where settings exclude each other
@@ -267,13 +272,15 @@ def tune_malloc():
 class GraphedStep:
     """f as one CUDA graph. The first `warm` calls run eagerly on a stream of their own, while f allocates and compiles;
     the next is recorded, and it and all later ones replay the graph. f takes no arguments and reads and writes tensors
-    that stay where they are; gens: the generators it draws from, whose new seeds reach the next replay."""
+    that stay where they are; gens: the generators it draws from, whose new seeds reach the next replay. share: another
+    GraphedStep whose stream and memory it uses; then what one returns is lost when the other runs."""
 
-    def __init__(self, f, gens=(), warm=3):
+    def __init__(self, f, gens=(), warm=3, share=None):
         self.f = f
         self.gens = gens
         self.warm = warm
-        self.stream = torch.cuda.Stream()
+        self.stream = share.stream if share else torch.cuda.Stream()
+        self.pool = share.pool if share else torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
 
     def __call__(self):
@@ -288,7 +295,7 @@ class GraphedStep:
             for g in self.gens:
                 self.graph.register_generator_state(g)
             gc.disable()                        # a graph that is collected during a capture would end it
-            with torch.cuda.graph(self.graph, stream=self.stream):              # records, runs nothing
+            with torch.cuda.graph(self.graph, self.pool, self.stream):              # records, runs nothing
                 self.out = self.f()
             gc.enable()
         self.graph.replay()
@@ -313,9 +320,7 @@ def sum_over_processes(model, loss):  # gradients, n-gram lookups and loss becom
     if WORLD == 1:
         return
     tensors = [loss]
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        tensors.append(p.grad)
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]           # the same in all processes
     ngrams = model.ngrams
     if ngrams is not None:
         n, D = ngrams.table.shape
@@ -352,7 +357,7 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_
         path = f"{base}-{i}"
 
 
-def open_metrics(out_dir, length=0):  # -> binary file, locked: a folder holds one run at a time
+def open_metrics(out_dir, length):  # -> binary file, locked: a folder holds one run at a time
     """Only the first process writes. Lines after the first `length` bytes are dropped: a resumed run trains those steps
     again. A file that is shorter than that starts anew."""
     if RANK:
@@ -448,14 +453,14 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 def build(hp):  # -> model
     """Weights are drawn on the CPU from the seed, the model's before its heads': with equal seeds all objectives start
     from equal weights, on every device."""
-    objectives = [m.objective for m in get_members(hp)]
-    config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, VOCAB_SIZE, n_outputs=max(o.n_outputs for o in objectives),
-                         ngram_rows=hp.ngram_rows, attn_scale=hp.attn_scale)
+    members = get_members(hp)
+    n_outputs = max(m.objective.n_outputs for m in members)
+    config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, VOCAB_SIZE, n_outputs, hp.ngram_rows, hp.attn_scale)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
         model = Transformer(config, getattr(torch, hp.dtype))
-        for objective in objectives:
-            model.heads.update(objective.heads(config, hp))
+        for m in members:
+            model.heads.update(m.objective.heads(config, m.hp))
     return model.to(hp.device)
 
 

@@ -58,16 +58,16 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file whose lines to search, each by its first block_size bytes"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of bytes; ul2: above 16 a hole, in long spans", 0, 1 << 40),
-        "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 1 << 16),
+        "max_new_tokens": Flag(300, "maximum number of bytes; ul2: above 16 a hole, in long spans", 0),
+        "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(TEMPERATURE, "randomness; 0 always takes the most likely byte: the default for holes and "
                                          "repairs. mdlm, sedd, bd3lm write at 1 with top_p .8", 0.0, 1e6),
-        "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0, 1 << 40),
+        "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "in which [MASK]s are filled; analytic: sedd",
                       choices=("confident", "left", "ancestral", "analytic")),
         "steps": Flag(0, "number of passes that fill [MASK]s (bd3lm: of a block); 0: one for each [MASK], or 64 where "
-                         "mdlm and sedd fill in order ancestral or analytic", 0, 1 << 20),
+                         "mdlm and sedd fill in order ancestral or analytic", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
@@ -605,22 +605,22 @@ MODES = {
 
 
 # ---- the command
-def choose_members(hp, name):  # -> the objectives of a run; with a name only that one
-    members = [member.objective for member in get_members(hp)]
-    chosen = [objective for objective in members if name in ("", objective.name)]
+def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
+    members = get_members(hp)
+    chosen = [m for m in members if name in ("", m.objective.name)]
     if not chosen:
-        fail(f"--objective {name}: the run was trained as {hp.objective}. Try --objective {members[0].name}")
+        fail(f"--objective {name}: the run was trained as {hp.objective}. Try --objective {members[0].objective.name}")
     return chosen
 
 
-def choose_use(objectives, texts):  # -> (objective, use): the first that reads these texts and fits the prompt
-    uses = [(objective, use) for objective in objectives for use in objective.uses]
-    uses = [(objective, use) for objective, use in uses if set(texts) <= {*MODES[use.mode].flags}] or uses
+def choose_use(members, texts):  # -> (member, use): the first that reads these texts and fits the prompt
+    uses = [(m, use) for m in members for use in m.objective.uses]
+    uses = [(m, use) for m, use in uses if set(texts) <= {*MODES[use.mode].flags}] or uses
     wanted = [uses[0][1].mode]
     if "prompt" in texts:                       # modes whose markers it contains, then modes that need no marker
         asked = [mode for mode, marker in MARKERS.items() if re.search(marker, texts["prompt"])]
         wanted = asked + [use.mode for _, use in uses if use.mode not in ("infill", "fill")] + wanted
-    return next((objective, use) for mode in wanted for objective, use in uses if use.mode == mode)
+    return next((m, use) for mode in wanted for m, use in uses if use.mode == mode)
 
 
 def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out bytes, corrupted as the mode needs them
@@ -648,9 +648,10 @@ def main(argv=None):
     given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(sys.argv[1:] if argv is None else argv))
     path = given.get("out_dir") or newest_run()
     model, hp, ckpt = load_run(path, given.get("device", "auto"), given.get("dtype", "auto"))
-    objectives = choose_members(hp, given.get("objective", ""))
+    members = choose_members(hp, given.get("objective", ""))
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
-    objective, use = choose_use(objectives, texts)
+    m, use = choose_use(members, texts)
+    objective = m.objective
     mode = MODES[use.mode]
     for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags}):      # ignoring it would look as if it had no effect
         readers = [name for name, other in OBJECTIVES.items() for each in other.uses if flag in MODES[each.mode].flags]
@@ -674,7 +675,7 @@ def main(argv=None):
     for i in range(args.num_samples):
         if args.num_samples > 1:
             print(f"--- sample {i + 1}")
-        mode.function(model, objective, use, hp, args, make_rng(f"{args.seed},{i},sample"))
+        mode.function(model, objective, use, m.hp, args, make_rng(f"{args.seed},{i},sample"))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from run import say, settings_to_save, start_from, sum_over_processes, use_devic
 import torch
 from tqdm import tqdm
 
+GOLDEN_RATIO = 0.6180339887498949               # its multiples modulo 1 are spread evenly over [0, 1)
 HELD_OUT = 4096                                 # bytes of validation text kept in the checkpoint for sample.py
 MIN_ITERS = 200                                 # fewest steps of a run without --max_iters, however small its text
 BETAS, EPS = (0.9, 0.95), 1e-10                 # of AdamW
@@ -37,21 +38,22 @@ BYTES_PER_ROW = 4                               # of text, that a row of the n-g
 
 
 # ---- batches
-def draw_windows(m, corpus, split, B, key):  # member -> source (B,), offset (B, candidates), on the CPU
-    return sample_windows(corpus, split, m.n, B, make_rng(f"{key},windows"), m.objective.single_document)
+def draw_windows(m, corpus, split, B, key):  # member -> source (B,), offset (B,), on the CPU
+    return sample_windows(corpus, split, m.n, B, make_rng(f"{key},windows"))
 
 
-def make_batch(m, corpus, split, windows, g, hp):  # windows: as draw_windows returns them -> batch
+def make_batch(m, corpus, split, windows, g):  # windows: as draw_windows returns them -> batch
     source, offset = (t.to(corpus[0][split].device) for t in windows)
     x = read_windows(corpus, split, source, offset, m.n)                            # (B, n)
-    if hp.device.startswith("cuda") and not x.is_cuda:          # a corpus too large for the GPU
-        x = x.pin_memory().to(hp.device, non_blocking=True)
-    return add_weights(m.objective.corrupt(x.to(hp.device), g, hp))
+    device = m.hp.device
+    if device.startswith("cuda") and not x.is_cuda:             # a corpus too large for the GPU
+        x = x.pin_memory().to(device, non_blocking=True)
+    return add_weights(m.objective.corrupt(x.to(device), g, m.hp))
 
 
-def draw_batch(m, corpus, split, B, key, hp):  # -> batch of B rows, a pure function of member and key
+def draw_batch(m, corpus, split, B, key):  # -> batch of B rows, a pure function of member and key
     windows = draw_windows(m, corpus, split, B, key)
-    return make_batch(m, corpus, split, windows, make_rng(f"{key},{m.objective.name}", hp.device), hp)
+    return make_batch(m, corpus, split, windows, make_rng(f"{key},{m.objective.name}", m.hp.device))
 
 
 def micro_batch(batch, i, n, hp):  # -> the i-th of n parts, equal to within a row
@@ -66,38 +68,44 @@ def micro_batch(batch, i, n, hp):  # -> the i-th of n parts, equal to within a r
 
 # ---- optimizers: Muon for the StackedLinear layers inside blocks, AdamW for all other parameters
 def make_optimizer(model, hp):  # -> its state, in tensors that keep their addresses for a CUDA graph
-    hidden = [m.weight for name, m in model.named_modules() if isinstance(m, StackedLinear) and "blocks." in name]
-    rest = [p for p in model.parameters() if not any(p is q for q in hidden)]
-    by_shape = {}                               # one Newton-Schulz call per shape: few large products, not many small
-    for p in hidden if hp.optimizer == "muon" else []:          # (n, rows, columns): n matrices of one shape
-        by_shape.setdefault(tuple(sorted(p.shape[1:])), []).append(p)
-    muon = [(params, torch.zeros(sum(map(len, params)), *shape, device=hp.device))              # momentum (N, r, c)
-            for shape, params in by_shape.items()]
-    adamw = rest + hidden if hp.optimizer == "adamw" else rest
-    first, second = torch.zeros(2, sum(p.numel() for p in adamw), device=hp.device)             # one p after another
-    lr = torch.zeros((), device=hp.device)
-    return Namespace(lr=lr, hidden=hidden, muon=muon, adamw=adamw, first=first, second=second)
+    """A parameter that the loss of a step does not depend on, such as the head of another member of a mixture, has no
+    gradient in that step, and is left alone."""
+    hidden = {}                                 # {(module that holds the blocks, shape): [weight (n, rows, columns)]}
+    rest = []
+    layers = {m.weight for m in model.modules() if isinstance(m, StackedLinear)}
+    for name, p in model.named_parameters():
+        owner, is_hidden, _ = name.rpartition("blocks.")
+        if is_hidden and p in layers:
+            hidden.setdefault((owner, *sorted(p.shape[1:])), []).append(p)
+        else:
+            rest.append(p)
+    matrices = [p for params in hidden.values() for p in params]
+    muon = []                                   # one Newton-Schulz call for each: few large products, not many small
+    if hp.optimizer == "muon":
+        for (_, r, c), params in hidden.items():
+            momentum = torch.zeros(sum(map(len, params)), r, c, device=hp.device)
+            muon.append((params, momentum))
+    else:
+        rest += matrices
+    adamw = torch.optim.AdamW(rest, lr=torch.zeros((), device=hp.device), betas=BETAS, eps=EPS, weight_decay=0.0,
+                              fused=True, capturable=hp.cuda_graph)
+    for p in rest:                              # AdamW would make it in its first step
+        adamw.state[p] = dict(step=torch.zeros((), device=hp.device), exp_avg=torch.zeros_like(p),
+                              exp_avg_sq=torch.zeros_like(p))
+    return Namespace(lr=torch.zeros((), device=hp.device), matrices=matrices, muon=muon, adamw=adamw)
 
 
 @torch.no_grad()
-def optimizer_step(opt, step, lr, hp):  # step, lr: 0-D
-    for p in opt.hidden if hp.weight_decay else []:
-        p.mul_(1 - lr * hp.weight_decay)
+def optimizer_step(opt, lr, hp):  # lr: 0-D
+    for p in opt.matrices if hp.weight_decay else []:
+        if p.grad is not None:
+            p.mul_(1 - lr * hp.weight_decay)
     for params, momentum in opt.muon:
-        muon_step(params, momentum, lr, getattr(torch, hp.dtype))
-    adamw_step(opt.adamw, opt.first, opt.second, step, lr)
-
-
-def adamw_step(params, first, second, step, lr):  # first, second (n,): moments
-    """AdamW (Loshchilov and Hutter 2019) without weight decay, which optimizer_step applies."""
-    grad = torch.cat([p.grad.flatten() for p in params])                            # (n,)
-    first.lerp_(grad, 1 - BETAS[0])
-    second.lerp_(grad.square(), 1 - BETAS[1])
-    mean = first / (1 - BETAS[0] ** (step + 1))
-    square = second / (1 - BETAS[1] ** (step + 1))
-    update = lr * mean / (square.sqrt() + EPS)
-    for p, u in zip(params, update.split([p.numel() for p in params])):
-        p.sub_(u.view_as(p))
+        if params[0].grad is not None:
+            muon_step(params, momentum, lr, getattr(torch, hp.dtype))
+    [group] = opt.adamw.param_groups
+    group["lr"] = lr
+    opt.adamw.step()
 
 
 def muon_step(params, momentum, lr, dtype):  # momentum (N, r, c), r <= c: all matrices of one shape at once
@@ -115,43 +123,39 @@ def muon_step(params, momentum, lr, dtype):  # momentum (N, r, c), r <= c: all m
 
 
 def newton_schulz(x, dtype):  # (N, r, c), r <= c -> approximately the nearest matrices with orthonormal rows
-    """The iteration with the coefficients of Jordan et al. 2024; all but small singular values end near 1."""
+    """The iteration X <- Q X of Jordan et al. 2024 with A = X X^T and Q = a I + b A + c A^2, after which all but small
+    singular values are near 1.
+
+    Wide matrices are iterated in Gram space (Zhang et al. 2026): A <- Q A Q, and X is multiplied once by the product of
+    several Q, so that most products are of r x r matrices. In bfloat16 A drifts: it is computed from X every two steps.
+    For square matrices A is computed from X in every step."""
     x = x.to(dtype)
     # the iteration needs singular values of at most 1: divide by the Frobenius norm
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    if dtype == torch.float32 and x.size(2) > x.size(1):
-        return gram_newton_schulz(x)
     a, b, c = NS_COEFFICIENTS
-    for _ in range(NS_STEPS):
+    n = 1 if x.size(1) == x.size(2) else 2 if dtype == torch.bfloat16 else NS_STEPS
+    for _ in range(NS_STEPS // n):
         gram = x @ x.mT                                                             # A (N, r, r)
-        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)                   # b A + c A^2
-        x = torch.baddbmm(x, update, x, beta=a)                                     # X <- a X + (b A + c A^2) X
+        product = None                          # of the Q of these n steps
+        for i in range(n):
+            q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            q.diagonal(dim1=1, dim2=2).add_(a)
+            product = q if product is None else q @ product
+            if i < n - 1:
+                gram = q @ gram @ q
+        x = product @ x
     return x
 
 
-def gram_newton_schulz(x):  # = newton_schulz's iteration, faster for wide matrices
-    """In Gram space (Zhang et al. 2026): with X <- Q X also A <- Q A Q, so that all but two products are r x r. Rounded
-    to bfloat16, A would drift."""
-    a, b, c = NS_COEFFICIENTS
-    gram = x @ x.mT
-    q = product = None                          # product: of all Q
-    for _ in range(NS_STEPS):
-        if q is not None:
-            gram = q @ gram @ q
-        q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        q.diagonal(dim1=1, dim2=2).add_(a)      # Q = a I + b A + c A^2
-        product = q if product is None else q @ product
-    return product @ x
-
-
 # ---- what follows from the length of a run
-def passes_per_step(source, members):  # -> passes that a step makes over a source
-    return source["weight"] * sum(m.rows * m.n for m in members) / len(source["train"])
+def passes_per_step(source, members, hp):  # -> passes over a source that a step makes on average
+    n = sum(m.weight * m.n for m in members)
+    return source["weight"] * hp.batch_size * hp.accum * n / len(source["train"])
 
 
 def shorten_run(corpus, members, hp):
     """Fewer steps for a small text: repeated too often, it is overfitted (Muennighoff et al. 2023)."""
-    passes = sum(source["weight"] * passes_per_step(source, members) for source in corpus)          # of the mean row
+    passes = sum(source["weight"] * passes_per_step(source, members, hp) for source in corpus)      # of the mean row
     most = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if most < hp.max_iters:
         hp.max_iters = most
@@ -169,7 +173,7 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of n-gram lookups th
     memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / sum(len(source["train"]) for source in corpus))
     rate = 0.0
     for source in corpus:
-        passes = passes_per_step(source, members)
+        passes = passes_per_step(source, members, hp)
         repetitions = max(0.0, (hp.max_iters * passes - 1) * memorizable)
         end = 1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3)
         reached = 1.0 if hp.init_from else min(1.0, max(step * passes / 2, positions / NGRAM_WARMUP))
@@ -184,7 +188,7 @@ def learning_rate(step, hp):  # warmup-stable-decay: linear, constant, linear to
 
 
 # ---- a step
-def prepare(members, corpus, hp):  # -> State before the first step
+def prepare(corpus, hp):  # -> State before the first step
     """State: all that a training step reads and writes, in tensors that keep their addresses, so that a CUDA graph can
     replay the step. The host writes windows, seeds, rates and step number (load_step_inputs); the device the rest."""
     model = build(hp)
@@ -192,14 +196,15 @@ def prepare(members, corpus, hp):  # -> State before the first step
         start_from(model, load_checkpoint(hp.init_from)["model"], hp.init_from)
     if model.ngrams is not None:
         model.ngrams.keep_lookups = True
+    hp = Namespace(**vars(hp) | {"progress": torch.zeros((), device=hp.device)})
     # each member with its loss, perhaps compiled, and what the host sets: its windows and its generator
-    states = []
-    for m in members:
-        windows = [t.to(corpus[0]["train"].device) for t in draw_windows(m, corpus, "train", m.rows, "0")]
-        states.append(Namespace(**vars(m), loss=m.objective.loss, windows=windows, g=torch.Generator(hp.device)))
-    progress = torch.zeros((), device=hp.device)
+    members = []
+    for m in get_members(hp):
+        windows = draw_windows(m, corpus, "train", hp.batch_size * hp.accum, "0")
+        windows = [t.to(corpus[0]["train"].device) for t in windows]
+        members.append(Namespace(**vars(m), loss=m.objective.loss, windows=windows, g=torch.Generator(hp.device)))
     return Namespace(
-        hp=Namespace(**vars(hp) | {"progress": progress}), members=states, corpus=corpus, model=model,
+        hp=hp, members=members, corpus=corpus, model=model,
         opt=make_optimizer(model, hp), optimizer_step=optimizer_step,               # perhaps compiled
         # of each source, for checkpoints and logs
         sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus],
@@ -208,16 +213,21 @@ def prepare(members, corpus, hp):  # -> State before the first step
         first_nonfinite_step=torch.full((), -1, device=hp.device))
 
 
-def load_step_inputs(s, step):
+def member_of_step(members, step):  # -> the member that a step trains: each has its share of any stretch of steps
+    u = step * GOLDEN_RATIO % 1
+    edges = itertools.accumulate(m.weight for m in members)
+    return next((m for m, edge in zip(members, edges) if u < edge), members[-1])
+
+
+def load_step_inputs(s, m, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
     key = f"{hp.seed},{hp.init_step + step}"    # --init_from: continues after the windows of its parent
-    for m in s.members:
-        for a, b in zip(m.windows, draw_windows(m, s.corpus, "train", m.rows, key + m.key)):
-            if a.is_cuda:
-                b = b.contiguous().pin_memory()
-            a.copy_(b, non_blocking=True)       # copied, not replaced: a captured graph reads addresses
-        m.g.manual_seed(to_seed(f"{key}{m.key},{m.objective.name}"))
+    for a, b in zip(m.windows, draw_windows(m, s.corpus, "train", len(m.windows[0]), key)):
+        if a.is_cuda:
+            b = b.pin_memory()
+        a.copy_(b, non_blocking=True)           # copied, not replaced: a captured graph reads addresses
+    m.g.manual_seed(to_seed(f"{key},{m.objective.name}"))
     s.opt.lr.fill_(learning_rate(step, hp))
     s.step.fill_(step)
     hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
@@ -226,38 +236,45 @@ def load_step_inputs(s, step):
         s.model.ngrams.seed.fill_(to_seed(key))
 
 
-def training_step(s):  # -> loss (nats), norm of the gradient
+def training_step(s, m):  # -> loss (nats), norm of the gradient
     """One update: the same code for one process or several, called eagerly or replayed. Never waits for the device."""
     hp = s.hp
-    params = [*s.model.parameters()]
     # forward and backward: the losses of micro-batches add up to that of the step
+    batch = make_batch(m, s.corpus, "train", m.windows, m.g)
     loss = torch.zeros((), device=hp.device)
-    for m in s.members:
-        batch = make_batch(m, s.corpus, "train", m.windows, m.g, hp)
-        for i in range(RANK, hp.accum, WORLD):  # this process's micro-batches
-            micro = micro_batch(batch, i, hp.accum, hp)
-            if len(micro["inp"]):               # a member may have fewer rows than there are micro-batches
-                part, _ = m.loss(s.model, micro, hp)
-                part = m.weight * part
-                part.backward()
-                loss += part.detach()
+    for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
+        part, _ = m.loss(s.model, micro_batch(batch, i, hp.accum, m.hp), m.hp)
+        part.backward()
+        loss += part.detach()
     sum_over_processes(s.model, loss)
 
     # clip, then check that all is finite
+    params = [p for p in s.model.parameters() if p.grad is not None]                # those that the loss depends on
     norm = torch.nn.utils.clip_grad_norm_(params, hp.grad_clip or math.inf)
     finite = torch.isfinite(loss) & torch.isfinite(norm)
     s.first_nonfinite_step.copy_(torch.where((s.first_nonfinite_step < 0) & ~finite, s.step, s.first_nonfinite_step))
 
     # update. From the first step that is not finite on, gradients and rate are zero: no weight changes any more
     ok = s.first_nonfinite_step < 0
-    for p in params:                            # None: the loss does not depend on it
-        p.grad = torch.zeros_like(p) if p.grad is None else torch.where(ok, p.grad, 0.0)
+    for p in params:
+        p.grad = torch.where(ok, p.grad, 0.0)
     lr = s.opt.lr * ok
-    s.optimizer_step(s.opt, s.step, lr, hp)
+    s.optimizer_step(s.opt, lr, hp)
     if s.model.ngrams is not None:
         s.model.ngrams.update(lr, ok)
     s.model.zero_grad(set_to_none=True)
     return loss, norm
+
+
+def make_step_fns(s):  # -> {objective: function without arguments that takes a step of this member}
+    step_fns = {}
+    graphed = None
+    for m in s.members:
+        step_fn = partial(training_step, s, m)
+        if s.hp.cuda_graph:
+            step_fn = graphed = GraphedStep(step_fn, [m.g], share=graphed)
+        step_fns[m.objective.name] = step_fn
+    return step_fns
 
 
 def compile_step(s):
@@ -268,27 +285,28 @@ def compile_step(s):
 
 
 # ---- evaluation
-def validation_batches(m, source, hp):  # yields the same batches at every step: of objective and block size alone
-    hp = Namespace(**vars(hp) | {"progress": 1.0})
-    for i in range(hp.eval_iters):
-        batch = draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}", hp)
-        yield micro_batch(batch, 0, 1, hp)
+def validation_batches(m, source):  # yields the same batches at every step: of objective and block size alone
+    m = Member(m.objective, m.weight, m.n, Namespace(**vars(m.hp) | {"progress": 1.0}))
+    for i in range(m.hp.eval_iters):
+        batch = draw_batch(m, [source], "val", EVAL_ROWS, f"validation,{i}")
+        yield micro_batch(batch, 0, 1, m.hp)
 
 
 @torch.no_grad()
-def evaluate(model, members, corpus, hp):  # -> one record for each source and member, their weighted loss
-    """loss: nats. bpb: bits per byte, left to right, each window after one byte of context; an upper bound where the
-    objective has one; None where it has neither. figures: what the loss returns beside it."""
+def evaluate(model, members, corpus):  # -> one record for each source and member, their weighted loss
+    """loss: nats, the mean over validation batches, which count alike. bpb: bits per byte, left to right, each window
+    after one byte of context; an upper bound where the objective has one; None where it has neither. figures: what the
+    loss returns beside it."""
     model.eval()
     records = []
     total = 0.0
     for source, m in itertools.product(corpus, members):
         objective = m.objective
-        loss, figures = mean_loss(objective, model, validation_batches(m, source, hp), hp)
+        loss, figures = mean_loss(m, model, validation_batches(m, source))
         nats = loss
         if objective.bpb == "causal":           # not from its own rows, but from plain windows
-            plain = Member(CAUSAL, weight=1.0, rows=EVAL_ROWS, n=hp.block_size + 1, key="")
-            nats, _ = mean_loss(CAUSAL, model, validation_batches(plain, source, hp), hp)
+            plain = Member(CAUSAL, 1.0, m.hp.block_size + 1, m.hp)
+            nats, _ = mean_loss(plain, model, validation_batches(plain, source))
         bpb = nats / math.log(2) if objective.bpb else None
         records.append({"split": "val", "data": source["name"], "objective": objective.name, "loss": loss, "bpb": bpb,
                         "figures": figures})
@@ -297,11 +315,11 @@ def evaluate(model, members, corpus, hp):  # -> one record for each source and m
     return records, total
 
 
-def mean_loss(objective, model, batches, hp):  # -> mean loss, {name: mean figure} over batches
+def mean_loss(m, model, batches):  # -> mean loss, {name: mean figure} over batches
     losses = []
     figures = {}
     for batch in batches:
-        loss, found = objective.loss(model, batch, hp)
+        loss, found = m.objective.loss(model, batch, m.hp)
         losses.append(float(loss))
         for name, figure in found.items():
             figures.setdefault(name, []).append(float(figure))
@@ -323,7 +341,8 @@ def main(argv=None, with_sample=True):  # -> exit code; with_sample: draws losse
 def train(hp):  # -> exit code, State
     """Corpus, model, folder; then steps, each a pure function of (seed, step).
 
-    0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2."""
+    0 when done, 1 after a loss that is not finite, 128 + signal when stopped; fail() ends with 2. A run that is resumed
+    equals one that was never stopped, except after a loss that is not finite: the optimizers' moments have decayed."""
     # everything that may be refused comes before the folder
     use_device(torch.device(hp.device))
     members = get_members(hp)
@@ -332,7 +351,7 @@ def train(hp):  # -> exit code, State
     if hp.max_passes and not hp.resume:
         shorten_run(corpus, members, hp)
     move_corpus(corpus, hp)
-    s = prepare(members, corpus, hp)
+    s = prepare(corpus, hp)
     hp = s.hp
     status = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
     if hp.resume:
@@ -341,9 +360,7 @@ def train(hp):  # -> exit code, State
         hp.out_dir = choose_out_dir(hp)
     if hp.compile:
         compile_step(s)
-    step_fn = partial(training_step, s)
-    if hp.cuda_graph:
-        step_fn = GraphedStep(step_fn, [m.g for m in s.members])
+    step_fns = make_step_fns(s)
 
     barrier()                                   # the first process makes the folder after all have looked for it
     with open_metrics(hp.out_dir, status["metrics_bytes"]) as metrics, catch_signals() as stop:
@@ -368,14 +385,15 @@ def train(hp):  # -> exit code, State
                 clock_step = step
             if step == hp.max_iters or halt:
                 break
-            load_step_inputs(s, step)
-            loss, norm = step_fn()
+            m = member_of_step(s.members, step)
+            load_step_inputs(s, m, step)
+            loss, norm = step_fns[m.objective.name]()
             if step % hp.log_interval == 0:     # only logging waits for the device
                 if int(s.first_nonfinite_step) >= 0:
                     break
                 now = time.perf_counter()
                 speed = (step + 1 - clock_step) / (now - clock)                     # steps per second
-                line = log_step(hp, metrics, step, float(loss), float(norm), speed, status["seconds"] + now - clock)
+                line = log_step(m, metrics, step, float(loss), float(norm), speed, status["seconds"] + now - clock)
                 bar.set_postfix_str(line)
                 if bar.disable and now - last_line > 5:         # no terminal: a plain line every 5 seconds
                     last_line = now
@@ -397,16 +415,17 @@ def train(hp):  # -> exit code, State
     return 0, s
 
 
-def log_step(hp, metrics, step, loss, norm, speed, seconds):  # -> what the progress bar shows
+def log_step(m, metrics, step, loss, norm, speed, seconds):  # -> what the progress bar shows
+    hp = m.hp
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
-    write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": hp.objective,
+    write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": m.objective.name,
                          "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
                          "seconds": round(seconds, 3)})
     return f"loss {loss:.3f}, {positions / 1e3:.1f}k positions/s"
 
 
 def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
-    records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
+    records, loss = evaluate(s.model, s.members, s.corpus)
     status["val"] = math.inf if math.isnan(loss) else loss      # NaN: the weights have exploded
     for r in records:
         write_line(metrics, {"step": status["step"], **r, "seconds": round(status["seconds"], 3)})
@@ -418,9 +437,9 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
 
 
 def optimizer_tensors(s):  # -> {name: tensor}, for a checkpoint
-    tensors = {"adamw.first": s.opt.first, "adamw.second": s.opt.second}
-    for i, (_, momentum) in enumerate(s.opt.muon):
-        tensors[f"muon.{i}"] = momentum
+    tensors = {f"muon.{i}": momentum for i, (_, momentum) in enumerate(s.opt.muon)}
+    for i, state in enumerate(s.opt.adamw.state.values()):
+        tensors |= {f"adamw.{i}.{name}": t for name, t in state.items()}
     if s.model.ngrams is not None:
         tensors["ngrams"] = s.model.ngrams.moments
     return tensors
@@ -474,13 +493,14 @@ def announce(s, metrics, status):  # the first line of metrics.jsonl, the first 
     print(f"{hp.device}, {torch.get_num_threads()} threads, {WORLD} processes | activations {hp.dtype} | "
           f"{hp.max_iters:,} steps")
     for source in s.corpus:
-        passes = hp.max_iters * passes_per_step(source, s.members)
-        print(f"--data {source['name']}: {source['size']:,} bytes, {source['weight']:.1%} of rows, {passes:.2g} passes")
+        passes = hp.max_iters * passes_per_step(source, s.members, hp)
+        sizes = f"{len(source['train']):,} bytes to train on, {len(source['val']):,} to validate on"
+        print(f"--data {source['name']}: {sizes}; {source['weight']:.1%} of rows, {passes:.2g} passes")
     if status["step"] == 0:
         print("the first row, one character a position (█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD; · no loss):")
-        load_step_inputs(s, 0)
         for m in s.members:
-            show_row(m.objective, make_batch(m, s.corpus, "train", m.windows, m.g, hp))
+            load_step_inputs(s, m, 0)
+            show_row(m.objective, make_batch(m, s.corpus, "train", m.windows, m.g))
     sys.stdout.flush()
 
 

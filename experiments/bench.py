@@ -14,7 +14,6 @@ float32 on a CPU, as its README runs it. Other flags are train.py's, such as --n
 B rows, T positions
 """
 import contextlib
-import functools
 import importlib.util
 import io
 import itertools
@@ -32,7 +31,7 @@ from experiments.score import score_exact
 import sample
 import train
 from objectives import OBJECTIVES, find_use, get_members
-from run import GraphedStep, build, for_inference, get_config, load_run, run_program, use_device
+from run import build, for_inference, get_config, load_run, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,7 +45,7 @@ FLAGS = {
     "cuda_graph": Flag(False, "also measure it captured in a CUDA graph, on a GPU"),
     "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT"),
     "run": Flag("", "for decode: a trained run, whose drafts are good; without it weights are random"),
-    "peer_iters": Flag(0, "for loss: nanoGPT's steps; 0: its own 2000 on a CPU, 5000 on a GPU", 0, 1 << 40),
+    "peer_iters": Flag(0, "for loss: nanoGPT's steps; 0: its own 2000 on a CPU, 5000 on a GPU", 0),
 }
 RESERVED = {"objective", "seed", "out_dir", "resume", "init_from"}      # of train.py's flags
 PEER = "nanoGPT"
@@ -96,16 +95,14 @@ def random_corpus(hp):
 
 
 def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and backward pass, as they are computed
-    """Of any blocks. What a mask hides counts all the same, except for what attend_causal_halves leaves out of causal
-    rows; a GPU's kernels leave out more. In eager mode: on a CPU only positions with a target have logits; compiled and
-    on a GPU all have."""
+    """Of any blocks. What a mask hides counts all the same, though a GPU's kernels leave some of it out."""
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     [member] = get_members(cpu)
-    model = build(cpu)
-    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
-    if hp.device != "cpu":                      # without values nothing is computed
-        model = model.to("meta")
-        batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
+    model = train.prepare(random_corpus(cpu), cpu).model
+    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops")
+    batch = train.micro_batch(batch, 0, 1, cpu)
+    model = model.to("meta")                    # without values nothing is computed
+    batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
     with FlopCounterMode(display=False) as counter:
         loss, _ = member.objective.loss(model, batch, hp)
         loss.backward()
@@ -113,16 +110,15 @@ def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and 
 
 
 def make_step(hp):  # -> a function that takes one training step
-    s = train.prepare(get_members(hp), random_corpus(hp), hp)
+    s = train.prepare(random_corpus(hp), hp)
     if hp.compile:
         train.compile_step(s)
-    step_fn = functools.partial(train.training_step, s)
+    [m] = s.members
+    [step_fn] = train.make_step_fns(s).values()
     numbers = itertools.count()
-    if hp.cuda_graph:
-        step_fn = GraphedStep(step_fn, [m.g for m in s.members])
 
     def step():
-        train.load_step_inputs(s, next(numbers))
+        train.load_step_inputs(s, m, next(numbers))
         step_fn()
     if hp.cuda_graph:                           # settle and capture before any clock runs
         for _ in range(4):

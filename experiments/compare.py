@@ -46,7 +46,7 @@ FLAGS = {
     "data": Flag("stdlib", "corpus; the probe runs on stdlib only, since its labels come from Python source"),
     "new_data": Flag(os.path.join(torch.__path__[0], "include"), "second corpus, for --sweep replay"),
     "sweep": Flag("", "a setting and its values, as in mask_rate=.1,.15,.3"),
-    "first_steps": Flag(0, "for --sweep start: steps of the runs to start from; 0: as many again", 0, 1 << 40),
+    "first_steps": Flag(0, "for --sweep start: steps of the runs to start from; 0: as many again", 0),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 # flags of train.py that are set here
@@ -239,7 +239,7 @@ def logged_metrics(folder):  # -> {metric: number} that metrics.jsonl and the se
 
 def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    records, _ = train.evaluate(model, get_members(hp), sources, hp)
+    records, _ = train.evaluate(model, get_members(hp), sources)
     return [record["bpb"] for record in records]
 
 

@@ -38,9 +38,9 @@ LEFT_TO_RIGHT = "left to right"                 # an order of writing, beside th
 PIECE = 16                                      # MASKs filled at a time, where fully masked rows were not trained
 
 
-def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long: windows without a NUL where there are any
+def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long
     corpus = [dict(weight=1.0, text=text)]
-    source, offset = sample_windows(corpus, "text", n, count, make_rng(f"compare,{key}"), single_document=True)
+    source, offset = sample_windows(corpus, "text", n, count, make_rng(f"compare,{key}"))
     return read_windows(corpus, "text", source, offset, n)
 
 
@@ -320,8 +320,8 @@ def eval_accuracy(model, objective, hp, text):
     """Share of 512 rows, corrupted as in training, that are answered correctly. Baseline: chance."""
     [member] = get_members(hp)
     corpus = [dict(weight=1.0, text=text)]
-    batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
-    _, figures = train.mean_loss(objective, model, batches, hp)
+    batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}") for i in range(16)]
+    _, figures = train.mean_loss(member, model, batches)
     n_answers = 2 if find_use(objective, "follow") else hp.block_size
     return {"task": figures["accuracy"], "task_baseline": 1 / n_answers}
 

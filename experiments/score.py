@@ -113,8 +113,9 @@ def main(argv=None):  # -> exit code
         fail(f"--file {flags.file}: is empty. Try another file")
     path = flags.out_dir or newest_run()
     model, hp, ckpt = load_run(path, flags.device, flags.dtype)
-    objectives = sample.choose_members(hp, flags.objective)
-    objective = next(filter(has_probability, objectives), objectives[0])
+    members = sample.choose_members(hp, flags.objective)
+    m = next((m for m in members if has_probability(m.objective)), members[0])
+    objective = m.objective
     if not has_probability(objective):
         those = " ".join(name for name, other in OBJECTIVES.items() if has_probability(other))
         fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run trained as {those}")
@@ -123,7 +124,7 @@ def main(argv=None):  # -> exit code
     print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
     T = hp.block_size
     if objective.bpb == "bound":
-        bits, error = score_bound(model, objective, data, hp, flags.seed)
+        bits, error = score_bound(model, objective, data, m.hp, flags.seed)
         print_bits(bits, len(data), f"{objective.name}'s upper bound, standard error {error / len(data):.4f}")
     elif objective.bpb:
         bits = score_exact(model, data, T, T // 2)

@@ -26,9 +26,9 @@ import torch
 FLAGS = {
     "judge": Flag("", "run that judges; it must continue texts, best a clm of many steps"),
     "runs": Flag([], "folders of trained runs, of the judge's text"),
-    "windows": Flag(64, "held-out windows to continue", 2, 1 << 20),
+    "windows": Flag(64, "held-out windows to continue", 2),
     "temperature": Flag(0.8, "of all runs but those of mdlm, sedd and bd3lm", 0.0, 1e6),
-    "steps": Flag(64, "passes in which mdlm and sedd fill a row, in every order", 1, 1 << 20),
+    "steps": Flag(64, "passes in which mdlm and sedd fill a row, in every order", 1),
 }
 COPIED_LENGTH = 48                              # bytes of a piece that is looked up in the training text
 

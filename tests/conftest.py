@@ -69,7 +69,7 @@ def randomize(module, seed=0):
 
 def settings(name, T, **changes):  # every setting of a run of that objective or mixture, in rows of T
     tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
-                init_step=0, resume="", progress=1.0)
+                init_step=0, resume="", progress=1.0, members={})
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 

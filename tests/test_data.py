@@ -60,6 +60,22 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path, c
     assert data.to_bytes(s["train"]) == b"".join(kept)
 
 
+@pytest.mark.parametrize("sizes, held", [
+    ([1000] * 9 + [1_000_000] + [1000] * 3, None),              # a tenth would be nearly all, or nearly nothing
+    ([1000] * 9 + [10] + [1000], [5]), ([1000] * 7, [5]), ([9000] * 9 + [90_000] + [9000] * 30, [5, 10, 16, 26, 36]),
+    ([1000] * 30, [9, 19, 29])])
+def test_a_folder_holds_out_a_tenth_of_its_bytes_in_whole_documents_where_it_can(sizes, held):
+    documents = [bytes([i + 1]) * n for i, n in enumerate(sizes)]
+    train, val = data.split_documents(documents)
+    text = data.to_bytes(torch.cat((train, val)))
+    if held is None:
+        assert text == b"\0".join(documents) + b"\0" and abs(len(val) / len(text) - 0.1) < 1e-4
+        return
+    assert data.to_bytes(val) == b"".join(documents[i] + b"\0" for i in held)
+    assert data.to_bytes(train) == b"".join(d + b"\0" for i, d in enumerate(documents) if i not in held)
+    assert 0.05 < len(val) / len(text) < 0.2
+
+
 def test_the_standard_library_is_real_text_without_tests():
     documents = data.read_stdlib()
     assert sum(map(len, documents.values())) > 4_000_000
@@ -111,15 +127,15 @@ def test_read_windows_equals_slicing():
     corpus = corpus_of(*texts)
     source, offset = sample_windows(corpus, "train", 7, 32, make_rng("windows"))
     x = read_windows(corpus, "train", source, offset, 7)
-    assert x.dtype == torch.long and x.shape == (32, 7) and offset.shape == (32, 1)
+    assert x.dtype == torch.long and x.shape == (32, 7) and offset.shape == (32,)
     assert 0 < source.sum() < 32
-    for row, s, [o] in zip(x, source.tolist(), offset.tolist()):
+    for row, s, o in zip(x, source.tolist(), offset.tolist()):
         assert bytes(row.tolist()) == texts[s][o:o + 7]
 
 
 def test_windows_depend_on_seed_and_step_alone_and_are_stratified():
     def offsets(key, n=1000):
-        return sample_windows(corpus_of(b"x" * 1007), "train", n, 8, make_rng(key))[1][:, 0].tolist()
+        return sample_windows(corpus_of(b"x" * 1007), "train", n, 8, make_rng(key))[1].tolist()
     assert offsets("1,7", 8) == offsets("1,7", 8)
     assert offsets("1,7", 8) != offsets("2,7", 8)                   # seed << 32 | step would make these equal
     assert offsets("1,7", 8) != offsets("1,8", 8)
@@ -136,20 +152,6 @@ def test_sources_have_their_shares_in_every_batch_and_are_read_everywhere():
     assert counts.max() == 1                                        # .4 rows of 8: never two
     assert abs(float(counts.float().mean()) - 0.4) < 5 * (0.4 * 0.6 / 2000) ** 0.5
     assert {int(o) // 125 for source, offset in batches for o in offset[source == 1]} == set(range(8))
-
-
-def test_rows_that_want_a_single_document_get_one_where_a_candidate_has_it():
-    def windows(text, whole):  # of the same random numbers
-        source, offset = sample_windows(corpus_of(text), "train", 20, 64, make_rng("w"), whole)
-        return read_windows(corpus_of(text), "train", source, offset, 20)
-    ends = b"\0".join([b"x" * 60] * 50)
-    plain = windows(ends, False)
-    whole = windows(ends, True)
-    is_broken = (plain == 0).any(1)
-    assert is_broken.sum() > 5 * max(1, (whole == 0).any(1).sum())  # a third of windows against (1/3)^4
-    assert torch.equal(plain[~is_broken], whole[~is_broken])
-    nowhere = bytes(range(10)) * 99                                 # no candidate is whole: the first it is
-    assert torch.equal(windows(nowhere, False), windows(nowhere, True))
 
 
 def test_a_source_of_exactly_one_window_is_large_enough(refuses):

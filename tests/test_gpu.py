@@ -5,7 +5,7 @@ from conftest import NEEDS_CUDA, randomized
 
 from data import make_rng
 from experiments import gpu_check
-from model import choose_attention, dense_mask
+from model import ModelConfig, choose_attention, dense_mask
 
 H, T = 2, 161                                   # odd: a causal row's halves differ
 
@@ -31,7 +31,7 @@ def test_attention_equals_the_dense_rule_forward_and_backward(device, rule, D):
         g = make_rng("attention", device)
         *qkv, out_grad = torch.randn(B, T, 4, H, D, generator=g, device=device).to(dtype).permute(2, 0, 3, 1, 4)
         fast = [t.detach().requires_grad_() for t in qkv]           # strided, as a block's are
-        y = choose_attention(q=q, T_k=T, n_head=H, dtype=dtype, **how)(*fast)
+        y = choose_attention(q=q, T_k=T, config=ModelConfig(1, H, H * D), dtype=dtype, **how)(*fast)
         y.backward(out_grad)
         dense = [t.double().requires_grad_() for t in qkv]
         att = dense[0] @ dense[1].mT * D ** -0.5

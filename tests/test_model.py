@@ -16,11 +16,6 @@ FAR = torch.arange(T).expand(B, T) + 9 * (torch.arange(T) > 3)                  
 N = len(M.NGRAMS)
 
 
-@pytest.fixture(autouse=True)
-def causal_halves_from_T_on(monkeypatch):
-    monkeypatch.setattr(M, "HALVE_ABOVE", T - 1)
-
-
 def by_rule(prefix):  # the mask rule in plain words -> (B, T, T)
     allowed = torch.zeros(B, T, T, dtype=torch.bool)
     for b, q, k in itertools.product(range(B), range(T), range(T)):
@@ -118,14 +113,13 @@ def test_every_form_of_attention_equals_loops_forward_and_backward(name):
     on_gpu = positions.as_subclass(OnGpu)
     mask = by_rule(prefix)
     want = by_loops(q, k, v, mask)
-    forms = [M.choose_attention(prefix, p, T, 2, torch.float32) for p in (positions, on_gpu)]
-    forms += [M.choose_attention(T, p, T, 2, torch.float32, mask=mask) for p in (positions, on_gpu)]
-    is_causal = name == "causal"
-    assert (forms[0].func is M.attend_causal_halves) == is_causal
-    assert ("is_causal" in getattr(forms[1], "keywords", {})) == is_causal
-    assert (forms[1] is F.scaled_dot_product_attention) == (name == "bidirectional")
+    config = M.ModelConfig(1, 2, 32)
+    forms = [M.choose_attention(prefix, p, T, config, torch.float32) for p in (positions, on_gpu)]
+    forms += [M.choose_attention(T, p, T, config, torch.float32, mask=mask) for p in (positions, on_gpu)]
+    assert ("is_causal" in forms[1].keywords) == (name == "causal")
+    assert ("attn_mask" in forms[1].keywords) == (name not in ("causal", "bidirectional"))
     if isinstance(prefix, int):
-        forms.append(M.choose_attention(0, positions, T, 2, torch.float32, mask=mask[:1]))      # one for all rows
+        forms.append(M.choose_attention(0, positions, T, config, torch.float32, mask=mask[:1]))      # one for all rows
 
     def gradients(y):
         return torch.autograd.grad((y * v.detach().cos()).sum(), (q, k, v), retain_graph=True)
@@ -136,7 +130,7 @@ def test_every_form_of_attention_equals_loops_forward_and_backward(name):
             near(a, b)
     for i in (3, T - 1):                        # after a cache of so many
         for p in (positions[i:], on_gpu[i:]):
-            last = M.choose_attention(prefix, p, T, 2, torch.float32)
+            last = M.choose_attention(prefix, p, T, config, torch.float32)
             near(last(q[:, :, i:], k, v).as_subclass(torch.Tensor), want[:, :, i:])
 
 
@@ -214,17 +208,15 @@ def test_positions_rotate_queries_and_keys_but_leave_the_mask_as_it_is():
     assert (moved[:, 4:] - net(x)[:, 4:]).abs().amax(-1).min() > 1e-3
 
 
-def test_attn_scale_multiplies_the_logits_of_attention(monkeypatch):
-    scores = []
-
-    def attend(q, k, v):
-        scores.append(q @ k.mT)
-        return v
-    monkeypatch.setattr(M, "choose_attention", lambda *args: attend)
-    net = randomized(n_layer=1)
-    for net.config.attn_scale in (1.0, 3.0):
-        net(ids(), positions=FAR)
-    near(scores[1], 3 * scores[0])
+@pytest.mark.parametrize("prefix", [0, 3, T])
+def test_attn_scale_multiplies_the_logits_of_attention(prefix):
+    q, k, v = (torch.randn(B, 2, T, 16, generator=make_rng(s)) for s in "qkv")
+    positions = torch.arange(T)
+    for scale in (1.0, 3.0):
+        config = M.ModelConfig(1, 2, 32, attn_scale=scale)
+        for p in (positions, positions.as_subclass(OnGpu), positions[5:]):
+            y = M.choose_attention(prefix, p, T, config, torch.float32)(q[:, :, -len(p):], k, v)
+            near(y.as_subclass(torch.Tensor), by_loops(q * scale, k, v, by_rule(prefix))[:, :, -len(p):])
 
 
 def test_a_stacked_linear_layer_is_several_layers_of_one_input():
@@ -232,14 +224,6 @@ def test_a_stacked_linear_layer_is_several_layers_of_one_input():
     x = torch.randn(B, T, 6, generator=make_rng("x"))
     near(layer(x), torch.cat([x @ weight.T for weight in layer.weight], dim=-1))
     assert layer(x.bfloat16()).dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
-
-
-def test_the_squared_relu_has_the_gradient_of_its_parts():
-    x = torch.randn(50, generator=make_rng("x"), dtype=torch.double, requires_grad=True)
-    weight = torch.randn(50, generator=make_rng("weight"), dtype=torch.double)
-    got = torch.autograd.grad((M.SquaredReLU.apply(x) * weight).sum(), x)
-    near(got[0], torch.autograd.grad((F.relu(x).square() * weight).sum(), x)[0])
-    assert torch.equal(M.SquaredReLU.apply(x), F.relu(x).square())
 
 
 def test_fresh_weights_predict_every_id_alike_and_every_block_starts_as_the_identity():

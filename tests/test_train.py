@@ -69,19 +69,21 @@ def start(*flags):  # -> State before the first step
     hp = get_config([*TINY, *flags])
     corpus = open_corpus(hp.data)
     train.move_corpus(corpus, hp)
-    return train.prepare(get_members(hp), corpus, hp)
+    return train.prepare(corpus, hp)
 
 
-def batches_of(s, step):  # -> what a step trains on
-    train.load_step_inputs(s, step)
-    return [train.make_batch(m, s.corpus, "train", m.windows, m.g, s.hp) for m in s.members]
+def batch_of(s, step):  # -> what a step trains on
+    m = train.member_of_step(s.members, step)
+    train.load_step_inputs(s, m, step)
+    return train.make_batch(m, s.corpus, "train", m.windows, m.g)
 
 
 def take(s, *steps):  # -> what the last of these steps returns
     out = None
     for step in steps:
-        train.load_step_inputs(s, step)
-        out = train.training_step(s)
+        m = train.member_of_step(s.members, step)
+        train.load_step_inputs(s, m, step)
+        out = train.training_step(s, m)
     return out
 
 
@@ -141,7 +143,7 @@ def test_muon_equals_torch_for_every_shape_at_once(text):
     s = start("--data", text, "--dtype", "bfloat16", "--optimizer", "muon")
     matrices = [layer.weight for layer in s.model.blocks.modules() if isinstance(layer, StackedLinear)]
     assert sum(len(momentum) for _, momentum in s.opt.muon) == sum(map(len, matrices))
-    assert len({momentum.shape[1:] for _, momentum in s.opt.muon}) == len(s.opt.muon)
+    assert len({momentum.shape[1:] for _, momentum in s.opt.muon}) == len(s.opt.muon), "a product for each shape"
     ours = [p for params, _ in s.opt.muon for p in params]
     stacks = [torch.nn.Parameter(p.clone()) for p in ours]
     theirs = [torch.nn.Parameter(matrix) for stack in stacks for matrix in stack]   # in the stacks' memory
@@ -155,15 +157,16 @@ def test_muon_equals_torch_for_every_shape_at_once(text):
         for params, momentum in s.opt.muon:
             train.muon_step(params, momentum, torch.tensor(0.02), torch.bfloat16)
         reference.step()
-    assert_close(ours, stacks, rtol=0, atol=3e-4)               # bfloat16 inside both
+    assert_close(ours, stacks, rtol=0, atol=1e-3)               # bfloat16 inside both, in another order
 
 
 def test_adamw_equals_torch_with_weight_decay_of_hidden_matrices_alone(text):
     s = start("--data", text, "--optimizer", "adamw", "--weight_decay", "0.5")
-    ours = s.opt.adamw                          # the matrices of blocks last
+    ours = [*s.model.parameters()]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    n = len(s.opt.hidden)
-    groups = [dict(params=theirs[:-n], weight_decay=0.0), dict(params=theirs[-n:], weight_decay=0.5)]
+    hidden = {id(p) for p in s.opt.matrices}
+    groups = [dict(params=[q for p, q in zip(ours, theirs) if (id(p) in hidden) == decays], weight_decay=0.5 * decays)
+              for decays in (False, True)]
     reference = torch.optim.AdamW(groups, lr=torch.zeros(()), betas=(0.9, 0.95), eps=1e-10)
     for step, lr in enumerate([0.1, 0.03, 0.01, 0.2]):
         for i, (p, q) in enumerate(zip(ours, theirs)):
@@ -171,7 +174,7 @@ def test_adamw_equals_torch_with_weight_decay_of_hidden_matrices_alone(text):
             q.grad = p.grad.clone()
         for group in reference.param_groups:
             group["lr"].fill_(lr)
-        train.optimizer_step(s.opt, torch.tensor(step), torch.tensor(lr), s.hp)
+        train.optimizer_step(s.opt, torch.tensor(lr), s.hp)
         reference.step()
         assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -185,14 +188,14 @@ def test_every_parameter_has_one_optimizer_and_hidden_matrices_alone_decay(optim
     net.blocks[1].plain = torch.nn.Linear(4, 4)
     opt = train.make_optimizer(net, hp)
     in_muon = [id(p) for params, _ in opt.muon for p in params]
-    in_adamw = [id(p) for p in opt.adamw]
+    in_adamw = [id(p) for p in opt.adamw.state]
     hidden = [id(m.weight) for m in net.blocks.modules() if isinstance(m, model.StackedLinear)]
     assert sorted(in_muon) == sorted(hidden if optimizer == "muon" else [])
     assert sorted(in_muon + in_adamw) == sorted(id(p) for p in net.parameters())
     before = [p.detach().clone() for p in net.parameters()]
     for p in net.parameters():
         p.grad = torch.zeros_like(p)
-    train.optimizer_step(opt, torch.tensor(0), torch.tensor(0.1), hp)
+    train.optimizer_step(opt, torch.tensor(0.1), hp)
     for p, old in zip(net.parameters(), before):
         assert_close(p.detach(), old * (0.95 if id(p) in hidden else 1.0))
 
@@ -257,10 +260,9 @@ def test_a_small_second_source_changes_steps_and_drop_rate_by_its_share():
 
 # ---- equalities
 @pytest.mark.parametrize("name, batch_size, accum, clip", [
-    ("clm:3,mlm:1", 1, 8, 0.0), *((name, 4, 2, 0.01) for name in ["clm:3,mlm:1", *INDEPENDENT])])
+    ("clm", 1, 8, 0.0), *((name, 4, 2, 0.01) for name in ["clm:3,mlm:1", *INDEPENDENT])])
 def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, accum, clip, text, monkeypatch):
-    """Weights of members and of targets are those of the whole batch; then the norm is cut. The first case has more
-    micro-batches than a member has rows."""
+    """Weights of targets are those of the whole batch; then the norm is cut."""
     s = start("--data", text, "--objective", name, "--batch_size", str(batch_size), "--accum", str(accum),
               "--grad_clip", str(clip))
     net = build(s.hp)
@@ -271,7 +273,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     lookups = []
 
     def keep(*args):
-        grads.extend(p.grad for p in s.model.parameters())
+        grads.extend(p.grad for p in s.model.parameters() if p.grad is not None)
         lookups.extend(s.model.ngrams.lookups)
     s.optimizer_step = keep
     loss, norm = take(s, 0)
@@ -281,12 +283,11 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     net.ngrams.keep_lookups = True
     net.ngrams.drop.fill_(0.3)
     net.ngrams.seed.copy_(s.model.ngrams.seed)
-    total = 0.0
-    for m in s.members:
-        batch = train.draw_batch(m, s.corpus, "train", m.rows, f"{s.hp.seed},0{m.key}", s.hp)
-        total += m.weight * m.objective.loss(net, batch, s.hp)[0]
+    m = train.member_of_step(s.members, 0)
+    batch = train.draw_batch(m, s.corpus, "train", batch_size * accum, f"{s.hp.seed},0")
+    total, _ = m.objective.loss(net, batch, s.hp)
     total.backward()
-    want = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+    want = [p.grad for p in net.parameters() if p.grad is not None]
     length = float(torch.stack([w.norm() for w in want]).norm())
     assert (float(loss), float(norm)) == pytest.approx((float(total.detach()), length), rel=1e-4)
     scale = min(1.0, clip / length) if clip else 1.0
@@ -330,7 +331,7 @@ def test_a_child_reads_on_where_its_parent_ended(text, capsys):
     fit(text, "a", "--max_iters", "4", "--objective", "mdlm")
     capsys.readouterr()
     fit(text, "b", "--max_iters", "2", "--init_from", "a")
-    [batch] = batches_of(start("--data", text, "--init_from", "a"), 0)
+    batch = batch_of(start("--data", text, "--init_from", "a"), 0)
     assert f"mdlm inp   {''.join(map(to_symbol, batch['inp'][0].tolist()))}\n" in capsys.readouterr().out
     fit(text, "c", "--max_iters", "0", "--init_from", "a")
     assert losses("c", split="val") == losses("a", split="val")[-1:]
@@ -338,8 +339,8 @@ def test_a_child_reads_on_where_its_parent_ended(text, capsys):
     resume("b", "--max_iters", "3")
     child = start("--data", text, "--init_from", "b")
     whole = start("--data", text, "--objective", "mdlm")
-    train.load_step_inputs(child, 2)
-    train.load_step_inputs(whole, 4 + 3 + 2)
+    for s, step in ((child, 2), (whole, 4 + 3 + 2)):
+        batch_of(s, step)
     assert equal(child.members[0].windows, whole.members[0].windows)
     assert equal(child.model.ngrams.seed, whole.model.ngrams.seed)
 
@@ -375,20 +376,20 @@ def test_validation_depends_on_objective_and_held_out_text_alone(text):
     def first_batches(entry, data, *flags):
         hp = get_config([*TINY, *flags])
         source, m = [*itertools.product(open_corpus(data), get_members(hp))][entry]
-        return [*train.validation_batches(m, source, hp)]
+        return [*train.validation_batches(m, source)]
     alone = first_batches(0, [text], "--objective", "mlm")
     other = ["--batch_size", "2", "--seed", "9"]
     assert equal(alone, first_batches(1, ["other.txt", text], "--objective", "mlm", *other))
     assert equal(alone, first_batches(1, [text], "--objective", "clm,mlm:.3", "--batch_size", "9"))
     [batch] = first_batches(0, ["other.txt", text], "--objective", "mlm")
     assert batch["tgt"].unique().tolist() == [-100, ord("b")], "training reads the others"
-    [batch] = batches_of(start("--data", "other.txt"), 0)
+    batch = batch_of(start("--data", "other.txt"), 0)
     assert batch["inp"].unique().tolist() == [ord("a")]
     s = start("--data", text)
     randomize(s.model)
-    records = train.evaluate(s.model, s.members, s.corpus, s.hp)
+    records = train.evaluate(s.model, s.members, s.corpus)
     s.model.ngrams.drop.fill_(0.9)
-    assert records == train.evaluate(s.model, s.members, s.corpus, s.hp) and s.model.training
+    assert records == train.evaluate(s.model, s.members, s.corpus) and s.model.training
 
 
 def test_the_share_of_the_run_reaches_training_alone(text):
@@ -396,32 +397,52 @@ def test_the_share_of_the_run_reaches_training_alone(text):
     def counts(batch):
         return {*(batch["tgt"] >= 0).sum(1).tolist()}
     s = start("--data", text, "--objective", "mdlm", "--batch_size", "32", "--max_iters", "10")
-    [val] = train.validation_batches(s.members[0], s.corpus[0], s.hp)
+    [val] = train.validation_batches(s.members[0], s.corpus[0])
     assert len(counts(val)) == 32
     for step, few in ((0, True), (6, True), (7, False), (9, False)):
-        [batch] = batches_of(s, step)
+        batch = batch_of(s, step)
         assert (counts(batch) == {13}) == few and float(s.hp.progress) == pytest.approx(step / 10)
     s.hp.init_from = "a run"
-    [batch] = batches_of(s, 0)
+    batch = batch_of(s, 0)
     assert len(counts(batch)) > 20
 
 
-def test_each_seed_step_and_member_has_its_own_windows_corruption_and_dropped_lookups(text):
+def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(text):
     seen = []
     for seed in "12":
         s = start("--data", text, "--max_iters", "9", "--seed", seed, "--objective", "mlm,mdlm")
         seen.append(s.model.embed.weight.tolist())
-        for step in range(2):
-            seen += [(batch["tgt"] < 0).tolist() for batch in batches_of(s, step)]
-            seen += [*(m.windows[1].tolist() for m in s.members), int(s.model.ngrams.seed)]
+        for step in range(4):                   # of both members
+            seen.append((batch_of(s, step)["tgt"] < 0).tolist())
+            m = train.member_of_step(s.members, step)
+            seen += [m.windows[1].tolist(), int(s.model.ngrams.seed)]
             assert float(s.model.ngrams.drop) == pytest.approx(train.ngram_drop_rate(step, s.corpus, s.members, s.hp))
     assert not any(a == b for a, b in itertools.combinations(seen, 2)) and s.model.ngrams.drop > 0
+
+
+def test_a_step_leaves_parameters_alone_that_its_loss_does_not_reach(text):
+    """Momentum, moments and number of updates included; nor do they decay."""
+    s = start("--data", text, "--objective", "clm,electra,nsp", "--weight_decay", "1")
+    randomize(s.model)
+    for step in range(12):
+        before = state_of(s)
+        m = train.member_of_step(s.members, step)
+        take(s, step)
+        changed = {name for name, t in state_of(s).items() if not equal(t, before[name])}
+        heads = {name.split(".")[1] for name in changed if name.startswith("heads.")}
+        assert heads == {"clm": set(), "electra": {"generator", "replaced"}, "nsp": {"nsp"}}[m.objective.name]
+        assert "blocks.0.up.weight" in changed and "ngrams.table" in changed
+        kinds = {kind for kind, _, _ in (name.partition(".") for name in changed)}
+        assert {"muon", "adamw"} <= kinds
+    unreached = [name for name, p in s.model.named_parameters() if name.startswith("heads.generator")]
+    counts = {int(state["step"]) for state in s.opt.adamw.state.values()}
+    assert unreached and len(counts) > 1 and max(counts) == 12
 
 
 def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
     write("nul.txt", b"ab\0" * 2000)
     s = start("--data", "nul.txt", "--objective", "mdlm", "--doc_mask", "--batch_size", "64")
-    [batch] = batches_of(s, 0)
+    batch = batch_of(s, 0)
     micro = train.micro_batch(batch, 0, 1, s.hp)
     ends = (batch["inp"] == 0).long()
     doc = ends.cumsum(1) - ends
@@ -430,27 +451,30 @@ def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
 
 # ---- a step as a CUDA graph
 def check_replay(text, *flags, nan_before=None):
-    """A step is recorded and replayed after load_step_inputs alone, and equals an eager one to the bit. The rates, the
-    share of dropped lookups and the step number differ at each step. Before step nan_before a weight becomes NaN."""
+    """The first step of a member is recorded, and replayed after load_step_inputs alone; it equals an eager one to the
+    bit. The rates, the share of dropped lookups and the step number differ at each step. Before step nan_before a
+    weight becomes NaN."""
     write("nul.txt", Path(text).read_bytes().replace(b"\n", b"\0"))
     flags = ["--data", "nul.txt", "--max_iters", "8", "--warmup_iters", "3", "--weight_decay", "0.1", *flags]
     eager = start(*flags)
     graphed = start(*flags)
-    recording = Recording()
-    # as on a GPU, all positions get logits
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        for step in range(4):
-            if step == nan_before:
-                eager.model.conv_weight.data[0] = math.nan
-                graphed.model.conv_weight.data[0] = math.nan
-            want = take(eager, step)
-            train.load_step_inputs(graphed, step)
-            if step == 0:
-                with recording:
-                    out = train.training_step(graphed)
-            else:
-                recording.replay()
-            assert_close((out, state_of(graphed)), (want, state_of(eager)), rtol=0, atol=0, equal_nan=True)
+    recordings = {}                             # {member: recording of its step}
+    results = {}                                # {member: its loss and norm}
+    for step in range(4):
+        if step == nan_before:
+            eager.model.conv_weight.data[0] = math.nan
+            graphed.model.conv_weight.data[0] = math.nan
+        want = take(eager, step)
+        m = train.member_of_step(graphed.members, step)
+        train.load_step_inputs(graphed, m, step)
+        name = m.objective.name
+        if name in recordings:
+            recordings[name].replay()
+        else:
+            recordings[name] = Recording()
+            with recordings[name]:
+                results[name] = train.training_step(graphed, m)
+        assert_close((results[name], state_of(graphed)), (want, state_of(eager)), rtol=0, atol=0, equal_nan=True)
     assert int(eager.first_nonfinite_step) == (-1 if nan_before is None else nan_before)
 
 
@@ -464,13 +488,13 @@ def test_a_recorded_step_can_be_replayed(name, more, nan_before, text):
     check_replay(text, *flags, "--optimizer", "adamw", "--accum", "2", *documents, nan_before=nan_before)
 
 
-def test_a_recorded_step_whose_number_is_pythons_would_be_noticed(text, monkeypatch):
-    adamw_step = train.adamw_step
-    numbers = iter((0, 0, 1, 2, 3))             # of the first eager step, of the recorded one, of eager ones
+def test_a_recorded_step_whose_rate_is_pythons_would_be_noticed(text, monkeypatch):
+    optimizer_step = train.optimizer_step
+    rates = iter((0.1, 0.1, 0.2, 0.3, 0.4))     # of the first eager step, of the recorded one, of eager ones
 
-    def baked_in(params, first, second, step, lr):
-        adamw_step(params, first, second, torch.full((), next(numbers)), lr)
-    monkeypatch.setattr(train, "adamw_step", baked_in)
+    def baked_in(opt, lr, hp):
+        optimizer_step(opt, torch.full((), next(rates)), hp)
+    monkeypatch.setattr(train, "optimizer_step", baked_in)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check_replay(text)
 
@@ -496,7 +520,7 @@ def test_a_captured_run_on_a_gpu_resumes(text, monkeypatch):
     load = train.load_step_inputs
     fit(text, "whole", *ON_GPU, "--cuda_graph")
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(train, "load_step_inputs", lambda s, step: die() if step == 15 else load(s, step))
+        m.setattr(train, "load_step_inputs", lambda s, m, step: die() if step == 15 else load(s, m, step))
         fit(text, "killed", *ON_GPU, "--cuda_graph")
     resume("killed")
     assert losses("killed") == pytest.approx(losses("whole"), rel=1e-4)
@@ -554,13 +578,31 @@ def test_each_member_is_validated_on_each_source_and_best_is_the_least_of_their_
     assert losses("a")[0] == pytest.approx(math.log(256), abs=1e-4)
 
 
+def test_validation_keeps_documents_apart_as_training_does(text):
+    write("nul.txt", Path(text).read_bytes().replace(b"\n", b"\0"))
+    for flag in ("--doc_mask", "--no-doc_mask"):
+        s = start("--data", "nul.txt", flag)
+        [val] = train.validation_batches(s.members[0], s.corpus[0])
+        assert ("mask" in val and "before" in val) == s.hp.doc_mask
+
+
+def test_a_line_of_validation_shows_each_figure_once():
+    record = dict(data="a.txt", loss=1.5, bpb=None, figures=dict(nll=1.0, nsp=0.5))
+    line = train.describe(3, record | {"objective": "nsp"})
+    assert line == ("step      3 | validation on a.txt: nsp loss 1.5000 nats (nll 1.0000, nsp 0.5000), perplexity 2.72")
+    record = dict(data="a.txt", objective="clm", loss=1.0, bpb=1.4427, figures=dict(nll=1.0))
+    assert train.describe(3, record).endswith("clm loss 1.0000 nats, perplexity 2.72, 1.4427 bits/byte")
+    record = dict(data="a.txt", objective="mdlm", loss=1.0, bpb=1.4427, figures={})
+    assert train.describe(3, record).endswith("mdlm loss 1.0000 nats, <= 1.4427 bits/byte")
+
+
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.bpb == "causal"])
 def test_bits_per_byte_are_clms_on_plain_windows(name, text):
     """The same weights, the same windows: the same bits per byte, whatever rows the objective trains on."""
     write("nul.txt", b"in which some windows of 33 bytes have an end and some do not\0" * 200)
     s = start("--data", "nul.txt", "--objective", f"clm,{name}", "--batch_size", "16")
     randomize(s.model)
-    (clm, other), _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
+    (clm, other), _ = train.evaluate(s.model, s.members, s.corpus)
     assert other["bpb"] == pytest.approx(clm["loss"] / math.log(2)) == pytest.approx(clm["bpb"])
 
 
@@ -587,12 +629,12 @@ def test_every_objective_learns_in_a_short_run(name, text):
     data = ["--data", "stdlib", "--block_size", "64"] if name == "nsp" else ["--data", text]
     s = start("--objective", name, "--batch_size", "16", "--n_embd", "32", "--max_iters", str(steps), "--eval_iters",
               "3", *data)
-    [first], _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
+    [first], _ = train.evaluate(s.model, s.members, s.corpus)
     take(s, *range(steps))
-    [last], _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
+    [last], _ = train.evaluate(s.model, s.members, s.corpus)
     [m] = s.members
     objective = m.objective
-    batches = [*train.validation_batches(m, s.corpus[0], s.hp)]
+    batches = [*train.validation_batches(m, s.corpus[0])]
     found = last["figures"] | {"loss": last["loss"]}
     limits = {"loss": first["loss"] - 0.02}
     if "tgt" in batches[0]:
@@ -641,7 +683,8 @@ def test_after_a_non_finite_step_no_weight_changes(optimizer, bad, text):
     after = state_of(s)
     assert int(after["first_nonfinite_step"]) == bad and all(t.isfinite().all() for t in after.values())
     assert all(equal(t, before[name]) for name, t in weights(s.model).items())
-    assert all((after[name].abs() <= before[name].abs()).all() for name in moments(s))
+    decayed = [name for name in moments(s) if not name.endswith(".step")]           # AdamW's number of updates
+    assert all((after[name].abs() <= before[name].abs()).all() for name in decayed)
     s.first_nonfinite_step.fill_(-1)
     take(s, 6)
     assert [name for name, t in state_of(s).items() if torch.equal(t, before[name])] == ["first_nonfinite_step"]
@@ -786,10 +829,10 @@ def test_two_processes_equal_one_for_every_objective(text):
 STOPPED = """
 import os, signal, sys, train
 step = train.training_step
-def signalled(s):
+def signalled(s, m):
     if train.RANK == 1 and s.step == 5:
         os.kill(os.getpid(), signal.SIGTERM)
-    return step(s)
+    return step(s, m)
 train.training_step = signalled
 train.run_program(train.main)
 """
