@@ -1,7 +1,7 @@
-"""The machinery room: settings, devices, processes, folders, checkpoints, signals. Skip it at first reading.
+"""Settings, devices, processes, folders, checkpoints, signals. Skip this file at first reading.
 
-A run is a folder that holds ckpt.pt (the latest state), best.pt (the state of lowest validation loss),
-metrics.jsonl and, where matplotlib is installed, loss.png.
+A run is a folder with ckpt.pt (the latest state), best.pt (the state of lowest validation loss), metrics.jsonl and,
+if matplotlib is installed, loss.png.
 """
 import argparse
 import contextlib
@@ -21,22 +21,22 @@ from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
 from tqdm import tqdm
 
-VERSION = 9                                     # of the checkpoint's layout; raise it when older ones no longer load
-WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # torchrun's processes
+VERSION = 9                                     # of the checkpoint layout; raise it when older files no longer load
+WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # number of torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DEVICE_FLAGS = {
-    "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda where there is one, else cpu"),
-    "dtype": Flag("auto", "of activations", choices=("auto", "float32", "bfloat16")),
+    "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda if there is a GPU, else cpu"),
+    "dtype": Flag("auto", "type of the activations", choices=("auto", "float32", "bfloat16")),
 }
 
-# every flag of train.py but the objectives' own
+# all flags of train.py except those of single objectives
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders or stdlib, each with a :weight, or all without: shares by size"),
-        "out_dir": Flag("", "folder of the run; without it out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
-        "resume": Flag(False, "resume the run in --out_dir, without it the latest run under out/"),
-        "init_from": Flag("", "run to start from: its last weights, its objective unless another is given, a new "
+        "data": Flag(["stdlib"], "files, folders or stdlib; all with a :weight, or none: in proportion to size"),
+        "out_dir": Flag("", "folder of the run; by default out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
+        "resume": Flag(False, "resume the run in --out_dir, by default the latest run under out/"),
+        "init_from": Flag("", "run to start from: its latest weights, its objective unless another is given, a new "
                               "optimizer; for the same objective, try a third of the --learning_rate"),
         "seed": Flag(1, "random seed of weights, windows and corruption", 0, 2 ** 31),
     },
@@ -45,60 +45,60 @@ SETTINGS = {
         "n_head": Flag({"cpu": 2, "cuda": 6}, "attention heads", 1),
         "n_embd": Flag({"cpu": 128, "cuda": 768}, "width", 2),
         "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", MIN_BLOCK_SIZE),
-        "ngram_rows": Flag(65536, "rows of the hashed n-gram table for each length; 0 for no n-grams", 0),
+        "ngram_rows": Flag(65536, "rows of the n-gram table for each n; 0: no n-grams", 0),
         "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.0),
     },
     "training": {
         "batch_size": Flag({"cpu": 16, "cuda": 32}, "rows of a micro-batch", 1),
-        "accum": Flag(1, "micro-batches of a step, which reads batch_size * accum rows", 1),
+        "accum": Flag(1, "micro-batches per step; a step reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
-        "max_passes": Flag(8.0, "maximum number of passes over a text, in 200 steps or more; 0 or --max_iters: any", 0),
-        "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak rate, of all parameters", 0.0),
+        "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; 0 or --max_iters: no limit", 0),
+        "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
-        "lr_decay": Flag(0.6, "last share of the steps, over which the learning rate falls linearly to 0", 0.0, 1.0),
-        "weight_decay": Flag(0.0, "a step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
-        "grad_clip": Flag(1.0, "largest norm of the gradient (n-gram table excluded); 0 for no limit", 0.0),
-        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more over several passes", 0.0, 0.99),
-        "doc_mask": Flag(False, "attend only within a document (a masked NUL is no end); a text must keep its order"),
-        "optimizer": Flag("muon", "of the matrices of blocks; AdamW trains the rest", choices=("muon", "adamw")),
+        "lr_decay": Flag(0.6, "share of the run, at its end, in which the learning rate falls to 0", 0.0, 1.0),
+        "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
+        "grad_clip": Flag(1.0, "maximum norm of the gradient (without the n-gram table); 0: no limit", 0.0),
+        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; several epochs drop more", 0.0, 0.99),
+        "doc_mask": Flag(False, "attend only within a document (a masked NUL does not end it)"),
+        "optimizer": Flag("muon", "for the matrices of blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {
-        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations; each one saves", 1),
+        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations, which also save", 1),
         "eval_iters": Flag(8, f"validation batches of {EVAL_ROWS} rows for each source", 1),
         "log_interval": Flag(10, "steps between lines of metrics.jsonl", 1),
     },
     "system": DEVICE_FLAGS | {
-        "compile": Flag(False, "torch.compile loss and optimizer"),
+        "compile": Flag(False, "torch.compile the loss and the optimizer"),
         "cuda_graph": Flag(False, "replay the whole step, corruption and optimizer included, as one CUDA graph"),
     },
 }
-# flags that may change when a run is resumed
+# flags that may be given with --resume
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
-SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # which every objective reads
+SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # of every objective
 
 
-# ---- flags, of every program
+# ---- command lines, of every program
 def in_range(flag, kind):  # -> argparse type with a range check
     def convert(word):
         value = kind(word)
-        if flag.low is not None and not value >= flag.low:      # a NaN is refused, too
+        if flag.low is not None and not value >= flag.low:      # "not >=" refuses NaN, too
             raise argparse.ArgumentTypeError(f"{value} is less than {flag.low}")
         if flag.high is not None and value > flag.high:
             raise argparse.ArgumentTypeError(f"{value} is more than {flag.high}")
         return value
-    convert.__name__ = kind.__name__            # argparse prints it where the word is no number
+    convert.__name__ = kind.__name__            # for argparse's message "invalid int value"
     return convert
 
 
-def choose_default(default, *keys):  # a default, or a dict of them -> the value of the first key in it, else its first
+def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; unknown keys: the first value
     if not isinstance(default, dict):
         return default
     return next((default[key] for key in keys if key in default), next(iter(default.values())))
 
 
 def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> ArgumentParser
-    """It returns only the flags that were given: a checkpoint's settings come before defaults."""
+    """The parser returns only the flags that were given, since a checkpoint's settings come before defaults."""
     parser = argparse.ArgumentParser(
         prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
@@ -107,18 +107,21 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
         group = parser.add_argument_group(title)
         for name, flag in flags.items():
             first = choose_default(flag.default)
-            how = dict(choices=flag.choices) if flag.choices else dict(metavar="X", type=in_range(flag, type(first)))
             if isinstance(first, bool):
-                how = dict(action=argparse.BooleanOptionalAction)
+                options = dict(action=argparse.BooleanOptionalAction)
             elif isinstance(first, list):
-                how = dict(metavar="X", nargs="+")
+                options = dict(metavar="X", nargs="+")
+            elif flag.choices:
+                options = dict(choices=flag.choices)
+            else:
+                options = dict(metavar="X", type=in_range(flag, type(first)))
             default = f" [{flag.default}]" if first and first is not True else ""
-            group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **how)
+            group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **options)
     return parser
 
 
 # ---- settings of a run
-def flag_specs():  # -> {name: Flag} of train.py, the objectives' own included
+def flag_specs():  # -> {name: Flag} of train.py, including those of single objectives
     groups = [*SETTINGS.values(), *(objective.flags for objective in OBJECTIVES.values())]
     return {name: flag for group in groups for name, flag in group.items()}
 
@@ -127,7 +130,7 @@ def defaults(kind="cpu", optimizer=""):  # -> {name: default}
     return {name: choose_default(flag.default, kind, optimizer) for name, flag in flag_specs().items()}
 
 
-def parse(argv):  # -> {name: value} of train.py's flags that argv gives
+def parse(argv):  # -> {name: value} of the flags of train.py in argv
     groups = dict(SETTINGS)
     for flag in [flag for objective in OBJECTIVES.values() for flag in objective.flags]:
         owners = [name for name, objective in OBJECTIVES.items() if flag in objective.flags]
@@ -140,13 +143,15 @@ def parse(argv):  # -> {name: value} of train.py's flags that argv gives
     return vars(make_parser("python train.py", about, groups, "\n".join(lines)).parse_args(argv))
 
 
-def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of the checkpoint to resume, or ""
-    """Defaults of the device, then of the objective, then a checkpoint's settings, then the flags given. --resume takes
-    all settings from the checkpoint, --init_from those of the model and, where it stays the same, of the objective.
+def get_config(argv):  # -> Namespace hp of all settings; hp.resume is the path of the checkpoint to resume, or ""
+    """Precedence: flags, then a checkpoint's settings, then the objective's defaults, then the device's. --resume takes
+    all settings from the checkpoint; --init_from takes those of the model and, if the objective stays the same, of the
+    objective. Besides the flags, hp has
 
-    Beside the flags: init_step, the number of steps that the weights had before this run, which reads the windows after
-    theirs; progress, the share of the run's steps that are done, which training replaces by a tensor; members, for each
-    member of a mixture the defaults of its own flags."""
+        init_step   number of steps that the weights were trained before this run
+        progress    share of this run that is done, which training replaces by a tensor; 1 with --init_from
+        members     of a mixture: {objective: {flag: default}}, the members' defaults for flags of their own
+    """
     given = parse(argv)
     saved = {}
     resume = ""
@@ -176,49 +181,49 @@ def get_config(argv):  # -> Namespace of every setting; hp.resume is the path of
     return hp
 
 
-def objective_defaults(objective, kind="cpu"):  # -> {flag: default}, and "members" of a mixture
-    """In a mixture, the defaults of an objective apply to its own flags only; they stand under its name in "members".
-    """
+def objective_defaults(objective, kind="cpu"):  # -> {flag: default}, with {"members": {objective: {flag: default}}}
+    """The defaults of a single objective. In a mixture, only those for flags that the objective itself defines, and
+    under "members"."""
     names = [name for name in member_names(objective) if name in OBJECTIVES]
-    found = {}
+    members = {}
     for name in names:
-        found[name] = {flag: choose_default(value, kind) for flag, value in OBJECTIVES[name].flag_defaults.items()}
-    if len(names) == 1:
-        return found[names[0]] | {"members": {}}
-    own = {name: {flag: value for flag, value in flags.items() if flag in OBJECTIVES[name].flags}
-           for name, flags in found.items()}
-    return {"members": own}
+        found = {flag: choose_default(value, kind) for flag, value in OBJECTIVES[name].flag_defaults.items()}
+        if len(names) == 1:
+            return found | {"members": {}}
+        members[name] = {flag: value for flag, value in found.items() if flag in OBJECTIVES[name].flags}
+    return {"members": members}
 
 
-def inherited(ckpt, given):  # -> settings of the run of --init_from that stay
+def inherited(ckpt, given):  # -> settings that a run with --init_from takes from its parent's checkpoint
     config = ckpt["config"]
     names = set(SETTINGS["model"])
-    if given.get("n_head", config["n_head"]) != config["n_head"]:               # the weights' shapes do not show it
+    if given.get("n_head", config["n_head"]) != config["n_head"]:               # copy_tensors would not notice
         fail(f"--n_head {given['n_head']}: the run of --init_from has {config['n_head']} heads. Try without --n_head")
     if member_names(given.get("objective", config["objective"])) == member_names(config["objective"]):
-        names |= {"objective", "members", "doc_mask", *(flag for each in OBJECTIVES.values() for flag in each.flags)}
-    else:                                       # a default of the objective's own comes before the parent's setting
+        names |= {"objective", "members", "doc_mask"} | set(flag_specs()) - SHARED_FLAGS
+    else:                                       # the new objective's defaults come before its parent's settings
         names -= {"attn_scale", "block_size"} & set(objective_defaults(given["objective"]))
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 
-def check_combinations(hp, given):  # fails where settings exclude each other
+def check_combinations(hp, given):  # fails if settings exclude each other
     if hp.cuda_graph and not hp.device.startswith("cuda"):
         fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {hp.device}. Try --no-cuda_graph")
     if hp.n_embd % (2 * hp.n_head):
         fits = 2 * hp.n_head * (hp.n_embd // (2 * hp.n_head) + 1)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
-    objectives = [m.objective for m in get_members(hp)]
-    for flag in sorted(set(given) - SHARED_FLAGS - {flag for objective in objectives for flag in objective.flags}):
-        those = " ".join(name for name, other in OBJECTIVES.items() if flag in other.flags)
-        fail(f"--{flag}: {hp.objective} has no such setting. Try it with {those}")
+    objectives = [member.objective for member in get_members(hp)]
+    for flag in sorted(set(given) - SHARED_FLAGS):
+        if not any(flag in objective.flags for objective in objectives):
+            names = " ".join(name for name, other in OBJECTIVES.items() if flag in other.flags)
+            fail(f"--{flag}: {hp.objective} has no such setting. Try it with {names}")
     if hp.doc_mask and not all(objective.supports_doc_mask for objective in objectives):
-        those = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
-        fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {those}")
+        names = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
+        fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {names}")
 
 
 # ---- the device
-def resolve_device(name):  # auto: CUDA, else the CPU, never mps, on which nothing here has been tried
+def resolve_device(name):  # auto: CUDA, else the CPU; never mps, on which nothing here was tested
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and WORLD > 1:            # each of torchrun's processes has its own GPU
@@ -229,25 +234,25 @@ def resolve_device(name):  # auto: CUDA, else the CPU, never mps, on which nothi
         fail(f"--device {name}: unknown, or not on this machine. Try --device cpu")
 
 
-def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 where the hardware multiplies it
+def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 if the hardware multiplies it
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    # on a CPU bfloat16 is faster only where there are instructions for its matmuls
+    # on a CPU bfloat16 is faster only with instructions for its products
     fast = any(getattr(torch.cpu, f"_is_{isa}_supported", bool)() for isa in ("avx512_bf16", "amx_tile"))
     return "bfloat16" if device.type == "cpu" and fast else "float32"
 
 
 def use_device(device):
-    """Makes a GPU the current one, to which streams and graphs belong. On x86, precision "medium" hands float32
-    products to oneDNN, whose AVX-512 path is up to twice as fast as MKL's on AMD. Where oneDNN would round the
-    operands to bfloat16 (AMX, ARM), a test product shows it, and the precision stays "highest"."""
+    """Makes a GPU the current device, on which streams and graphs are created. On a CPU chooses the faster float32
+    products: with precision "medium", x86 uses oneDNN, whose AVX-512 code is up to twice as fast as MKL's on AMD. But
+    on some CPUs (AMX, ARM) oneDNN then rounds to bfloat16; if a test product shows this, precision is "highest"."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type == "cpu":
-        # oneDNN and torch cache kernels for the last 1,024 shapes, a few MB each: texts of many lengths would take GBs
+        # oneDNN and torch cache kernels for the last 1,024 shapes, a few MB each: GBs for texts of many lengths
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(name, "256")
         tune_malloc()
@@ -259,21 +264,22 @@ def use_device(device):
 
 
 def tune_malloc():
-    """glibc returns large freed blocks to the system, and the next step's tensors fault their pages in again, which
-    costs a tenth of a step. Makes it keep them for the rest of the process; other allocators are left alone."""
-    trim_threshold, mmap_threshold = -1, -3     # of malloc.h
-    with contextlib.suppress(AttributeError, OSError, TypeError):   # no mallopt, or no libc by that name
+    """Makes glibc keep large freed blocks. By default it returns them to the system, and the page faults of the next
+    step's tensors cost a tenth of a step."""
+    M_TRIM_THRESHOLD = -1                       # of malloc.h
+    M_MMAP_THRESHOLD = -3
+    with contextlib.suppress(AttributeError, OSError, TypeError):   # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-        if not mallopt(mmap_threshold, 1 << 30):
-            mallopt(mmap_threshold, 32 << 20)   # the limit of older versions
-        mallopt(trim_threshold, 2 ** 31 - 1)
+        if not mallopt(M_MMAP_THRESHOLD, 1 << 30):
+            mallopt(M_MMAP_THRESHOLD, 32 << 20)     # the limit of older versions
+        mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
 class GraphedStep:
-    """f as one CUDA graph. The first `warm` calls run eagerly on a stream of their own, while f allocates and compiles;
-    the next is recorded, and it and all later ones replay the graph. f takes no arguments and reads and writes tensors
-    that stay where they are; gens: the generators it draws from, whose new seeds reach the next replay. share: another
-    GraphedStep whose stream and memory it uses; then what one returns is lost when the other runs."""
+    """Runs f as a CUDA graph. The first `warm` calls run f eagerly, while it allocates and compiles; the next call
+    captures the graph, and this call and all later ones replay it. f takes no arguments, and the tensors that it reads
+    and writes keep their addresses. gens: generators that f draws from; seeding one affects the next replay. share:
+    another GraphedStep, whose stream and memory pool this one uses; calling one overwrites the output of the other."""
 
     def __init__(self, f, gens=(), warm=3, share=None):
         self.f = f
@@ -294,37 +300,38 @@ class GraphedStep:
         if self.warm == -1:
             for g in self.gens:
                 self.graph.register_generator_state(g)
-            gc.disable()                        # a graph that is collected during a capture would end it
-            with torch.cuda.graph(self.graph, self.pool, self.stream):              # records, runs nothing
+            gc.disable()                        # collecting another graph would break the capture
+            with torch.cuda.graph(self.graph, self.pool, self.stream):              # captures f without running it
                 self.out = self.f()
             gc.enable()
         self.graph.replay()
         return self.out
 
 
-# ---- several processes, as torchrun starts them: each takes every WORLD-th micro-batch
+# ---- several processes, started by torchrun: each takes every WORLD-th micro-batch of a step
 def join_processes(hp):
     if WORLD == 1:
         return
     if hp.accum % WORLD or hp.cuda_graph:
         fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try a multiple of {WORLD}, "
              "without --cuda_graph")
-    if not torch.distributed.is_initialized():  # gloo: messages between hosts, without waiting for a device
+    if not torch.distributed.is_initialized():  # gloo for tensors on the CPU, so that any_rank never waits for a GPU
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
-    if RANK:                                    # the first process prints for all
+    if RANK:                                    # only the first process prints
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
-def sum_over_processes(model, loss):  # gradients, n-gram lookups and loss become sums over all processes
-    """All processes get the same bits only if the sum of each row of the n-gram table, too, is computed once."""
+def sum_over_processes(model, loss):
+    """Replaces loss and gradients by their sums over all processes. The lookups of the n-gram table are added up per
+    row first, and sent as a dense tensor: then all processes get the same bits."""
     if WORLD == 1:
         return
     tensors = [loss]
-    tensors += [p.grad for p in model.parameters() if p.grad is not None]           # the same in all processes
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]           # the same parameters in each
     ngrams = model.ngrams
     if ngrams is not None:
         n, D = ngrams.table.shape
-        sums = ngrams.table.new_zeros(n, D + 1)                 # of gradients, of mean squares
+        sums = ngrams.table.new_zeros(n, D + 1)                 # D columns of gradients, one of mean squares
         for row, grad, square in ngrams.lookups:
             sums.index_add_(0, row, torch.cat((grad, square[:, None]), dim=1))
         ngrams.lookups = [(torch.arange(n, device=sums.device), sums[:, :D], sums[:, D])]
@@ -333,19 +340,19 @@ def sum_over_processes(model, loss):  # gradients, n-gram lookups and loss becom
         torch.distributed.all_reduce(t)
 
 
-def any_rank(flag):  # -> is it true in any process?
+def any_rank(flag):  # -> whether flag is true in any process
     result = torch.tensor(int(flag))
     if WORLD > 1:
         torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX)
     return bool(result)
 
 
-def barrier():  # waits until all processes are here
+def barrier():  # waits for all processes
     any_rank(False)
 
 
 # ---- the folder
-def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_dir does
+def choose_out_dir(hp):  # -> a folder that holds no run; fails if --out_dir holds one
     if hp.out_dir:
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
@@ -357,9 +364,10 @@ def choose_out_dir(hp):  # -> a folder that holds no run yet; fails where --out_
         path = f"{base}-{i}"
 
 
-def open_metrics(out_dir, length):  # -> binary file, locked: a folder holds one run at a time
-    """Only the first process writes. Lines after the first `length` bytes are dropped: a resumed run trains those steps
-    again. A file that is shorter than that starts anew."""
+def open_metrics(out_dir, length):
+    """Creates the folder and returns metrics.jsonl, opened for appending bytes and locked; fails if another process
+    holds the lock. Keeps the first `length` bytes, those that the checkpoint knows, since a resumed run logs later
+    steps again; a shorter file starts anew. Only the first of several processes writes."""
     if RANK:
         return open(os.devnull, "r+b")
     try:
@@ -367,28 +375,28 @@ def open_metrics(out_dir, length):  # -> binary file, locked: a folder holds one
         f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b")
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
-    # Windows and some network file systems have no locks: there a second run in the folder is not noticed
+    # without locks, as on Windows and some network file systems, a second run in the folder goes unnoticed
     with contextlib.suppress(ImportError, OSError):
         import fcntl
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)       # ends with the process, however that ends
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)       # released when the process ends, even if killed
         except BlockingIOError:
             fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
-    is_whole = f.seek(0, os.SEEK_END) >= length
-    f.truncate(length if is_whole else 0)
+    is_long_enough = f.seek(0, os.SEEK_END) >= length
+    f.truncate(length if is_long_enough else 0)
     f.seek(0, os.SEEK_END)
     return f
 
 
 def write_line(f, record):  # one JSON object, flushed
-    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON has no infinity and no NaN
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON has neither infinity nor NaN
     f.write(json.dumps(record).encode() + b"\n")
     f.flush()
 
 
-def draw_losses(out_dir):  # loss.png beside metrics.jsonl: nats over steps, by split, objective and source
+def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
     try:
-        from matplotlib.figure import Figure  # here: it is optional
+        from matplotlib.figure import Figure  # here, since it is optional
     except ImportError:
         return
     curves = {}
@@ -399,28 +407,27 @@ def draw_losses(out_dir):  # loss.png beside metrics.jsonl: nats over steps, by 
     for label, points in sorted(curves.items()):
         style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
         axes.plot(*zip(*points), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per target)")
+    axes.set(xlabel="step", ylabel="loss (nats)")
     axes.legend()
     axes.figure.savefig(os.path.join(out_dir, "loss.png"), dpi=120, bbox_inches="tight")
 
 
 # ---- checkpoints
-def checkpoint_path(path, names=("ckpt.pt", "best.pt")):  # a run's folder, or a file -> the first of these files
+def checkpoint_path(path, names=("ckpt.pt", "best.pt")):  # a file, or a folder of a run -> the first file there
     for file in [path, *(os.path.join(path, name) for name in names)]:
         if os.path.isfile(file):
             return file
     fail(f"{path}: no checkpoint there. Try the folder of a run, such as out/clm")
 
 
-def newest_run():  # -> folder under out/ whose checkpoint was written last
-    found = [path for name in ("ckpt.pt", "best.pt") for path in glob.glob(os.path.join("out", "*", name))]
+def newest_run():  # -> the folder under out/ whose checkpoint is the newest
+    found = glob.glob(os.path.join("out", "*", "*.pt"))
     if not found:
         fail("no run under out/. Try python train.py first, or name a folder with --out_dir")
     return os.path.dirname(max(found, key=os.path.getmtime))
 
 
-def save_checkpoint(path, state):
-    """The file is complete or absent: written under another name, synced, then renamed."""
+def save_checkpoint(path, state):  # written under another name, synced, then renamed: never half a file
     with open(path + ".tmp", "wb") as f:
         torch.save(state, f)
         f.flush()
@@ -433,17 +440,17 @@ def settings_to_save(hp):  # -> {name: value}
 
 
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
-    """Never runs code from the file, and checks every byte against its checksums. Fails where it is no such file."""
+    """Never runs code from the file. Checks all checksums, and fails if the file is damaged or not a checkpoint."""
     path = checkpoint_path(path)
     try:
         with zipfile.ZipFile(path) as z:
             if z.testzip():
                 raise ValueError("a checksum is wrong")
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)          # data; a pickle would be a program
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)          # no code is unpickled
         if ckpt["version"] != VERSION:
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
-        config = defaults() | ckpt["config"]    # the default of a fork's new flag must mean: as before
-    except Exception as e:                      # what a damaged file raises depends on where it is damaged
+        config = defaults() | ckpt["config"]    # a new flag's default must preserve the old behaviour
+    except Exception as e:                      # a damaged file may raise anything
         why = (str(e).splitlines() or [type(e).__name__])[0]
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another run, or best.pt beside it")
     return ckpt | {"config": config}
@@ -451,8 +458,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 # ---- models
 def build(hp):  # -> model
-    """Weights are drawn on the CPU from the seed, the model's before its heads': with equal seeds all objectives start
-    from equal weights, on every device."""
+    """Draws the weights on the CPU, the model's before its heads', so that with equal seeds all objectives start from
+    equal weights, on every device."""
     members = get_members(hp)
     n_outputs = max(m.objective.n_outputs for m in members)
     config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, VOCAB_SIZE, n_outputs, hp.ngram_rows, hp.attn_scale)
@@ -466,12 +473,13 @@ def build(hp):  # -> model
 
 @torch.no_grad()
 def copy_tensors(own, saved, path):
-    """Copies {name: tensor} into the tensors of the same names: the one door through which a file's numbers reach a
-    model or an optimizer. Fails where names, shapes or types differ, or a number is not finite."""
-    def layout(t):
+    """Copies all tensors of a checkpoint {name: tensor} into those of a model or an optimizer. Fails if names, shapes
+    or types differ, or a number is not finite."""
+    def describe(t):
         return "missing" if t is None else f"{t.dtype} {[*t.shape]}"
     for name in own | saved:
-        here, there = layout(own.get(name)), layout(saved.get(name))
+        here = describe(own.get(name))
+        there = describe(saved.get(name))
         if here != there:
             fail(f"{path}: {name} is {there}, here {here}. Try its --n_layer, --n_embd, --ngram_rows, or another run")
         if not saved[name].isfinite().all():
@@ -480,22 +488,24 @@ def copy_tensors(own, saved, path):
 
 
 def start_from(model, saved, path):
-    """Copies a parent's weights. Heads that it lacks, or has in other shapes, keep their own, and so do the outputs of
-    the byte head that it does not predict."""
+    """Copies a parent's weights. Heads that the parent lacks or has in another shape keep their initial weights, and so
+    do those outputs of the byte head that the parent does not have."""
     own = model.state_dict()
-    kept = {k: v for k, v in own.items() if k.startswith("heads.") and (k not in saved or saved[k].shape != v.shape)}
-    fits = {k: v for k, v in saved.items() if k in own}
+    tensors = {name: t for name, t in saved.items() if name in own}
+    new = [name for name, t in own.items()
+           if name.startswith("heads.") and (name not in saved or saved[name].shape != t.shape)]
+    tensors |= {name: own[name] for name in new}
     head = own["head.weight"].cpu()                                                 # (1, n_outputs, C)
-    parents = saved.get("head.weight", head[0])
-    if parents.shape[2:] == head.shape[2:]:     # else copy_tensors refuses it
-        fits["head.weight"] = torch.cat((parents[:, :head.size(1)], head[:, parents.size(1):]), dim=1)
-    copy_tensors(own, fits | kept, path)
-    print(f"weights of {path}; new: {', '.join(kept) or 'none'}")
+    old = saved.get("head.weight", head[0])
+    if old.shape[2:] == head.shape[2:]:         # otherwise copy_tensors fails
+        tensors["head.weight"] = torch.cat((old[:, :head.size(1)], head[:, old.size(1):]), dim=1)
+    copy_tensors(own, tensors, path)
+    print(f"started from the weights of {path}; newly initialized: {', '.join(new) or 'none'}")
 
 
 def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint; for inference
-    """Reads best.pt of a run's folder, or a file. Fails where there is no such run, or its weights do not fit. Sets the
-    precision of float32 products, and switches off cuDNN's attention, which plans anew for every length of a prompt."""
+    """path: a folder of a run, of which best.pt is read, or a file. Also prepares the device, and switches off cuDNN's
+    attention, which would compile a new plan for every length of a prompt."""
     ckpt = load_checkpoint(checkpoint_path(path, ("best.pt", "ckpt.pt")))
     device = resolve_device(device)
     use_device(device)
@@ -506,7 +516,7 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoi
     return for_inference(model), hp, ckpt
 
 
-def for_inference(model):  # casts weights to the activations' type, so that a pass reads half as much memory
+def for_inference(model):  # casts weights to the activations' type: in bfloat16 a pass reads half as much memory
     for layer in [m for m in model.modules() if isinstance(m, (StackedLinear, torch.nn.Embedding))]:
         layer.to(model.dtype)
     return model.eval().requires_grad_(False)
@@ -514,15 +524,17 @@ def for_inference(model):  # casts weights to the activations' type, so that a p
 
 # ---- signals and closed pipes
 @contextlib.contextmanager
-def catch_signals():  # -> a list of the signals that were received; a second one ends the process at once
+def catch_signals():  # yields a list of the signals received so far; a second one ends the process at once
     stop = []
 
     def handler(number, frame):
         stop.append(number)
         signal.signal(number, signal.SIG_DFL)
-    caught = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    caught = [number for number in caught if signal.getsignal(number) is not signal.SIG_IGN]        # of nohup
-    before = {number: signal.signal(number, handler) for number in caught}
+    before = {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)    # Windows has no SIGHUP
+        if number and signal.getsignal(number) is not signal.SIG_IGN:               # under nohup SIGHUP is ignored
+            before[number] = signal.signal(number, handler)
     try:
         yield stop
     finally:
@@ -530,22 +542,22 @@ def catch_signals():  # -> a list of the signals that were received; a second on
             signal.signal(number, old)
 
 
-def say(text, stop):  # if stdout is closed (| head, a closed terminal), the run stops as it does by a signal
+def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal), the run stops as if by a signal
     try:
         tqdm.write(text)
         sys.stdout.flush()
     except OSError:
         discard_stdout()
-        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no such signal
+        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
 
 
 # ---- a program
-def run_program(main):  # ends the process with main's exit code; Ctrl-C and a closed pipe (| head) without a traceback
-    with contextlib.suppress(AttributeError):   # in a notebook it has no such method
-        sys.stdout.reconfigure(errors="replace")                # a console that lacks a character prints "?"
+def run_program(main):  # exits with main's code; without a traceback on Ctrl-C, a closed pipe or a full GPU
+    with contextlib.suppress(AttributeError):   # a notebook's stdout has no such method
+        sys.stdout.reconfigure(errors="replace")                # print "?" for characters that a console lacks
     try:
         code = main()
-        sys.stdout.flush()                      # Python would flush it at exit, where an error is a traceback
+        sys.stdout.flush()                      # here, since an error in Python's own flush at exit prints a traceback
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -559,5 +571,5 @@ def run_program(main):  # ends the process with main's exit code; Ctrl-C and a c
     sys.exit(code)
 
 
-def discard_stdout():  # what is still buffered would be an error once more at exit
+def discard_stdout():  # otherwise flushing the buffer at exit would fail again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,9 +4,9 @@
     python -m experiments.score --file book.txt --out_dir out/mdlm --seed 2
     python -m experiments.score --file book.txt --out_dir out/clm_.5+mlm_.5 --objective mlm
 
-Models that write from left to right have exact bits. Models that fill MASKs have exact bits if they fill from left to
-right, and diffusion also has an upper bound. Standard compressors are printed for comparison. All models read across
-the ends of documents, whether or not they were trained with --doc_mask.
+The number of bits is exact for models that write from left to right, and for models that fill MASKs when they fill them
+from left to right. For diffusion an upper bound is printed too. The standard library's compressors are printed for
+comparison. All models read across the ends of documents, even if they were trained with --doc_mask.
 
 n bytes, T = block_size positions of the model, V outputs of the byte head
 """
@@ -24,21 +24,22 @@ from tqdm import tqdm
 FLAGS = {
     "file": Flag("", "file to score"),
     "out_dir": Flag("", "run folder or checkpoint file of the model; without it the latest run under out/"),
-    "objective": Flag("", "of a mixture, the member to use; without it the first that has a probability of a text"),
-    "seed": Flag(1, "random seed of the masks of a bound", 0, 2 ** 31),
+    "objective": Flag("", "member of a mixture to use; without it the first that defines a probability of a text"),
+    "seed": Flag(1, "random seed of the masks for an upper bound", 0, 2 ** 31),
     "device": DEVICE_FLAGS["device"],
     "dtype": Flag("float32", DEVICE_FLAGS["dtype"].help, choices=DEVICE_FLAGS["dtype"].choices),
 }
 MAX_ROWS = 64                                   # maximum number of rows of a forward pass
-FILLED_BYTES = 8192                             # maximum number of bytes to score by filling, a row for each
-BOUND_GROUPS = 4                                # batches of a window for a bound
-BOUND_ROWS = 4                                  # rows of each batch
+FILLED_BYTES = 8192                             # maximum number of bytes to score by filling: one row for each byte
+BOUND_GROUPS = 4                                # number of batches for the bound of a window
+BOUND_ROWS = 4                                  # number of rows of such a batch
 
 
 @torch.inference_mode()
 def score_exact(model, data, T, stride):  # (n,) uint8 -> bits, left to right
-    """Window i scores bytes i * stride + 1 .. (i + 1) * stride from up to T bytes of context; with stride = T the
-    windows are disjoint, and each starts with one byte of context. The first byte of the text counts 8 bits."""
+    """Scores a text in windows of up to T bytes of context. Window i scores bytes i * stride + 1 .. (i + 1) * stride.
+    With stride = T the windows are disjoint, and the first byte that a window scores has one byte of context. The first
+    byte of the text counts as 8 bits."""
     bits = 8.0
     for at in tqdm(range(0, len(data) - 1, stride), disable=None, leave=False):
         start = max(0, at + stride - T)
@@ -50,22 +51,23 @@ def score_exact(model, data, T, stride):  # (n,) uint8 -> bits, left to right
 
 
 @torch.inference_mode()
-def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left to right, of a model that fills MASKs
-    """By the chain rule: each byte is predicted from the bytes before it in its window, while it and all bytes after it
-    are MASKs. A window holds up to T bytes and scores the last T / 2 of them, so all but the first bytes of the text
-    have T / 2 bytes of context or more. With T = 4 these are the windows of 8 bytes, scored bytes in brackets:
+def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left to right
+    """Scores a text with a model that fills MASKs, by the chain rule: predicts each byte from the bytes before it in
+    its window, while it and all bytes after it are MASKs. A window holds up to T bytes and scores the last T / 2. So
+    every byte has at least T / 2 bytes of context, except at the start of the text. For T = 4, these are the windows of
+    a text of 8 bytes, with the scored bytes in brackets:
 
         0 [1 2]     1 2 [3 4]     3 4 [5 6]     4 5 6 [7]
 
-    The first byte of the text counts 8 bits."""
+    The first byte of the text counts as 8 bits."""
     bits = 8.0
-    for first in tqdm(range(1, len(data), T // 2), disable=None, leave=False):      # the first byte that is scored
+    for first in tqdm(range(1, len(data), T // 2), disable=None, leave=False):      # first: the first scored byte
         end = min(first + T // 2, len(data))
         start = max(0, end - T)
         window = data[start:end].long().to(model.embed.weight.device)
         i = torch.arange(len(window), device=window.device)
         for scored in i[first - start:].split(MAX_ROWS):
-            rows = window.where(i < scored[:, None], MASK)      # one for each scored byte
+            rows = window.where(i < scored[:, None], MASK)      # one row for each scored byte
             logits = sample.fill_logits(model, rows, use)[range(len(rows)), scored, :N_BYTES]
             nats = F.cross_entropy(logits.cpu().double(), window[scored].cpu(), reduction="sum")
             bits += float(nats) / math.log(2)
@@ -74,8 +76,9 @@ def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left t
 
 @torch.inference_mode()
 def score_bound(model, objective, data, hp, seed):  # (n,) uint8 -> upper bound in bits, its standard error
-    """The objective's bound, in disjoint windows. Each window is corrupted BOUND_GROUPS times, as a batch of BOUND_ROWS
-    equal rows, whose numbers of masked bytes are stratified; the error is that of the mean over these batches."""
+    """Adds up the objective's bound over disjoint windows. The bound of a window is the mean over BOUND_GROUPS batches,
+    each of which corrupts BOUND_ROWS copies of the window; the numbers of masked bytes in the rows of a batch are
+    stratified. The standard error is that of this mean."""
     g = make_rng(f"{seed},bound", hp.device)
     bits = 0.0
     variance = 0.0
@@ -117,8 +120,8 @@ def main(argv=None):  # -> exit code
     m = next((m for m in members if has_probability(m.objective)), members[0])
     objective = m.objective
     if not has_probability(objective):
-        those = " ".join(name for name, other in OBJECTIVES.items() if has_probability(other))
-        fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run trained as {those}")
+        able = ", ".join(name for name, other in OBJECTIVES.items() if has_probability(other))
+        fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run of one of {able}")
     member = f", used as {objective.name}" if len(get_members(hp)) > 1 else ""
     sample.note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")

@@ -15,13 +15,13 @@ def corpus_of(*texts, weights=None):
             for i, (t, w) in enumerate(zip(texts, weights))]
 
 
-def test_the_vocabulary_is_what_checkpoints_rely_on():
+def test_ids_do_not_change_because_checkpoints_rely_on_them():
     words = "EOT", "PAD", "MASK", "CLS", "SEP", "PRE", "SUF", "MID", "MODE_R", "MODE_S", "MODE_X"
     assert [getattr(data, word) for word in words] == [0, *range(256, 266)]
     assert (data.SENTINEL, data.N_SENTINELS, data.VOCAB_SIZE) == (272, 240, 512)
 
 
-def test_an_end_belongs_to_its_own_document():
+def test_an_eot_belongs_to_the_document_that_it_ends():
     assert data.document_ids(torch.tensor([[5, 0, 6, 6, 0, 0, 7]])).tolist() == [[0, 0, 1, 1, 1, 2, 3]]
 
 
@@ -33,7 +33,7 @@ def test_data_is_loaded_before_torch_whose_warning_it_silences(program):
 
 # ---- sources
 def test_the_last_tenth_of_a_file_or_of_few_documents_is_validation(tmp_path):
-    every_byte = bytes(range(256)) * 10         # NULs included: a file named by the user is data
+    every_byte = bytes(range(256)) * 10         # a single file may contain NULs
     (tmp_path / "binary").write_bytes(every_byte)
     (tmp_path / "a").write_text("a" * 49)
     (tmp_path / "b").write_text("b" * 49)
@@ -43,7 +43,7 @@ def test_the_last_tenth_of_a_file_or_of_few_documents_is_validation(tmp_path):
         assert (len(s["val"]), s["size"]) == (len(text) // 10, len(text))
 
 
-def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path, capsys):
+def test_a_folder_keeps_each_text_once_and_holds_out_every_tenth_document(tmp_path, capsys):
     for folder in (".git", "run/sub", "b"):
         (tmp_path / folder).mkdir(parents=True)
     for i in range(20):
@@ -61,10 +61,10 @@ def test_a_folder_keeps_text_once_and_holds_out_every_tenth_document(tmp_path, c
 
 
 @pytest.mark.parametrize("sizes, held", [
-    ([1000] * 9 + [1_000_000] + [1000] * 3, None),              # a tenth would be nearly all, or nearly nothing
+    ([1000] * 9 + [1_000_000] + [1000] * 3, None),              # no choice of documents is near a tenth
     ([1000] * 9 + [10] + [1000], [5]), ([1000] * 7, [5]), ([9000] * 9 + [90_000] + [9000] * 30, [5, 10, 16, 26, 36]),
     ([1000] * 30, [9, 19, 29])])
-def test_a_folder_holds_out_a_tenth_of_its_bytes_in_whole_documents_where_it_can(sizes, held):
+def test_a_folder_holds_out_whole_documents_with_about_a_tenth_of_the_bytes_if_possible(sizes, held):
     documents = [bytes([i + 1]) * n for i, n in enumerate(sizes)]
     train, val = data.split_documents(documents)
     text = data.to_bytes(torch.cat((train, val)))
@@ -93,14 +93,14 @@ def test_weights_follow_a_colon_unless_the_path_exists(text, tmp_path, refuses):
     refuses("must be a positive number", open_corpus, ["a.txt:0"])
 
 
-def test_without_weights_sources_have_shares_by_size_and_some_alone_are_refused(text, tmp_path, refuses):
+def test_without_weights_shares_follow_sizes_and_weights_for_some_sources_only_are_refused(text, tmp_path, refuses):
     (tmp_path / "small.txt").write_text("s" * 100)
     (tmp_path / "large.txt").write_text("l" * 900)
     assert [s["weight"] for s in open_corpus(["small.txt", "large.txt"])] == pytest.approx([0.1, 0.9])
     refuses("Try small.txt:0.05, or no weight", open_corpus, ["small.txt", "large.txt:.98"])
 
 
-@pytest.mark.parametrize("mapped_bytes", [1, 1000])             # 700 are read from a map, or from memory
+@pytest.mark.parametrize("mapped_bytes", [1, 1000])             # a file of 700 bytes is mapped, or read
 def test_a_file_is_mapped_or_read_whatever_its_name(mapped_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MAPPED_BYTES", mapped_bytes)
     path = os.path.join(tmp_path, os.fsdecode(b"b\xff.txt") if sys.platform == "linux" else "b.txt")   # not UTF-8
@@ -111,7 +111,7 @@ def test_a_file_is_mapped_or_read_whatever_its_name(mapped_bytes, tmp_path, monk
 
 
 def test_the_checksum_reads_every_byte_or_an_even_part_of_a_large_corpus(monkeypatch):
-    def is_noticed(i):  # when it changes, of 5,000 bytes
+    def is_noticed(i):  # does the checksum of 5,000 bytes depend on byte i?
         a = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=make_rng("crc"))
         b = a.clone()
         b[i] ^= 1
@@ -133,7 +133,7 @@ def test_read_windows_equals_slicing():
         assert bytes(row.tolist()) == texts[s][o:o + 7]
 
 
-def test_windows_depend_on_seed_and_step_alone_and_are_stratified():
+def test_windows_depend_only_on_seed_and_step_and_are_stratified():
     def offsets(key, n=1000):
         return sample_windows(corpus_of(b"x" * 1007), "train", n, 8, make_rng(key))[1].tolist()
     assert offsets("1,7", 8) == offsets("1,7", 8)
@@ -141,15 +141,15 @@ def test_windows_depend_on_seed_and_step_alone_and_are_stratified():
     assert offsets("1,7", 8) != offsets("1,8", 8)
     parts = [o // 125 for o in offsets("1,7", 8)]
     assert sorted(parts) == list(range(8)) != parts
-    assert {o for i in range(50) for o in offsets(f"{i}")} == set(range(8)), "an offset, or one beyond the end"
+    assert {o for i in range(50) for o in offsets(f"{i}")} == set(range(8)), "wrong range of offsets"
 
 
-def test_sources_have_their_shares_in_every_batch_and_are_read_everywhere():
-    """A common mistake is to place a window by the number that chose its source, here .95 .. 1."""
+def test_every_batch_has_the_share_of_each_source_and_offsets_cover_the_whole_source():
+    """A common mistake is to reuse the number that selected the source (here .95 to 1) for the offset."""
     corpus = corpus_of(b"x" * 500, b"y" * 1009, weights=[0.95, 0.05])
     batches = [sample_windows(corpus, "train", 10, 8, make_rng(f"{i}")) for i in range(2000)]
     counts = torch.stack([source.sum() for source, _ in batches])
-    assert counts.max() == 1                                        # .4 rows of 8: never two
+    assert counts.max() == 1                                        # the expected number is .4
     assert abs(float(counts.float().mean()) - 0.4) < 5 * (0.4 * 0.6 / 2000) ** 0.5
     assert {int(o) // 125 for source, offset in batches for o in offset[source == 1]} == set(range(8))
 

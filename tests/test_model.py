@@ -12,11 +12,11 @@ from data import MASK, SEP, make_rng
 T, B = 8, 2
 PREFIXES = {"causal": 0, "bidirectional": T, "prefix 3": 3, "prefixes 0": torch.tensor([0, 0]),
             "prefixes T": torch.tensor([T, T]), "prefixes 3, 5": torch.tensor([3, 5])}
-FAR = torch.arange(T).expand(B, T) + 9 * (torch.arange(T) > 3)                      # positions with a gap
+FAR = torch.arange(T).expand(B, T) + 9 * (torch.arange(T) > 3)                      # 0, 1, 2, 3, 13, 14, ...
 N = len(M.NGRAMS)
 
 
-def by_rule(prefix):  # the mask rule in plain words -> (B, T, T)
+def by_rule(prefix):  # the mask rule, entry by entry -> (B, T, T)
     allowed = torch.zeros(B, T, T, dtype=torch.bool)
     for b, q, k in itertools.product(range(B), range(T), range(T)):
         P = prefix if isinstance(prefix, int) else int(prefix[b])
@@ -28,7 +28,7 @@ def ids(seed=0, shape=(B, T), high=512):
     return torch.randint(1, high, shape, generator=make_rng(f"ids {seed}"))
 
 
-def context_of(x):  # the context of rows that nothing precedes
+def context_of(x):  # the context ids of rows with nothing before them
     return M.context_ids(x, torch.zeros(len(x), M.CONTEXT_WIDTH - 1, dtype=torch.long))
 
 
@@ -39,7 +39,7 @@ def near(x, y):
 # ---- which ids a state depends on
 @torch.no_grad()
 def dependence(net, x, prefix, mask=None):  # -> (B, T, B, T) bool: does state [b, q] change with id [b', k]?
-    """By other ids rather than by gradients, since n-grams are looked up by a hash of ids."""
+    """Changes ids instead of reading gradients, because no gradient flows through the hash of an n-gram."""
     states = net(x, prefix, mask=mask)
     changes = []
     for b, k in itertools.product(range(B), range(T)):
@@ -51,10 +51,10 @@ def dependence(net, x, prefix, mask=None):  # -> (B, T, B, T) bool: does state [
 
 @pytest.mark.parametrize("name", PREFIXES)
 def test_states_depend_on_exactly_the_ids_that_the_rule_allows(name):
-    attention_alone = randomized(n_layer=1, ngram_rows=0)       # nothing else hides what a mask forbids too much
-    attention_alone.conv_weight.data[1:] = 0
+    attention_only = randomized(n_layer=1, ngram_rows=0)        # so that no other layer hides a mask that is too strict
+    attention_only.conv_weight.data[1:] = 0
     allowed = by_rule(PREFIXES[name])
-    for net in (randomized(), attention_alone):
+    for net in (randomized(), attention_only):
         depends = dependence(net, ids(), PREFIXES[name])
         for b in range(B):
             assert torch.equal(depends[b, :, b], allowed[b])
@@ -62,10 +62,10 @@ def test_states_depend_on_exactly_the_ids_that_the_rule_allows(name):
 
 
 def test_under_a_mask_states_depend_on_what_it_allows_and_on_their_context():
-    """One layer, in which nothing is passed on: a key of the mask brings the ids of its context with it."""
+    """With one layer, a query depends on the keys that the mask allows and on the context ids of these keys."""
     mask = torch.rand(B, T, T, generator=make_rng("mask")) < 0.2
     mask |= torch.eye(T, dtype=torch.bool)
-    bytes_only = ids(high=256)                  # an n-gram with a special id has no embedding
+    bytes_only = ids(high=256)                  # n-grams with a special id are not embedded
     depends = dependence(randomized(n_layer=1, ngram_rows=4096), bytes_only, 0, mask=mask)
     for b, q in itertools.product(range(B), range(T)):
         allowed = {k - j for k in range(T) if mask[b, q, k] for j in range(M.CONTEXT_WIDTH)}
@@ -74,14 +74,14 @@ def test_under_a_mask_states_depend_on_what_it_allows_and_on_their_context():
 
 
 @torch.no_grad()
-def test_random_weights_have_a_random_ngram_table_without_which_ids_farther_back_change_nothing():
-    """What other tests find about n-grams they would find of a table of zeros, too. Each position attends to itself."""
+def test_randomized_sets_the_ngram_table_and_only_ngrams_reach_beyond_the_convolution():
+    """Other tests of n-grams would also pass with a table of zeros. Here each position attends only to itself."""
     net = randomized(ngram_rows=4096)
-    alone = torch.eye(T, dtype=torch.bool).expand(B, T, T)
+    own = torch.eye(T, dtype=torch.bool).expand(B, T, T)
     distance = torch.arange(T)[:, None] - torch.arange(T)
     assert abs(float(net.ngrams.table.std()) - 0.3) < 0.01
     for width in (M.CONTEXT_WIDTH, M.CONV_WIDTH):
-        depends = dependence(net, ids(high=256), 0, mask=alone)
+        depends = dependence(net, ids(high=256), 0, mask=own)
         assert torch.equal(depends[0, :, 0], (distance >= 0) & (distance < width))
         net.ngrams.table.zero_()
 
@@ -96,7 +96,7 @@ def by_loops(q, k, v, mask):  # mask (B, T, T)
     return want
 
 
-class Gpu(str):  # the CPU under another name: what is chosen for a GPU can be seen and tried without one
+class Gpu(str):  # a CPU that calls itself a GPU, to test without a GPU what is chosen for one
     type = "cuda"
 
 
@@ -106,7 +106,7 @@ class OnGpu(torch.Tensor):
 
 @pytest.mark.parametrize("name", PREFIXES)
 def test_every_form_of_attention_equals_loops_forward_and_backward(name):
-    """On a CPU and on a GPU: all queries, the last ones of a cache, and a mask that says what the prefix says."""
+    """On a CPU and on a GPU: all queries, the last queries with a cache, and a mask that equals the prefix."""
     q, k, v = (torch.randn(B, 2, T, 16, generator=make_rng(s), requires_grad=True) for s in "qkv")
     prefix = PREFIXES[name]
     positions = torch.arange(T)
@@ -119,7 +119,7 @@ def test_every_form_of_attention_equals_loops_forward_and_backward(name):
     assert ("is_causal" in forms[1].keywords) == (name == "causal")
     assert ("attn_mask" in forms[1].keywords) == (name not in ("causal", "bidirectional"))
     if isinstance(prefix, int):
-        forms.append(M.choose_attention(0, positions, T, config, torch.float32, mask=mask[:1]))      # one for all rows
+        forms.append(M.choose_attention(0, positions, T, config, torch.float32, mask=mask[:1]))      # all rows
 
     def gradients(y):
         return torch.autograd.grad((y * v.detach().cos()).sum(), (q, k, v), retain_graph=True)
@@ -128,7 +128,7 @@ def test_every_form_of_attention_equals_loops_forward_and_backward(name):
         near(y, want)
         for a, b in zip(gradients(y), gradients(want)):
             near(a, b)
-    for i in (3, T - 1):                        # after a cache of so many
+    for i in (3, T - 1):                        # i positions are cached
         for p in (positions[i:], on_gpu[i:]):
             last = M.choose_attention(prefix, p, T, config, torch.float32)
             near(last(q[:, :, i:], k, v).as_subclass(torch.Tensor), want[:, :, i:])
@@ -141,13 +141,13 @@ PIECES = {"one by one": [*range(T + 1)], "after 3": [0, *range(3, T + 1)], "afte
 
 @pytest.mark.parametrize("space", [T, T + 3])
 @pytest.mark.parametrize("positions", [None, FAR], ids=["", "with positions"])
-@pytest.mark.parametrize("how", ["causal", "prefix", "a prefix each row"])
+@pytest.mark.parametrize("kind", ["causal", "prefix", "prefix per row"])
 @pytest.mark.parametrize("cuts", PIECES.values(), ids=PIECES)
-def test_passes_over_a_cache_equal_one_pass(cuts, how, positions, space):
-    """A prefix ends with the first piece."""
+def test_passes_over_a_cache_equal_one_pass(cuts, kind, positions, space):
+    """The prefix is the first piece."""
     net = randomized().requires_grad_(False)
     x = ids()
-    prefix = {"causal": 0, "prefix": cuts[1], "a prefix each row": torch.full((B,), cuts[1])}[how]
+    prefix = {"causal": 0, "prefix": cuts[1], "prefix per row": torch.full((B,), cuts[1])}[kind]
     cache = M.Cache(net, B, space)
     parts = []
     for a, b in zip(cuts, cuts[1:]):
@@ -172,7 +172,7 @@ def test_a_cache_that_forgot_or_was_emptied_equals_a_fresh_one():
 
 @torch.no_grad()
 def test_a_recorded_decoding_step_can_be_replayed():
-    """A CUDA graph of one decoding step, in the form of a recording: only the ids are set before each replay."""
+    """The recording stands in for a CUDA graph of one decoding step: only the ids are set before each replay."""
     net = randomized()
     x = ids()
     cache = M.Cache(net, B, T)
@@ -202,7 +202,7 @@ def test_rope_rotates_pair_i_by_t_over_10000_to_the_2i_over_D():
 def test_positions_rotate_queries_and_keys_but_leave_the_mask_as_it_is():
     net = randomized()
     x = ids()
-    near(net(x, positions=torch.arange(T).expand(B, T) + 50), net(x))   # distance alone counts
+    near(net(x, positions=torch.arange(T).expand(B, T) + 50), net(x))   # only distances matter
     moved = net(x, positions=FAR)
     near(moved[:, :4], net(x)[:, :4])
     assert (moved[:, 4:] - net(x)[:, 4:]).abs().amax(-1).min() > 1e-3
@@ -226,10 +226,10 @@ def test_a_stacked_linear_layer_is_several_layers_of_one_input():
     assert layer(x.bfloat16()).dtype == torch.bfloat16 and layer.weight.dtype == torch.float32
 
 
-def test_fresh_weights_predict_every_id_alike_and_every_block_starts_as_the_identity():
+def test_fresh_weights_predict_all_ids_equally_and_every_block_starts_as_the_identity():
     torch.manual_seed(0)
     net = M.Transformer(M.ModelConfig(2, 2, 512))
-    x = ids(shape=(1, 300))                     # the block has no length limit
+    x = ids(shape=(1, 300))                     # rows may have any length
     assert torch.equal(net.logits(net(x)), torch.zeros(1, 300, 512))
     start = M.norm(M.causal_conv(context_of(x), net.embed.weight, net.conv_weight))
     assert torch.equal(net(x), M.norm(start))
@@ -247,14 +247,14 @@ def test_bfloat16_activations_stay_near_float32():
     assert kept == [torch.bfloat16, torch.bfloat16]
 
 
-def test_the_context_of_a_position_is_the_last_ids():
+def test_the_context_of_a_position_is_its_id_and_the_ids_before_it():
     x = ids()
     context = context_of(x)
     for b, t, j in itertools.product(range(B), range(T), range(M.CONTEXT_WIDTH)):
         assert context[b, t, j] == (x[b, t - j] if t >= j else 0)
 
 
-def test_the_convolution_adds_the_last_embeddings_weighed_by_channel():
+def test_the_convolution_sums_the_last_embeddings_weighted_by_channel():
     embedding, weight = (torch.randn(*shape, generator=make_rng(f"{shape}")) for shape in [(9, 6), (M.CONV_WIDTH, 6)])
     context = torch.randint(0, 9, (B, T, M.CONTEXT_WIDTH), generator=make_rng("context"))
     want = torch.zeros(B, T, 6)
@@ -268,12 +268,12 @@ def test_the_convolution_adds_the_last_embeddings_weighed_by_channel():
 def row_by_hand(gram, rows):  # the ids of an n-gram, the last one first -> its row of the table
     code = 0
     for i in gram:
-        code = (code * M.HASH_MULTIPLIER + i + 1 + (1 << 63)) % (1 << 64) - (1 << 63)          # 64 bits with a sign
+        code = (code * M.HASH_MULTIPLIER + i + 1 + (1 << 63)) % (1 << 64) - (1 << 63)          # signed 64-bit overflow
     return (code ^ (code >> 32)) % rows + M.NGRAMS.index(len(gram)) * rows
 
 
 def test_ngrams_are_looked_up_as_in_a_dictionary():
-    """Before the row stands EOT; an n-gram with a sentinel or a separator counts as zero, one with a MASK does not."""
+    """Rows are padded with EOT at the front. N-grams with a sentinel or a separator count as zero, with a MASK not."""
     net = randomized()
     x = ids()
     x[0, 3] = MASK
@@ -282,12 +282,12 @@ def test_ngrams_are_looked_up_as_in_a_dictionary():
     for b, t in itertools.product(range(B), range(T)):
         row = [0] * (M.CONTEXT_WIDTH - 1) + x[b].tolist()
         grams = [row[t + M.CONTEXT_WIDTH - n:t + M.CONTEXT_WIDTH][::-1] for n in M.NGRAMS]
-        each = [net.ngrams.table[row_by_hand(gram, 64)] * (max(gram) <= MASK) for gram in grams]
-        near(got[b, t], torch.cat(each) @ net.ngrams.proj.weight[0].T)
+        looked_up = [net.ngrams.table[row_by_hand(gram, 64)] * (max(gram) <= MASK) for gram in grams]
+        near(got[b, t], torch.cat(looked_up) @ net.ngrams.proj.weight[0].T)
 
 
 def test_ngrams_spread_evenly_over_their_rows():
-    """Of 20,000 different n-grams of each length, in 4,096 rows: as uneven as chance has it, text or not."""
+    """20,000 n-grams use as many of 4,096 rows as independent random rows would, for random ids and for text."""
     text = torch.tensor([*open(M.__file__, "rb").read()])
     for x in (ids(shape=(40_000,)), text):
         grams = torch.unique(x.unfold(0, M.CONTEXT_WIDTH, 1), dim=0)[None, :20_000].flip(2)
@@ -326,9 +326,9 @@ def test_every_block_adds_the_ngrams_times_its_gain():
 
 
 @torch.no_grad()
-def test_training_drops_a_share_of_the_lookups_by_row_position_and_seed_alone():
+def test_training_drops_a_share_of_the_lookups_that_depends_only_on_row_position_and_seed():
     ngrams = randomized(ngram_rows=4096).ngrams
-    ngrams.table.fill_(1)                       # so that output n is the factor of the n-gram of length NGRAMS[n]
+    ngrams.table.fill_(1)                       # so that output i is the scale of the n-gram of length NGRAMS[i]
     ngrams.proj.weight.copy_(torch.eye(16, N).repeat_interleave(M.NGRAM_DIM, 1) / M.NGRAM_DIM)
     x = ids(shape=(64, 64), high=256)
     x[1] = x[0]
@@ -339,7 +339,7 @@ def test_training_drops_a_share_of_the_lookups_by_row_position_and_seed_alone():
         ngrams.seed.fill_(seed)
         return ngrams(context_of(x), torch.float32)[..., :N]
     f = factors(x, 0.25, 7)
-    assert torch.equal((f * 0.75 * 3).round(), (f > 0) * 3.0), "kept ones are not scaled by 1 / (1 - drop)"
+    assert torch.equal((f * 0.75 * 3).round(), (f > 0) * 3.0), "kept lookups are not scaled by 1 / (1 - drop)"
     for some in (f[..., 0], f[..., N - 1], f[:32], f[3:, 9]):
         assert abs(float((some == 0).float().mean()) - 0.25) < 5 * (0.25 * 0.75 / some.numel()) ** 0.5
     assert torch.equal(f[0], f[1]) and torch.equal(f[5:9], factors(x[5:9], 0.25, 7)) and len(f[2, 9:, 0].unique()) == 2
@@ -351,7 +351,7 @@ def test_training_drops_a_share_of_the_lookups_by_row_position_and_seed_alone():
 
 
 def test_the_kept_lookups_have_the_gradient_of_the_table(monkeypatch):
-    """Of lookups that are dropped, scaled, special or the same. Without keep_lookups none is kept."""
+    """Includes dropped, scaled, special and repeated lookups. Without keep_lookups, no gradient is stored."""
     net = randomized(ngram_rows=5)
     net.ngrams.drop.fill_(0.25)
     direction = torch.randn(B, T, 16, generator=make_rng("direction"))
@@ -375,8 +375,8 @@ def test_the_kept_lookups_have_the_gradient_of_the_table(monkeypatch):
 
 @torch.no_grad()
 def test_the_update_of_looked_up_rows_equals_the_plain_rule():
-    """Row by row: one second moment a row, to which each lookup adds its own; rows that were not looked up stay. Where
-    the gradients are not finite, nothing but the moments' decay."""
+    """Each row has one second moment, to which each lookup adds the mean square of its gradient. Other rows do not
+    change. If the gradients are not finite, the moments decay and nothing else happens."""
     ngrams = randomized().ngrams
     ngrams.moments.uniform_()
     weights = ngrams.table.double()
@@ -388,11 +388,12 @@ def test_the_update_of_looked_up_rows_equals_the_plain_rule():
             grad = torch.randn(n, M.NGRAM_DIM, generator=g) if ok else torch.full((n, M.NGRAM_DIM), math.nan)
             ngrams.lookups.append((row, grad, grad.square().mean(1)))
         second *= M.NGRAM_DECAY
-        both = [(r, each) for row, grad, _ in ngrams.lookups for r, each in zip(row.tolist(), grad.double())]
-        for r, each in both if ok else []:
-            second[r] += each.square().mean()
-        for r, each in both if ok else []:
-            weights[r] -= M.NGRAM_RATE * 0.01 * each / second[r].sqrt()
+        lookups = [(r, d) for row, grad, _ in ngrams.lookups for r, d in zip(row.tolist(), grad.double())]
+        if ok:
+            for r, d in lookups:
+                second[r] += d.square().mean()
+            for r, d in lookups:
+                weights[r] -= M.NGRAM_RATE * 0.01 * d / second[r].sqrt()
         ngrams.update(torch.tensor(0.01), torch.tensor(ok))
         near(ngrams.table.double(), weights)
         near(ngrams.moments.double(), second)

@@ -1,6 +1,6 @@
-"""Every objective is put through the generic tests; a new one is tested by being in OBJECTIVES.
+"""The generic tests run on every objective in OBJECTIVES, so a new one is tested as soon as it is added.
 
-The generic tests know no objective by name: what they may assume is a field of Objective.
+They know no objective by name. What they may assume is a field of Objective.
 """
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from model import CONTEXT_WIDTH, Cache, ModelConfig, can_attend, norm, run_block
 from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Repair, find_use, get_members
 
 T = 48
-GENERIC = []                                    # the tests that every objective passes, the README's too
+GENERIC = []                                    # tests that every objective must pass, including README.md's
 
 
 def every(test):
@@ -46,7 +46,7 @@ def case(name, B=4, **changes):  # -> objective, net with random parameters, bat
     return objective, net, batch, hp
 
 
-def prefixes(batch):  # -> (B,): how many positions of each row are read both ways
+def prefixes(batch):  # -> (B,): the prefix length of each row
     return torch.as_tensor(batch["prefix"]).expand(len(batch["inp"]))
 
 
@@ -75,7 +75,7 @@ def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
 
 
 def pack_what_fits(ids, keep, width, pack_left=O.pack_left):
-    assert keep.sum(1).max() <= width, "the ends of full rows are lost"
+    assert keep.sum(1).max() <= width, "full rows are truncated"
     return pack_left(ids, keep, width)
 
 
@@ -95,18 +95,18 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
                 assert batch["inp"].shape == has_target.shape == (4, size)
                 assert has_target.any(1).all(), "a row without a target"
                 assert batch["tgt"][has_target].min() >= 0 and batch["tgt"].max() < objective.n_outputs
-            assert "positions" not in batch or objective.positions or "mask" in batch, "sample.py must know them, too"
-            if objective.positions:             # sampling has the same
+            assert "positions" not in batch or objective.positions or "mask" in batch, "sample.py cannot know positions"
+            if objective.positions:             # sample.py computes the same numbers
                 assert torch.equal(batch["positions"], objective.positions(batch["inp"], batch["prefix"], hp))
         assert len(shapes) == 1
 
 
 # ---- generic: no position reads its target
 def hidden_targets(objective, batch):
-    """-> (B, T) bool each: targets of causal positions (under a mask: the next ids); others that the objective claims
-    to hide. It may predict a few bytes that the input shows (BERT leaves a tenth of its targets as they are, replaces a
-    tenth). If they are most of its targets, or if its loss gives bits per byte, it claims to hide them, too, unless
-    it says target_hidden=False."""
+    """-> (B, T) bool each: targets of causal positions (with a mask: targets that are the next id), and other targets
+    that the objective claims to hide. Some targets may be in sight, as in BERT, which leaves a tenth unchanged and
+    replaces a tenth. But if most targets are in sight, or if the loss gives bits per byte, the objective claims to hide
+    these, too, unless target_hidden is False."""
     inp = batch["inp"]
     tgt = batch["tgt"]
     has_target = tgt != IGNORE_INDEX
@@ -124,29 +124,29 @@ def hidden_targets(objective, batch):
 
 
 def reachable(batch):
-    """-> (B, T, T) bool: which inputs a position's state depends on, through any number of blocks. A mask may allow q
-    to read k and k to read j, though not q to read j; and a position's input holds the ids of its context."""
+    """-> (B, T, T) bool: the inputs that a position's state depends on after any number of blocks. q may depend on j
+    through k even if the mask does not allow q to attend to j. The input of a position includes the ids before it."""
     k = torch.arange(batch["inp"].size(1))
     if "mask" not in batch:
         return can_attend(k[:, None], k, prefixes(batch)[:, None, None])
     reach = batch["mask"] | torch.eye(len(k), dtype=torch.bool)
-    for _ in range(len(k).bit_length()):        # paths twice as long each time
+    for _ in range(len(k).bit_length()):        # each time, paths are twice as long
         reach = reach.float() @ reach.float() > 0
-    if "before" in batch:                       # of each position: what `shown` compares
+    if "before" in batch:                       # `shown` compares these ids
         return reach
     context = (k <= k[:, None]) & (k > k[:, None] - CONTEXT_WIDTH)
     return reach.float() @ context.float() > 0
 
 
-def shown(batch, again):  # -> (B, T) bool: did a position's own input change, or what it reads before it?
+def shown(batch, again):  # -> (B, T) bool: did a position's input change, including the ids before it?
     changed = again["inp"] != batch["inp"]
     return changed | (again["before"] != batch["before"]).any(2) if "before" in batch else changed
 
 
 @every
 def test_no_position_reads_its_target(name):
-    """Byte by byte: where its change changes a hidden target, it changes no input that the target's position depends
-    on. With target_hidden=False a prefix row's source may hold its target's bytes."""
+    """Changes one byte at a time. If this changes a hidden target, it must not change an input that the target's
+    position depends on. With target_hidden=False, the source of a prefix row may contain the target's bytes."""
     hp = settings(name, T)
     objective = OBJECTIVES[name]
     x = clean_windows(hp, 4)
@@ -156,7 +156,7 @@ def test_no_position_reads_its_target(name):
     P = prefixes(batch)[:, None]
     k = torch.arange(T)
     causal, hidden = hidden_targets(objective, batch)
-    assert not (causal & (k < P - 1)).any(), "a target can be read, inside the prefix"
+    assert not (causal & (k < P - 1)).any(), "a position inside the prefix has a target, which can be read"
     reads = reachable(batch)                                                        # (4, T, T)
     if not objective.target_hidden:
         reads &= (k >= P[..., None]) | ~causal[..., None]
@@ -167,14 +167,14 @@ def test_no_position_reads_its_target(name):
         again = objective.corrupt(other, make_rng("byte"), hp)
         target = again["tgt"] != batch["tgt"]
         read = (target & (causal | hidden))[..., None] & reads & shown(batch, again)[:, None]
-        assert not read.any(), f"byte {j} is a target and can be read: if it may be, say target_hidden=False"
+        assert not read.any(), f"byte {j} is a target and can be read: set target_hidden=False if it may be"
         asked |= target
-    assert asked.any(1).all(), "a row asks for no byte"
+    assert asked.any(1).all(), "a row predicts no byte"
 
 
 @every
 def test_documents_are_kept_apart_by_their_mask(name):
-    """The second document's states do not depend on the bytes of the first, but do without the mask."""
+    """With the mask, the second document's states do not depend on the bytes of the first; without it they do."""
     objective, net, batch, hp = case(name)
     if not objective.supports_doc_mask:
         pytest.skip("does not keep the text's order")
@@ -210,8 +210,8 @@ ENTROPY = math.log(255)                         # nats of a byte that is drawn u
 
 
 def check_entropy(name, **changes):
-    """A figure is a likelihood, or a bound of one, if it costs an untrained model log V a target; what it costs a
-    trained model is compared with that."""
+    """A figure that is log V for an untrained model is assumed to be a likelihood, or a bound on one. After training,
+    it must not be below the entropy."""
     hp = settings(name, SMALL_T, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
                                         max_iters=100, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
@@ -228,14 +228,14 @@ def check_entropy(name, **changes):
         return others | {"loss": loss}
     log_V = math.log(objective.n_outputs)
     likelihoods = [key for key, nats in figures().items() if nats == pytest.approx(log_V, abs=1e-4)]
-    for batch in batches:                       # leaves out special ids, which may be known from their place
+    for batch in batches:                       # skips special ids, which the position may reveal
         causal, hidden = hidden_targets(objective, batch)
         kept = hidden | causal if objective.target_hidden else hidden
         is_byte = (batch["tgt"] > EOT) & (batch["tgt"] < O.N_BYTES)
         batch["tgt"] = batch["tgt"].where(kept & is_byte, IGNORE_INDEX)
     before = figures()                          # log V for each hidden byte
     if not any(before[key] for key in likelihoods):
-        pytest.skip("has no likelihood of bytes that its source must not hold")
+        pytest.skip("has no likelihood of hidden bytes")
     for step in range(hp.max_iters):
         train.load_step_inputs(s, m, step)
         train.training_step(s, m)
@@ -243,12 +243,12 @@ def check_entropy(name, **changes):
     after = figures()
     for key in likelihoods:
         nats = after[key] / before[key] * log_V
-        assert nats > ENTROPY - 0.02, f"{key} has {nats:.3f} nats for bytes of {ENTROPY:.3f}, which nobody can predict"
+        assert nats > ENTROPY - 0.02, f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for bytes that cannot be predicted"
 
 
 @every
 def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name):
-    """Nobody can predict such bytes: a model that does has read them, whatever the layout of the row."""
+    """Random bytes cannot be predicted. A model that predicts them has read them, whatever the layout of the row."""
     check_entropy(name)
 
 
@@ -267,20 +267,32 @@ def test_losses_of_micro_batches_add_up_to_that_of_the_batch(name):
         pytest.skip("compares the rows of a micro-batch with each other")
     losses = [objective.loss(net, part, hp) for part in parts]
     whole, figures = objective.loss(net, batch, hp)
-    why = "rows are compared (say compares_rows=True), or weights are not those of the batch"
+    why = "set compares_rows=True if rows are compared; otherwise weigh by the batch's weight or share"
     torch.testing.assert_close(sum(loss for loss, _ in losses), whole, rtol=1e-5, atol=1e-5, msg=why)
     for key, figure in figures.items():
         torch.testing.assert_close(sum(found[key] for _, found in losses), figure, rtol=1e-5, atol=1e-5, msg=why)
 
 
 @every
+def test_twice_the_same_rows_have_the_same_loss_and_figures(name):
+    """So each is a mean over rows or targets, of the whole batch, and not a sum."""
+    objective, net, batch, hp = case(name, B=6)
+    rows = objective.corrupt(clean_windows(hp, 6), make_rng("rows"), hp)
+    if objective.compares_rows or "weight" in rows:
+        pytest.skip("compares rows, or sets its own weights")
+    twice = {key: value if isinstance(value, int) else torch.cat((value, value)) for key, value in rows.items()}
+    once = objective.loss(net, O.add_weights(rows), hp)
+    torch.testing.assert_close(objective.loss(net, O.add_weights(twice), hp), once, rtol=1e-5, atol=1e-5)
+
+
+@every
 def test_an_untrained_model_is_at_chance(name):
-    """Else a wrong weight would go unnoticed: of a doubled row, for instance, half of its bytes."""
+    """This catches wrong weights, such as those of bd3lm, where only half of a row has targets."""
     _, batch, hp = make(name, B=8)
     objective = OBJECTIVES[name]
     loss, figures = objective.loss(run.build(hp), batch, hp)
     if objective.bpb in ("loss", "bound"):
-        assert float(loss.detach()) == pytest.approx(math.log(256), abs=1e-4), "its weights do not add up to 1 a byte"
+        assert float(loss.detach()) == pytest.approx(math.log(256), abs=1e-4), "its weights do not give nats per byte"
     if "nll" in figures:
         assert float(figures["nll"].detach()) == pytest.approx(math.log(objective.n_outputs), abs=1e-5)
 
@@ -290,7 +302,7 @@ def test_nats_equal_loops_over_positions_with_a_target(name):
     objective, net, batch, hp = case(name, B=8)
     _, figures = objective.loss(net, batch, hp)
     if "nll" not in figures:
-        pytest.skip("has figures, and so a test, of its own")
+        pytest.skip("has other figures, which other tests check")
     h = net(batch["inp"], batch["prefix"], positions=batch.get("positions"), mask=batch.get("mask"))
     logp = net.logits(h).detach().double().log_softmax(-1)
     nats = [-float(batch["weight"][b, t] * logp[b, t, batch["tgt"][b, t]])
@@ -315,7 +327,7 @@ def test_all_targets_of_a_head_weigh_the_same_unless_corrupt_says_otherwise():
 # ---- generic: flags and uses
 @every
 def test_a_flag_of_several_objectives_is_the_same_for_all(name):
-    """Else its default or its range in one objective would be another's; flag_defaults hold an objective's own."""
+    """A flag has one default and one range. An objective that wants another default sets flag_defaults."""
     for flag, spec in OBJECTIVES[name].flags.items():
         assert not any(flag in group for group in run.SETTINGS.values()), f"--{flag} is a flag of train.py"
         for other in OBJECTIVES.values():
@@ -327,22 +339,22 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     x, batch, hp = make(name)
     objective = OBJECTIVES[name]
     assert objective.name == name
-    assert objective.uses, "sample.py can do nothing with it"
+    assert objective.uses, "sample.py cannot use it"
     assert {use.mode for use in objective.uses} <= set(sample.MODES)
     for use in objective.uses:
         if isinstance(use, Fill):
             assert use.orders and {*use.orders} <= {"confident", "left", "ancestral", "analytic"}
             assert use.shift <= len(use.before)
-            assert "mask" in batch or (prefixes(batch) == T).any(), "sample.py's rows have prefix T: train on some"
+            assert "mask" in batch or (prefixes(batch) == T).any(), "no row has prefix T, with which sample.py fills"
         if isinstance(use, Fill) and (use.before, use.after, use.shift) == ((), (), 0):
             clean = F.pad(x, (0, T - x.size(1)), value=IGNORE_INDEX)
-            assert ((batch["tgt"] == clean) | (batch["tgt"] == IGNORE_INDEX)).all(), "targets in place are clean bytes"
+            assert ((batch["tgt"] == clean) | (batch["tgt"] == IGNORE_INDEX)).all(), "a target is not the clean byte"
         if isinstance(use, Infill):
             ids, P = use.prompt([[97], [98]], 4, hp)
             assert 0 <= P <= len(ids) and use.stop_ids and max(use.stop_ids) < objective.n_outputs
         if isinstance(use, Repair):
             last = (prefixes(batch) - 1).clamp(min=0)           # of the prefix
-            assert (batch["inp"].gather(1, last[:, None]) == SEP).all(), "its rows are not laid out by seq2seq"
+            assert (batch["inp"].gather(1, last[:, None]) == SEP).all(), "its rows are not made by seq2seq"
             i = torch.arange(T)
             end = (batch["tgt"] == EOT).long().argmax(1)
             answer = (i >= last[:, None]) & (i <= end[:, None])
@@ -357,13 +369,13 @@ def test_a_prompt_is_laid_out_as_in_training(name):
         pytest.skip("continues nothing")
     is_like_training = []
     for row, inp, P in zip(x.tolist(), batch["inp"].tolist(), prefixes(batch).tolist()):
-        n = P or T                              # a causal row is a prompt to its end
+        n = P or T                              # all of a causal row may be a prompt
         text = row[:n - len(use.before) - len(use.after)]
         is_like_training.append(use.both_ways == (0 < P < T) and inp[:n] == [*use.before, *text, *use.after])
-    assert any(is_like_training), "no row starts with a text in its order, as a prompt of Continue does"
+    assert any(is_like_training), "no row starts with an unchanged text, as a prompt does"
 
 
-# ---- objectives of one's own
+# ---- custom objectives
 def add_forks():  # the examples of README.md and assets/EXERCISES.md
     for name in ("README.md", "assets/EXERCISES.md"):
         text = (pathlib.Path(O.__file__).parent / name).read_text(encoding="utf-8")
@@ -412,12 +424,12 @@ def prefix_whose_last_byte_predicts_itself(x, g, hp):
     return batch | dict(tgt=batch["tgt"].scatter(1, last, batch["inp"].gather(1, last)))
 
 
-READS_ITS_TARGET = {                            # objective, what is wrong, does it learn to in a hundred steps?
+READS_ITS_TARGET = {                            # objective, what is wrong, does the entropy test notice it?
     "in sight": ("all_tokens", dict(target_hidden=True), True),
     "a bound": ("mdlm", dict(corrupt=mdlm_that_masks_too_little), True),
     "its own clean block": ("bd3lm", dict(corrupt=bd3lm_that_reads_its_clean_block), True),
     "clean bytes before others of its block": ("bd3lm", dict(corrupt=bd3lm_whose_ngrams_read_its_clean_block), False),
-    "a prefix too long": ("prefix", dict(corrupt=prefix_one_too_long), False),      # of a row's bytes it reads but one
+    "a prefix too long": ("prefix", dict(corrupt=prefix_one_too_long), False),      # it reads one byte of a row
     "its own byte": ("prefix", dict(corrupt=prefix_whose_last_byte_predicts_itself), False)}
 
 
@@ -429,12 +441,12 @@ def test_a_target_that_is_read_would_be_noticed(name, wrong, learns):
     with pytest.raises(AssertionError, match="can be read"):
         test_no_position_reads_its_target(name)
     if learns:
-        with pytest.raises(AssertionError, match="which nobody can predict"):
+        with pytest.raises(AssertionError, match="that cannot be predicted"):
             test_on_random_bytes_no_likelihood_falls_below_the_entropy(name)
 
 
 # ---- each objective: what is drawn, and its figures
-EQUALLY_LIKELY = {  # how many kinds there are, and draws of them
+EQUALLY_LIKELY = {  # number of possible outcomes, and draws of them
     "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, make_rng("p"))[1]),
     "masked bytes": (15, lambda: make("mlm", 4000, T=6, mask_rate=0.34)[1]["tgt"] != IGNORE_INDEX),
     "electra's bytes": (15, lambda: make("electra", 4000, T=6, mask_rate=0.34)[1]["masked_positions"].sort(dim=1)[0]),
@@ -452,7 +464,7 @@ def test_all_are_equally_likely(kinds, draws):
     assert chi2(seen, 1 / kinds) < kinds + 6 * (2 * kinds) ** 0.5        # 6 standard deviations
 
 
-FIGURES = {  # of objectives with several: {figure: its weight in the loss, kinds that chance chooses among, or 0}
+FIGURES = {  # {figure: (weight in the loss, number of outcomes of which an untrained model guesses one, or 0)}
     "mtp": {"nll": (1, 256), "head2": (0.1, 256), "head3": (0.1, 256), "head4": (0.1, 256)},
     "electra": {"generator": (1, 256), "discriminator": (50, 2), "replaced": (0, 0)},
     "nsp": {"nll": (1, 256), "nsp": (1, 2), "accuracy": (0, 0)}, "rotation": {"accuracy": (0, 0)}}
@@ -548,7 +560,7 @@ def test_hybrid_rows_are_masked_or_causal(rate, k):
     assert int(masked.sum()) == 100 and (batch["prefix"][~masked] == 0).all()
     assert torch.equal(batch["inp"][~masked], x[~masked, :-1]) and torch.equal(batch["tgt"][~masked], x[~masked, 1:])
     tgt = F.pad(batch["tgt"][masked], (1, 0), value=IGNORE_INDEX)     # position i - 1 predicts byte i
-    assert (tgt[:, T] == IGNORE_INDEX).all() and (tgt[:, 1] != IGNORE_INDEX).any(), "any byte but the first"
+    assert (tgt[:, T] == IGNORE_INDEX).all() and (tgt[:, 1] != IGNORE_INDEX).any(), "byte 0 is masked, or byte 1 never"
     check_mlm(x[masked, :T], dict(inp=batch["inp"][masked], tgt=tgt[:, :T]), k)
 
 
@@ -556,7 +568,7 @@ def test_hybrid_rows_are_masked_or_causal(rate, k):
 def test_hybrid_masks_the_whole_part_of_its_share_spread_evenly(B, ratio):
     """In float32 the product misses its integer for 75 rows and .84, in float64 for 100 and .29."""
     x = torch.ones(B, 3, dtype=torch.long)
-    rows = min(max(1, int(B * ratio + 1e-6)), B - 1)            # one at least, and not all
+    rows = min(max(1, int(B * ratio + 1e-6)), B - 1)            # at least one, never all
     masked = O.hybrid(x, make_rng("h"), settings("hybrid", 2, hybrid_ratio=ratio))["prefix"] > 0
     assert int(masked.sum()) == rows
     assert ((masked.cumsum(0) - torch.arange(1, B + 1) * rows / B).abs() < 1).all()
@@ -590,7 +602,7 @@ def test_noise_bytes_and_spans_are_as_many_as_t5s_code_has(T, mean, rate, counts
     assert O.fit_spans(T, rate, mean) == counts
 
 
-def with_one_sentinel_a_run(ids, drop):
+def replace_spans(ids, drop):
     out = []
     n = 0
     for dropped, places in itertools.groupby(range(len(ids)), key=lambda i: drop[i]):
@@ -601,8 +613,8 @@ def with_one_sentinel_a_run(ids, drop):
 
 @pytest.mark.parametrize("name, mean", [("span", 6.0), ("span", 2.0), ("ul2", 3.0)])
 def test_source_and_target_are_t5s_given_the_noise(name, mean, monkeypatch):
-    """In the source each run of noise becomes a sentinel, in the target each run of kept bytes. T5's texts start with a
-    kept byte and end with noise: one is put before ours, and the target has no sentinel for bytes after the noise."""
+    """In the source each noise span becomes a sentinel, in the target each span of kept bytes. T5's texts start with a
+    kept byte and end with noise, so the test prepends a kept byte, and ends the target's text with the last noise."""
     masks = []
 
     def record_noise(*args, place_spans=O.place_spans):
@@ -617,8 +629,8 @@ def test_source_and_target_are_t5s_given_the_noise(name, mean, monkeypatch):
         ids = [1, *raw[:n]]
         noise = [False, *mask[:n]]
         end = n + 1 - noise[::-1].index(True)
-        assert source[name == "ul2":] == with_one_sentinel_a_run(ids, noise)[1:]
-        assert target == with_one_sentinel_a_run(ids[:end], [not is_noise for is_noise in noise])
+        assert source[name == "ul2":] == replace_spans(ids, noise)[1:]
+        assert target == replace_spans(ids[:end], [not is_noise for is_noise in noise])
 
 
 def is_truncated(row, source, target, N, S):  # a full row has N noise bytes in S spans
@@ -632,12 +644,12 @@ def is_truncated(row, source, target, N, S):  # a full row has N noise bytes in 
 def test_span_rows_are_full_but_for_one_in_eight(T, rate, mean):
     x, batch, _ = make("span", B=400, T=T, span_rate=rate, span_mean=mean)
     n, N, S = O.fit_spans(T, rate, mean)
-    assert T - 1 <= n + 2 * S + 2 <= T + 1, "one byte more would not fit, two ids with its sentinels"
+    assert T - 1 <= n + 2 * S + 2 <= T + 1, "one more byte would fit, with its sentinels"
     parts = all_parts(batch)
     short = [source for row, (source, target) in zip(x, parts) if is_truncated(row, source, target, N, S)]
     assert 20 < len(short) < 80
-    assert len({len(source) for source in short}) > 5, "of any length"
-    assert 0 < sum(source[-1] >= SENTINEL for source in short) < len(short), "cut in a span or after it"
+    assert len({len(source) for source in short}) > 5, "their lengths do not vary"
+    assert 0 < sum(source[-1] >= SENTINEL for source in short) < len(short), "all are cut inside a span, or none is"
 
 
 def test_ul2_rows_are_what_their_mode_says():
@@ -650,10 +662,10 @@ def test_ul2_rows_are_what_their_mode_says():
         if mode == MODE_S:
             assert source[1:] + target == row[:98] and 1 <= len(source) - 1 <= 97
         else:
-            n, N, S = O.fit_spans(100, *((0.3, 6) if mode == MODE_R else (0.5, 32)), extra=1)
+            n, N, S = O.fit_spans(99, *((0.3, 6) if mode == MODE_R else (0.5, 32)))
             n_short[mode] += is_truncated(row[:n], source, target, N, S)
             n_tails += mode == MODE_X and source[-1] >= SENTINEL
-    assert n_tails < 40, "one long span would be a suffix, as in S"
+    assert n_tails < 40, "every long span is a suffix, as in S"
     assert 0 < n_short[MODE_R] < 40 and 0 < n_short[MODE_X] < 20
 
 
@@ -671,7 +683,7 @@ def test_spans_stand_where_their_hole_is(name, mean, reserved_by_mean):
             if i < P and id >= SENTINEL:
                 of_sentinel[id] = position
                 position += 64 if z[0] == MODE_X else reserved_by_mean
-    assert (batch["positions"] != torch.arange(100)).any(1).sum() >= 30, "all rows but those of S"
+    assert (batch["positions"] != torch.arange(100)).any(1).sum() >= 30, "all rows except S"
 
 
 @pytest.mark.parametrize("name, changes, pieces, m, want", [    # settings, texts around holes of m bytes, the prompt
@@ -682,7 +694,7 @@ def test_spans_stand_where_their_hole_is(name, mean, reserved_by_mean):
     ("fim", dict(fim_spm_rate=0.01), [[65], [90]], 4, ([PRE, SUF, 90, MID, 65], 0)),
     ("fim", dict(fim_spm_rate=0.0), [[65], [90]], 4, ([PRE, 65, SUF, 90, MID], 0))])
 def test_a_hole_is_laid_out_as_the_settings_trained_it(name, changes, pieces, m, want):
-    """A text that does not end with a hole gets one more sentinel, before which the last answer ends."""
+    """If a text does not end in a hole, one more sentinel follows, so that the last answer ends with a sentinel."""
     use = find_use(OBJECTIVES[name], "infill")
     assert use.prompt(pieces, m, settings(name, T, **changes)) == want
     assert use.stop_ids[:2] == ((EOT,) if name == "fim" else (SENTINEL + 1, SENTINEL + 2))
@@ -713,21 +725,21 @@ def test_fim_rows_can_be_put_together_again_and_have_thirds(rate, spm_rate):
     assert abs(len(sizes) / 2000 - rate) < 0.06
     assert abs(float((sizes[:, 0] == 0).float().mean()) - spm_rate) < 0.15
     assert abs(float((used == n).float().mean()) - 0.5 - 0.5 / n) < 0.08
-    assert len(used.unique()) == n, "the place of EOT gives it away"
+    assert len(used.unique()) == n, "the position of EOT reveals it"
     if spm_rate == 0:
-        assert ((sizes.sum(0) / used.sum() - 1 / 3).abs() < 0.03).all(), "sections are not thirds"
-        assert (sizes == 0).any(0).all(), "each may be empty"
+        assert ((sizes.sum(0) / used.sum() - 1 / 3).abs() < 0.03).all(), "a section is not a third on average"
+        assert (sizes == 0).any(0).all(), "a section is never empty"
 
 
 def test_fim_of_one_row_fills_it():
     for seed in range(10):
         _, batch, _ = make("fim", B=1, seed=seed, fim_rate=1.0)
-        assert batch["tgt"][0, -1] == EOT, "its own text would follow EOT"
+        assert batch["tgt"][0, -1] == EOT, "EOT is followed by bytes of its own row"
 
 
 # ---- mtp, electra
 def test_parallel_heads_equal_the_papers_equations():
-    """Head k reads norm(h + W_k h); all but the first together weigh mtp_weight; drafts are their logits."""
+    """Head k reads norm(h + W_k h). The heads after the first share the weight mtp_weight; their logits are drafts."""
     x, _, _ = make("mtp", mtp_heads=3, mtp_weight=0.5)
     objective, net, batch, hp = case("mtp", mtp_heads=3, mtp_weight=0.5)
     h = net(x[:, :T])
@@ -776,7 +788,7 @@ def test_under_a_document_mask_further_heads_predict_bytes_of_their_own_document
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["parallel", "sequential"])
 def test_under_a_document_mask_no_document_changes_the_losses_of_another(kind):
-    """Of all heads, except that the first one predicts the next document's first byte at EOT."""
+    """Exception: at EOT, head 1 predicts the first byte of the next document."""
     end = 20                                    # position of an EOT
     x, _, hp = make("mtp", mtp_kind=kind, doc_mask=True)
     objective, net, _, _ = case("mtp", mtp_kind=kind, doc_mask=True)
@@ -821,7 +833,7 @@ def test_electra_labels_what_differs_and_reports_it():
     make_it_say(net.heads["generator"], F.one_hot(said, 256) * 200.0)
     row = x.scatter(1, batch["masked_positions"], said.gather(1, batch["masked_positions"]))
     labels = (row != x).float()
-    scores = net.heads["replaced"](net(row, T))[..., 0]
+    scores = net.heads["replaced"](net(row, T))
     _, figures = objective.loss(net, batch, hp)
     torch.testing.assert_close(figures["discriminator"], F.binary_cross_entropy_with_logits(scores, labels))
     assert float(figures["replaced"]) == pytest.approx(float(labels.mean()))
@@ -839,7 +851,7 @@ def test_electra_is_two_models_whose_gradients_stay_on_their_side():
         grads = torch.autograd.grad(figures[term], sides[side], retain_graph=True, allow_unused=True)
         assert any(g is not None and g.abs().max() > 0 for g in grads) == (term == side)
     config = objective.heads(ModelConfig(1, 12, 768), hp)["generator"].config
-    assert (config.n_head, config.n_embd) == (3, 192), "heads of the trunk's width"
+    assert (config.n_head, config.n_embd) == (3, 192), "the heads do not have the width of the model's heads"
 
 
 def test_electra_samples_follow_the_generator():
@@ -851,7 +863,7 @@ def test_electra_samples_follow_the_generator():
     _, clean, fake = O.sample_replacements(net.heads["generator"], batch)
     assert torch.equal(clean, batch["tgt"].gather(1, batch["masked_positions"]))
     masked = batch["inp"].gather(1, batch["masked_positions"]) == MASK
-    for some in (fake[masked], fake[~masked]):  # by numbers that did not choose the masks
+    for some in (fake[masked], fake[~masked]):  # the samples are independent of the choice of masks
         assert chi2(torch.bincount(some, minlength=69)[65:], p) < 25    # 3 degrees of freedom
 
 
@@ -866,12 +878,12 @@ def bart_case(noise, B=100, T=129, rate=0.3):  # -> [(clean text, source)] of ea
     assert all(t == row[:len(t)] for (_, t), row in zip(split, x.tolist())), "the target is the clean text"
     used = [len(t) for _, t in split]
     if x.size(1) >= 20:
-        assert 0.25 < used.count(x.size(1)) / B < 0.75, "the place of EOT gives it away"
+        assert 0.25 < used.count(x.size(1)) / B < 0.75, "the position of EOT reveals it"
         assert len(set(used)) > 12 and min(used) >= 8
     return [(t, s) for s, t in split]
 
 
-BART_COUNTS = {  # of k bytes that each noise strikes: bytes of the text that the source lacks, MASKs in their place
+BART_COUNTS = {  # if each noise changes k bytes: (bytes missing in the source, MASKs in the source) as multiples of k
     "mask": (1, 1), "delete": (1, 0), "infill": (1, None), "replace": (0, 0), "insert": (-1, 0), "mask,replace": (1, 1),
     "mask,delete,replace": (2, 1), "mask,insert": (0, 1)}
 
@@ -892,11 +904,11 @@ def test_bart_strikes_exact_numbers_and_shares_its_rate(noise, rate, monkeypatch
         assert 0 < min(kept) and max(kept) < 256
         if noise == "infill":
             pattern = b"".join(b".*?" if i == MASK else re.escape(bytes([i])) for i in source)
-            assert re.fullmatch(pattern, bytes(row), re.DOTALL), "a hole stands elsewhere"
+            assert re.fullmatch(pattern, bytes(row), re.DOTALL), "a hole is at another place"
         if noise in ("delete", "insert"):
             short, long = sorted((row, kept), key=len)
             rest = iter(long)
-            assert all(i in rest for i in short), "the others stay in order"
+            assert all(i in rest for i in short), "the other bytes are not in order"
         if n_gone == n_masks:                   # in place
             changed += sum(a != b for a, b in zip(source, row))
             most += k * n_noises
@@ -908,7 +920,7 @@ def test_bart_strikes_exact_numbers_and_shares_its_rate(noise, rate, monkeypatch
     ("mask,delete,permute", 0.2, 0.3, 100, 10, 15), ("mask", 0.0, 0.3, 52, 1, 16), ("mask", 0.4, 0.3, 50, 15, 15)])
 def test_of_barts_rows_some_are_struck_little_some_much(noise, low, high, n, least, most):
     hp = settings("bart", T, bart_noise=noise, bart_rate_min=low, bart_rate=high)
-    k = O.bart_counts(torch.full((3000, 1), n), hp, make_rng("k"))                  # of 52 bytes at most 15.6, rounded
+    k = O.bart_counts(torch.full((3000, 1), n), hp, make_rng("k"))                  # 52 bytes: at most 15.6, rounded
     numbers, seen = k.unique(return_counts=True)
     assert numbers.tolist() == [*range(least, most + 1)] and k.shape == (3000, 1)
     assert chi2(seen, 1 / len(seen)) < len(seen) + 5 * (2 * len(seen)) ** 0.5
@@ -916,13 +928,15 @@ def test_of_barts_rows_some_are_struck_little_some_much(noise, low, high, n, lea
 
 def test_bart_infills_exactly_its_rate_with_poisson_spans():
     present = torch.ones(2000, 200, dtype=torch.bool)
-    keep, _, used = O.place_infills(present, torch.full((2000, 1), 60), 68, 3.0, make_rng("i"))
+    g = make_rng("i")
+    keep, _, used = O.place_infills(present, *O.infill_lengths(torch.full((2000, 1), 60), 68, 3.0, g), g)
     assert ((~keep).sum(1) == 60).all() and (used.sum(1) <= 60).all()
     assert (~keep)[:, [0, -1]].any(0).all(), "no span reaches an end"
     third = (~keep).float().mean(0)[:198].view(3, 66).mean(1)
-    assert ((third - 0.3).abs() < 0.01).all(), f"thirds are struck unequally: {third.tolist()}"
-    # of spans that cover every byte each starts where the one before it ends
-    _, start, used = O.place_infills(present, torch.full((2000, 1), 200), 150, 3.0, make_rng("i"))
+    assert ((third - 0.3).abs() < 0.01).all(), f"the thirds of a row have unequal noise: {third.tolist()}"
+    # if the spans cover every byte, each starts where the one before it ends
+    g = make_rng("i")
+    _, start, used = O.place_infills(present, *O.infill_lengths(torch.full((2000, 1), 200), 150, 3.0, g), g)
     length = start.diff(dim=1)[used[:, 1:]]
     want = [math.exp(-3) * 3 ** j / math.factorial(j) for j in range(9)]
     assert (torch.bincount(length)[:9] / len(length)).tolist() == pytest.approx(want, abs=0.01)
@@ -988,7 +1002,7 @@ def test_nsp_masks_its_rate_in_both_texts(rate, k):
 @torch.no_grad()
 def test_nsp_reads_its_answer_at_cls():
     objective, net, batch, hp = case("nsp", B=16)
-    follows = net.heads["nsp"](net(batch["inp"], T)[:, 0])[:, 0]
+    follows = net.heads["nsp"](net(batch["inp"], T)[:, 0])
     batch["labels"] = (follows > 0).long() ^ (torch.arange(16) % 2)                 # every second answer is right
     _, figures = objective.loss(net, batch, hp)
     torch.testing.assert_close(figures["nsp"], F.binary_cross_entropy_with_logits(follows, batch["labels"].float()))
@@ -1001,7 +1015,7 @@ def test_rotation_can_be_rolled_back_and_its_scores_are_of_positions():
     objective, net, batch, hp = case("rotation", B=50)
     for row, inp, label in zip(x, batch["inp"], batch["labels"].tolist()):
         assert torch.equal(inp.roll(-label), row)
-    scores = net.heads["seam"](net(batch["inp"], T))[..., 0]
+    scores = net.heads["seam"](net(batch["inp"], T))
     batch["labels"] = (scores.argmax(1) + torch.arange(50) % 2) % T                 # every second answer is right
     loss, figures = objective.loss(net, batch, hp)
     torch.testing.assert_close(loss, F.cross_entropy(scores, batch["labels"]))

@@ -1,4 +1,4 @@
-"""A run's settings, device, folder and checkpoints; command lines that cannot be."""
+"""A run's settings, device, folder and checkpoints; command lines that must be refused."""
 import os
 import pickle
 import shlex
@@ -21,7 +21,7 @@ from objectives import OBJECTIVES, get_members
 from run import get_config, load_checkpoint, save_checkpoint
 
 
-def refused(refuses, hint, program, *flags):  # in one line, and nothing on the disk has changed
+def refused(refuses, hint, program, *flags):  # asserts that it fails in one line and changes no file
     def files():
         found = [os.path.join(folder, name) for folder, _, names in os.walk(".") for name in names]
         return {path: os.stat(path).st_mtime_ns for path in found}
@@ -43,7 +43,7 @@ def refused(refuses, hint, program, *flags):  # in one line, and nothing on the 
     ("--objective rotation", dict(block_size=64, batch_size=64)),
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
     ("--objective rotation --block_size 96", dict(block_size=96, batch_size=64)),
-    # in a mixture shared flags have the device's defaults, and each member those of its own flags
+    # in a mixture, an objective's defaults apply only to its own flags
     ("--objective mlm,electra", dict(members={"mlm": {}, "electra": {"mask_rate": 0.15}}, attn_scale=1.0)),
     ("--objective electra:.5,nsp:.5 --mask_rate .2", dict(members={"electra": {}, "nsp": {}}, mask_rate=0.2)),
     ("--objective bart,clm", dict(attn_scale=1.0, n_head=2, block_size=256, batch_size=16))])
@@ -53,8 +53,8 @@ def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
     assert hp.dtype in ("float32", "bfloat16") and run.defaults("cuda")["n_layer"] == 12
 
 
-def test_a_child_has_its_parents_model_and_where_they_are_alike_its_objective(text):
-    """Of a mixture also the defaults of its members."""
+def test_a_child_has_its_parents_model_and_by_default_its_objective(text):
+    """Of a mixture it also has the members' defaults."""
     fit(text, "a", "--objective", "mlm", "--mask_rate", ".5", "--doc_mask", "--attn_scale", "3", "--block_size", "128",
         "--n_head", "1", "--max_iters", "0")
     same = dict(n_embd=16, n_head=1, block_size=128, batch_size=16, objective="mlm", mask_rate=0.5, doc_mask=True,
@@ -76,8 +76,8 @@ def test_a_child_has_its_parents_model_and_where_they_are_alike_its_objective(te
         assert [m.hp.mask_rate for m in get_members(hp)] == rates, flags
 
 
-def test_a_resumed_run_has_all_its_settings_but_the_device(text):
-    """Where it lacks one, as a fork may have added it, the default."""
+def test_a_resumed_run_has_all_settings_of_its_checkpoint_except_the_device(text):
+    """Settings that the checkpoint lacks, such as a fork's new ones, have their defaults."""
     fit(text, "a", "--objective", "mlm", "--mask_rate", ".4", "--attn_scale", "3", "--seed", "7", "--max_iters", "0")
     ckpt = load_checkpoint("a")
     ckpt["config"]["device"] = "cuda:99"
@@ -98,7 +98,7 @@ def test_help_names_every_objective_and_flag(capsys):
 
 
 def test_auto_is_cuda_or_cpu_and_each_process_has_its_own_gpu(monkeypatch):
-    """Never mps, which was never tried."""
+    """Never mps, which was not tested."""
     def probe(n, device):
         return SimpleNamespace(device=torch.device(device), cpu=lambda: None)
     monkeypatch.setattr(torch, "zeros", probe)
@@ -133,7 +133,7 @@ def test_a_folder_holds_one_run_at_a_time_where_there_are_locks(text, refuses, m
     run.open_metrics("a", 0).close()
 
 
-def test_inference_uses_the_best_state_or_the_file_that_is_named(text):
+def test_inference_loads_best_pt_of_a_folder_or_the_given_file(text):
     fit(text, "a", "--max_iters", "2")
     for name, value in (("ckpt.pt", 1.0), ("best.pt", 2.0)):
         ckpt = load_checkpoint(f"a/{name}")
@@ -145,7 +145,7 @@ def test_inference_uses_the_best_state_or_the_file_that_is_named(text):
 
 
 def test_a_loaded_model_can_be_trained_by_any_optimizer(text):
-    """All but the n-gram table, which train.py updates by a rule of its own, and which keeps nothing for it here."""
+    """Except its n-gram table, which only train.py updates; here it stores no lookups."""
     fit(text, "a", "--max_iters", "3", "--learning_rate", "0.1")
     net, _, _ = run.load_run("a", "cpu", "float32")
     net.requires_grad_(True).train()
@@ -167,7 +167,7 @@ def test_a_loaded_model_can_be_trained_by_any_optimizer(text):
 
 
 def test_a_damaged_file_is_refused_and_best_pt_resumes(text, refuses):
-    """Cut anywhere, or with one bit flipped, which torch.load itself does not notice."""
+    """Truncated anywhere, or with one flipped bit, which torch.load itself does not notice."""
     fit(text, "a", "--max_iters", "2")
     with open("a/ckpt.pt", "rb") as f:
         whole = f.read()
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_refused_and_best_pt_resumes(text, refuses):
 
 FAULTS = {
     "missing": lambda tensors, name: tensors.pop(name),
-    "of no tensor here": lambda tensors, name: tensors.update(more=tensors[name]),
+    "unknown": lambda tensors, name: tensors.update(more=tensors[name]),
     "of another shape": lambda tensors, name: tensors.update({name: tensors[name][None]}),
     "of another type": lambda tensors, name: tensors.update({name: tensors[name].double()}),
     "not finite": lambda tensors, name: tensors[name].view(-1)[-1:].fill_(float("nan"))}
@@ -194,8 +194,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("part, name", [("model", "embed.weight"), ("model", "heads.replaced.bias"),
                                         ("model", "ngrams.table"), ("model", "head.weight"), ("optimizer", "muon.0"),
-                                        ("optimizer", "adamw.0.exp_avg_sq"), ("optimizer", "ngrams")])
-def test_tensors_that_do_not_fit_are_refused_at_every_door(part, name, fault, place, refuses):
+                                        ("optimizer", "adamw.0.second"), ("optimizer", "ngrams")])
+def test_tensors_that_do_not_fit_are_refused_wherever_they_are_loaded(part, name, fault, place, refuses):
     ckpt = load_checkpoint("run")
     FAULTS[fault](ckpt[part], name)
     save_checkpoint("crafted/ckpt.pt", ckpt)
@@ -203,14 +203,14 @@ def test_tensors_that_do_not_fit_are_refused_at_every_door(part, name, fault, pl
     refused(refuses, reason, train, "--resume", "--out_dir", "crafted", "--max_iters", "2")
     if part == "model":
         refused(refuses, reason, sample, "--out_dir", "crafted", "--device", "cpu")
-    # a parent's heads may be missing, or others
-    if part == "model" and fault != "of no tensor here" and not name.startswith("heads."):
+    # a parent's heads may be missing or different
+    if part == "model" and fault != "unknown" and not name.startswith("heads."):
         refused(refuses, reason, train, *TINY, "--data", "text.txt", "--init_from", "crafted")
 
 
 @torch.no_grad()
 def test_a_child_has_its_parents_weights_and_fresh_heads_where_they_differ(capsys):
-    """Of the byte head the outputs that both have."""
+    """Of the byte head it has those outputs that the parent has, too."""
     parents = {"narrow": settings("mtp", 32, mtp_heads=3), "wide": settings("mtp,span", 32, mtp_heads=2)}
     for parent, child in (("narrow", "wide"), ("wide", "narrow"), ("narrow", "narrow")):
         saved = randomize(run.build(parents[parent])).state_dict()
@@ -230,7 +230,7 @@ def test_a_child_has_its_parents_weights_and_fresh_heads_where_they_differ(capsy
 @on_posix
 @pytest.mark.parametrize("at_start, later", [(signal.default_int_handler, signal.SIG_DFL),
                                              (signal.SIG_IGN, signal.SIG_IGN)])
-def test_a_second_signal_is_not_caught_nor_one_that_nohup_ignores(at_start, later):
+def test_a_second_signal_and_signals_that_nohup_ignores_are_not_caught(at_start, later):
     before = signal.signal(signal.SIGHUP, at_start)
     try:
         with run.catch_signals() as stop:
@@ -242,15 +242,15 @@ def test_a_second_signal_is_not_caught_nor_one_that_nohup_ignores(at_start, late
 
 
 def test_a_cpu_caches_few_kernels(monkeypatch):
-    """A search in lines of many lengths took GBs on CPUs with oneDNN."""
+    """Searching lines of many lengths took GBs on CPUs with oneDNN."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         monkeypatch.delenv(name, raising=False)
     run.use_device(torch.device("cpu"))
     assert "256" == os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"]
 
 
-# ---- what cannot be
-BAD = {  # name: flags, what the line says
+# ---- what must be refused
+BAD = {  # name: flags, part of the error message
     "unknown flag": ("--max_iter 3", "--max_iter"), "not a number": ("--max_iters many", "invalid int value: 'many'"),
     "other heads": ("--init_from run --n_head 1", "has 2 heads"), "no weight": ("--objective clm:", "positive weights"),
     "rate too high": ("--objective mlm --mask_rate 1.5", "1.5 is more than 1.0"),
@@ -282,7 +282,7 @@ class Payload:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):  # with a run, and with everything that can be wrong
+def folder(tmp_path_factory):  # with a run, and with bad files of every kind
     folder = tmp_path_factory.mktemp("bad")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

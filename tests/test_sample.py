@@ -82,7 +82,7 @@ def test_the_distribution_is_that_of_the_logits_over_the_temperature(temperature
 @pytest.mark.parametrize("how, allowed", [
     (dict(top_k=2), 2), (dict(top_k=1), 1), (dict(top_k=5000), 4),
     (dict(top_p=0.6), 2), (dict(top_p=0.0), 1), (dict(top_p=1.0), 4),
-    (dict(top_k=2, top_p=0.6), 2)])             # counted after the cut, the first would hold .67
+    (dict(top_k=2, top_p=0.6), 2)])             # after top_k, the first byte would have .67 and would be enough
 def test_top_k_and_top_p_cut_the_tail(how, allowed):
     p = sample.distribution(four(FOUR).expand(3, -1), **how)
     expected = F.pad(FOUR[:allowed] / FOUR[:allowed].sum(), (65, 191 - allowed))
@@ -163,7 +163,8 @@ def test_what_verify_keeps_is_distributed_as_the_model_alone_would_sample(n):
 
 @pytest.mark.parametrize("n, max_new_tokens, how", [(5, 4, dict(temperature=0.7, top_k=3)), (T - 2, 9, {})])
 def test_speculation_samples_from_the_model_s_own_distribution(n, max_new_tokens, how):
-    """Triples of 4 bytes, by heads unlike the model. max_new_tokens leaves space for two drafts, the block for one."""
+    """Three bytes out of 4, with heads that differ from the model. In the first case max_new_tokens leaves space for
+    two drafts, in the second the block leaves space for one."""
     net = randomized().requires_grad_(False)
     x = ids(n)
     logits = net.logits
@@ -204,7 +205,8 @@ def test_speculation_at_temperature_0_is_plain_decoding(n):
 
 
 def test_speculation_keeps_a_perfect_draft_and_stops_at_the_end_of_the_document():
-    """A model that counts up to EOT, and heads that count on, all or all but the last: so many bytes a pass."""
+    """A model that counts up to EOT. Its heads count on: all three are right, or all except the last, which decides how
+    many bytes a pass writes."""
     counting = Stub(lambda h: certain((h + 1) % 256))
     for ahead, passes in (([2, 3, 4], 11), ([2, 3, 9], 15)):
         def draft(model, h):                    # states of a Stub are ids
@@ -237,8 +239,8 @@ def test_compiled_steps_write_the_same_text_and_are_compiled_once(backend, devic
 @pytest.mark.parametrize("order, scale, steps", [("ancestral", 1.0, 1), ("ancestral", 1.0, 5), ("ancestral", 1.0, 0),
                                                  ("analytic", 1.0, 5), ("analytic", 0.5, 1), ("analytic", 0.5, 0)])
 def test_diffusion_samplers_reproduce_the_distribution_of_a_perfect_denoiser(order, scale, steps):
-    """The denoiser knows the distribution of each byte. A pass unmasks (t - s) / t of what is left, the analytic one
-    times the sum of its ratios, which need not be 1; the last pass unmasks all."""
+    """The denoiser knows the distribution of each byte. A pass unmasks the share (t - s) / t of the remaining MASKs, in
+    order analytic times the sum of the ratios, which need not be 1; the last pass unmasks all."""
     N, n = 10, 100
     most = steps or 64
     oracle = Stub(lambda ids: four(FOUR).expand(*ids.shape, -1) + math.log(256 * scale))
@@ -259,7 +261,7 @@ def test_diffusion_samplers_reproduce_the_distribution_of_a_perfect_denoiser(ord
 @pytest.mark.parametrize("order, steps, masked", [("confident", 3, [8, 4, 0]), ("left", 0, [*range(11, -1, -1)]),
                                                   ("left", 99, [*range(11, -1, -1)]), ("ancestral", 1, [0])])
 def test_filling_leaves_no_mask_and_changes_nothing_else(order, steps, masked):
-    """masked: what is left in a row of 12 holes after each pass."""
+    """masked: number of MASKs left after each pass, in a row of 12."""
     x = ids(T, 3)
     x[0, 2:5] = MASK
     x[1, 7] = MASK
@@ -293,7 +295,7 @@ def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_le
 
 
 def test_order_confident_ranks_by_the_probability_of_the_sampled_byte():
-    """Byte A is 65 with .6, else 66; byte B is 65 with .55, else 66: A is written first where it is 65."""
+    """Byte A is 65 with probability .6, else 66; byte B is 65 with .55, else 66. So A is written first if it is 65."""
     p = torch.tensor([[0.6, 0.4, 0, 0], [0.55, 0.45, 0, 0]])
     x = torch.full((20_000, 2), MASK)
     net = Stub(lambda ids: four(p).expand(len(ids), -1, -1))
@@ -306,7 +308,7 @@ def test_order_confident_ranks_by_the_probability_of_the_sampled_byte():
 
 
 def test_blocks_are_written_as_without_a_cache():
-    """Also past the end of the window, whose last half is then read again, and after a prompt that ends in a block."""
+    """Also past the end of the window, where its last half is read again, and for prompts that end inside a block."""
     net = randomized().requires_grad_(False)
     n = 4
     for length in (1, 4, 7, T, 2 * T + 3):
@@ -325,7 +327,8 @@ def test_blocks_are_written_as_without_a_cache():
 
 
 def test_a_long_text_is_filled_window_by_window():
-    """Windows of 9 bytes, a quarter of each before the first MASK; the last quarter is only read, but of the last."""
+    """Windows of 9 bytes: a quarter lies before the first MASK, and the last quarter is dropped, except at the end of
+    the text."""
     net = randomized().requires_grad_(False)
     x = ids(40)
     holes = [0, 13, 14, 18, 20, 39]
@@ -357,7 +360,7 @@ def test_spans_are_split_at_their_sentinels():
 @pytest.mark.parametrize("block, most, space", [(16, 50, 8), (99, 9, 9), (99, 3, 3), (99, 0, 0)])
 @pytest.mark.parametrize("written", [1, 4, 7, 8, 11])
 def test_holes_end_with_the_block_or_at_max_new_tokens(written, block, most, space):
-    """8 of 16 positions are the source's and the first sentinel's."""
+    """The source and the first sentinel take 8 of 16 positions."""
     script = [70] * written + [SENTINEL + 1] + [71] * 20
     left = space - written - (block == 16)      # a sentinel takes a position, but is no new byte
     first = [70] * min(written, space)
@@ -367,7 +370,7 @@ def test_holes_end_with_the_block_or_at_max_new_tokens(written, block, most, spa
 
 @pytest.mark.parametrize("name", ["span", "ul2", "fim"])
 def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
-    """Whatever bytes are sampled, at their positions; EOT is an end, too, and is never sampled."""
+    """For any sampled bytes, with the objective's position numbers. EOT also counts as an end, and is never sampled."""
     net = randomized().requires_grad_(False)
     objective = OBJECTIVES[name]
     hp = settings(name, 64)
@@ -392,7 +395,8 @@ def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
 
 @pytest.mark.parametrize("n_left, n_right", [(0, 40), (5, 9), (300, 9), (300, 40)])
 def test_cuts_of_a_middle_are_compared_byte_by_byte(n_left, n_right):
-    """The first cut after which the suffix's first 16 bytes are at least a tenth as likely as after the best one."""
+    """The middle ends at the first cut after which the first 16 bytes of the suffix are at least a tenth as likely as
+    after the best cut."""
     net = randomized().requires_grad_(False)
     hp = settings("fim", 32)
     found = set()
@@ -505,7 +509,7 @@ def has_control_characters(out):  # other than those that highlight new parts
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, monkeypatch):
-    """On held-out text, however short; of which no control character reaches a terminal."""
+    """On held-out text of any length. No control character of it reaches a terminal."""
     use = OBJECTIVES[name].uses[0]
     flags = ["--max_new_tokens", "20"] if use.mode in ("continue", "infill") else []
     for text in (RAW * 9, RAW[:10]):
@@ -532,7 +536,7 @@ def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, caps
 @pytest.mark.parametrize("name", sample.MODES)
 def test_the_table_lists_the_flags_that_a_mode_reads(name):
     mode = sample.MODES[name]
-    source = inspect.getsource(mode.function).replace("hole_sampling(args)", "args.sampling")
+    source = inspect.getsource(mode.function).replace("args.hole_sampling", "args.sampling")
     read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given"}
     if "sampling" in read:
         read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
@@ -561,7 +565,7 @@ INPUTS = {
 @pytest.mark.parametrize("name, flags", [(n, f) for n, each in INPUTS.items() for f in each],
                          ids=lambda v: v if isinstance(v, str) else " ".join(v)[:30])
 def test_every_mode_takes_any_input(name, flags, runs, capsys):
-    """And prints all of it. A prompt for which the block has no space is read in part, with a note."""
+    """And prints all of it. If a prompt does not fit the block, only a part is read, and a note says so."""
     flags = flags if flags[0].startswith("--") else ["--prompt", *flags]
     out, err = output(capsys, name, *flags)
     text = dict(zip(flags[::2], flags[1::2]))
@@ -590,7 +594,8 @@ def test_other_ways_to_the_same_text_print_the_same_text(name, flags, others, ru
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 @pytest.mark.parametrize("name", ["clm", "mtp"])
 def test_a_loaded_run_decodes_compiled(name, backend, runs, capsys, monkeypatch):
-    """Past the end of the block, with random weights, which write text of many bytes. eager: traced as a whole."""
+    """Past the end of the block, with random weights, which write many different bytes. eager: traced as a whole, not
+    compiled."""
     net = randomize(build(Namespace(**load_checkpoint(f"out/{name}")["config"])))
     run = changed_run(name, "random", model=net.state_dict())
     graphs = []
@@ -654,14 +659,15 @@ GIVEN = [                                       # in a block of 32
     ("ul2", ["--prompt", "<extra_id_0>", "--max_new_tokens", "17"], [MODE_X, SENTINEL, SEP, SENTINEL], 3),
     ("span", ["--prompt", HOLE + "<extra_id_1>"], [97, SENTINEL, 98, SENTINEL + 1, SEP, SENTINEL], 5),
     ("fim", SIDES, [PRE, SUF, 98, MID, 97], 0),
-    # of long sides what is nearest to the hole stays
+    # of long sides, only the bytes nearest to the hole are read
     ("fim", ["--prefix", LONG + "123", "--suffix", "456" + LONG], [PRE, SUF, *b"456xxxx", MID, *b"xxxx123"], 0),
     ("bart", ["--prompt", "ab[MASK]"], [97, 98, MASK, SEP], ALL),
-    # 14 bytes a text: of a long first one the end, of a long second one the start but for its first 8, as in training
+    # 14 bytes of each text: the end of a long first text, and the start of a long second one without its first 8 bytes,
+    # as in training
     ("nsp", ["--prefix", LONG + "123", "--suffix", "z" * 14], [CLS, *b"xxxxxxxxxxx123", SEP, *b"z" * 14, SEP], ALL),
     ("nsp", ["--prefix", "a", "--suffix", "12345678" + LONG], [CLS, 97, SEP, *b"x" * 14, SEP], ALL),
     ("mlm", ["--prompt", "a[MASK:2]b"], [97, MASK, MASK, 98], ALL),
-    # a quarter of the block stands before a hole, more where the text ends
+    # a quarter of the block lies before a hole, and more if the text ends soon after it
     ("mlm", ["--prompt", LONG + "[MASK]" + "y" * 99], [*b"x" * 8, MASK, *b"y" * 23], ALL),
     ("hybrid", ["--prompt", LONG + "[MASK]"], [EOT, *b"x" * 30, MASK], ALL),
     ("mdlm", ["--prompt", "abc", "--max_new_tokens", "2"], [*b"abc", MASK, MASK], ALL),
@@ -709,6 +715,13 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
     assert capsys.readouterr().out == "\n"
 
 
+@pytest.mark.parametrize("prompt, border", [("", ""), ("a", "\n--- the model continues:\n"),
+                                            ("a\n", "--- the model continues:\n")])
+def test_a_line_on_standard_error_marks_where_the_model_s_text_begins(prompt, border, capsys):
+    sample.stream([*prompt.encode()], iter([66]))
+    assert capsys.readouterr() == (prompt + "B\n", border)
+
+
 @pytest.mark.parametrize("name, prompt", [("clm", RAW), ("mlm", RAW + "[MASK]"), ("fim", RAW + "<extra_id_0>")])
 def test_a_terminal_gets_no_control_character_and_sees_what_is_new(name, prompt, runs, capsys, monkeypatch):
     assert RAW in stdout(capsys, name, "--prompt", prompt)
@@ -719,13 +732,19 @@ def test_a_terminal_gets_no_control_character_and_sees_what_is_new(name, prompt,
 
 
 def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
-    """A rotated text starts at its seam, the nearest lines come first, suspicious characters stay whole."""
+    """A rotated text starts at its seam, the nearest lines come first, suspicious characters are marked as a whole and
+    listed by line and column."""
     replace_prediction(monkeypatch, "rotation", lambda model, x: (x == ord("f")) * 9.0)
     assert "\nfabcde\n" in "\n" + stdout(capsys, "rotation", "--prompt", "defabc")
     replace_prediction(monkeypatch, "electra", lambda model, x: (x > 127) * 4.0 - 2)
-    out = stdout(capsys, "electra", "--prompt", "naïve café" + "x" * 30)
-    assert out.startswith("na«ï»ve caf«é»x")
-    assert out.count("probability 0.88") == 4
+    out = stdout(capsys, "electra", "--prompt", "one\nnaïve café" + "x" * 30)
+    assert out.startswith("one\nna«ï»ve caf«é»x")
+    assert out.count("  0.88\n") == 4, "both bytes of two characters are listed"
+    assert "line 2, column 3: na«ï»ve caféx  0.88\n" in out
+    assert "line 2, column 10: aïve caf«é»xxxxxxxx  0.88\n" in out
+    replace_prediction(monkeypatch, "electra", lambda model, x: (x < 32) * 4.0 - 2)
+    out = stdout(capsys, "electra", "--prompt", os.fsdecode(b"ab\ncd\x1b\xff"))
+    assert r"line 1, column 3: ab«\n»  0.88" in out and r"line 2, column 3: cd«\x1b»\udcff  0.88" in out
     replace_prediction(monkeypatch, "contrastive",
                        lambda model, x: F.normalize(torch.tensor([x.size(1), 2.0]), dim=0).expand(len(x), 2))
     out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "lines.txt")
@@ -749,7 +768,7 @@ def test_of_a_mixture_any_member_may_be_used(runs, capsys):
 
 
 def test_every_use_can_be_asked_for(runs, capsys):
-    """By the texts that are given and the markers in them, whatever use comes first."""
+    """The texts that are given and the markers in them choose the use, whichever use comes first."""
     for name, flags, mode in (
             ("nsp", ["--prompt", "a[MASK]b"], "fill"), ("nsp", SIDES, "follow"), ("bart", ["--prompt", "a"], "repair"),
             ("bart", ["--prompt", "[MASK]"], "repair"), ("fim", SIDES, "infill"),
@@ -767,13 +786,13 @@ def test_every_use_can_be_asked_for(runs, capsys):
 BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
     ("mlm", ["--prompt", "no hole"], "[MASK]"), ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
-    ("hybrid", ["--corpus", "lines.txt"], "a run of contrastive"),
-    ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: is not read here, where nsp reads --"),
+    ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search; train contrastive for that"),
+    ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
     ("mlm", ["--prompt", "a[MASK:0]"], "[MASK"), ("mlm", ["--prompt", "[MASK]", "--order", "analytic"], "or left"),
     ("mdlm", ["--prompt", "[MASK]", "--max_new_tokens", "1"], "lengths"),
-    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "--suffix: is not read"),
+    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "train span or ul2 or fim"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "0 holes"),
-    ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"), ("electra", ["--top_k", "3"], "--top_k: is not read"),
+    ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"), ("electra", ["--top_k", "3"], "--top_k: has no effect"),
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
@@ -789,4 +808,4 @@ def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
     command = f"{sys.executable} {sample.__file__} --out_dir out/clm --prompt a | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout == "a" and done.stderr == "--- out/clm: clm, step 2 of 2\n"
+    assert done.stdout == "a" and done.stderr == "--- out/clm: clm, step 2 of 2\n\n--- the model continues:\n"

@@ -1,4 +1,4 @@
-"""The bits of a text by every way to compute them, each against a slow one, and the program that prints them."""
+"""Every way to compute the bits of a text equals a slow reference; and the program that prints them."""
 import math
 import re
 
@@ -37,7 +37,7 @@ def test_a_score_is_the_sum_over_bytes(n, stride):
 @pytest.mark.parametrize("use", [IN_PLACE, Fill((EOT,), shift=1), FRAMED], ids=["in place", "shifted", "framed"])
 @pytest.mark.parametrize("n", [1, 2, T, 2 * T + 5])
 def test_a_score_by_filling_is_the_chain_rule(n, use):
-    """Each byte from those before it in its window, while it and all after it are MASKs."""
+    """Each byte is predicted from the bytes before it in its window; it and all bytes after it are MASKs."""
     net = randomized().requires_grad_(False)
     text = ids(n)[0]
     bits = 8.0
@@ -50,14 +50,15 @@ def test_a_score_by_filling_is_the_chain_rule(n, use):
     assert score.score_by_filling(net, text.byte(), T, use) == pytest.approx(bits)
 
 
-class Informed(Stub):  # predicts byte 65 the better, the more of its row it sees and the farther right
+class Informed(Stub):  # byte 65 gets more likely with the share of the row that is not masked, and to the right
     def __call__(self, ids, *args, **kwargs):
         return ((ids != MASK).float().mean(1, keepdim=True) * torch.arange(ids.size(1)))[..., None]
 
 
 @pytest.mark.parametrize("n", [16, 13, 5])
 def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_standard_error(n):
-    """Exact: window by window the mean over l of L / l times the mean nats of all sets of l masked bytes."""
+    """Exact bound of a window of L bytes: the mean over l = 1 .. L of L / l times the mean nats of all sets of l masked
+    bytes."""
     T = 8
     hp = settings("mdlm", T)
     model = Informed(lambda h: F.one_hot(torch.tensor(65), 512) * h)
@@ -120,7 +121,7 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
     assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
     assert err == f"--- {name}: {name}, step 2 of 2\n"
     output(capsys, name, "--dtype", "bfloat16")
-    assert dtypes == ["float32", "bfloat16"], "by default scores are worth the slower float32"
+    assert dtypes == ["float32", "bfloat16"], "the default is float32, not the device's type"
 
 
 def test_another_seed_masks_other_bytes(runs, capsys):
@@ -136,7 +137,7 @@ def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys
 
 @pytest.mark.parametrize("name", ["clm", "mlm", "mdlm"])
 def test_a_run_with_doc_mask_is_scored_across_documents(name, runs, capsys):
-    """With the same weights, here random ones, it has the same score as without --doc_mask."""
+    """Its score equals that of the same weights, here random ones, without --doc_mask."""
     ckpt = load_checkpoint(name)
     g = make_rng("weights")
     ckpt["model"] = {key: torch.randn(w.shape, generator=g) * 0.3 for key, w in ckpt["model"].items()}
@@ -148,7 +149,7 @@ def test_a_run_with_doc_mask_is_scored_across_documents(name, runs, capsys):
 
 
 @pytest.mark.parametrize("run, flags, hint", [
-    ("bart", ["book.txt"], "clm mlm prefix fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
+    ("bart", ["book.txt"], "clm, mlm, prefix, fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
     ("clm", ["a\0b"], "--file a"), ("clm", ["void.txt"], "empty"), ("clm", [""], "--file: is missing"),
     ("clm", ["book.txt", "--objective", "mlm"], "Try --objective clm"),
     ("mix", ["book.txt", "--objective", "bart"], "bart defines no probability")])
