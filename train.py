@@ -102,8 +102,8 @@ def optimizer_step(opt, lr, hp):  # lr: 0-D tensor
 
 
 def adamw_step(moments, lr):  # moments: of make_optimizer
-    """AdamW (Loshchilov and Hutter 2019) without weight decay, which is applied above. torch's function, since creating
-    its class takes a second."""
+    """AdamW (Loshchilov and Hutter 2019). optimizer_step applies the weight decay, to the matrices of blocks only. This
+    calls torch's function, because creating torch's class loads the compiler, which takes a second."""
     params, first, second, n_updates = zip(*[state for state in moments if state[0].grad is not None])
     grads = [p.grad for p in params]
     adamw([*params], grads, [*first], [*second], [], [*n_updates], fused=True, lr=lr, beta1=0.9, beta2=0.95, eps=1e-10,
