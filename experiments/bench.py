@@ -1,4 +1,4 @@
-"""Measure speed: ratios between programs that run in turns.
+"""Measure the speed of training and decoding, and the time to a loss.
 
     python -m experiments.bench                         training and decoding at the default size
     python -m experiments.bench --parts train --compile --cuda_graph --objectives clm   eager, compiled, captured, both
@@ -6,14 +6,15 @@
     python -m experiments.bench --parts decode --run out/mtp --compile                  plain, compiled, drafted, both
     python -m experiments.bench --parts loss --data book.txt --block_size 64 --batch_size 12 --nanogpt ../nanoGPT
 
-Every number is the median of --repeats runs; the programs of a ratio are interleaved, so that a machine whose speed
-drifts slows both. Training data are random bytes, but for --parts loss. --nanogpt also measures a checkout of
-karpathy/nanoGPT: its model, optimizer and way to draw a batch; compiled and in bfloat16 on a GPU, not compiled and in
-float32 on a CPU, as its README runs it. Other flags are train.py's, such as --n_layer 6 or --optimizer adamw.
+Every number is the median of --repeats runs. The programs that are compared run in turns, so that a machine whose speed
+drifts slows all of them. Training reads random bytes, except with --parts loss. --nanogpt also measures a checkout of
+karpathy/nanoGPT with its own model, optimizer and batches, as its README runs it: on a GPU compiled and in bfloat16, on
+a CPU not compiled and in float32. Other flags are train.py's, such as --n_layer 6 or --optimizer adamw.
 
 B rows, T positions
 """
 import contextlib
+import functools
 import importlib.util
 import io
 import itertools
@@ -37,34 +38,35 @@ from torch.utils.flop_counter import FlopCounterMode
 
 FLAGS = {
     "parts": Flag("train,decode", "train, decode or loss (seconds of training to a loss), separated by commas"),
-    "objectives": Flag(",".join(OBJECTIVES), "for train; decode and loss use the first"),
-    "repeats": Flag(5, "repetitions of each measurement", 1, 10000),
-    "steps": Flag(4, "for train: training steps of a repetition", 1, 10000),
-    "new": Flag(150, "for decode: bytes of a repetition", 1, 100000),
-    "compile": Flag(False, "also measure it compiled"),
-    "cuda_graph": Flag(False, "also measure it captured in a CUDA graph, on a GPU"),
+    "objectives": Flag(",".join(OBJECTIVES), "for train; decode and loss use the first one"),
+    "repeats": Flag(5, "repetitions of each measurement", 1),
+    "steps": Flag(4, "for train: training steps of a repetition", 1),
+    "new": Flag(150, "for decode: bytes of a repetition", 1),
+    "compile": Flag(False, "also measure the compiled program"),
+    "cuda_graph": Flag(False, "also measure steps captured in a CUDA graph; needs a GPU"),
     "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT"),
-    "run": Flag("", "for decode: a trained run, whose drafts are good; without it weights are random"),
-    "peer_iters": Flag(0, "for loss: nanoGPT's steps; 0: its own 2000 on a CPU, 5000 on a GPU", 0),
+    "run": Flag("", "for decode: a trained run, whose drafts are good; default: random weights"),
+    "peer_iters": Flag(0, "for loss: nanoGPT's steps; 0: its own default, 2000 on a CPU, 5000 on a GPU", 0),
 }
-RESERVED = {"objective", "seed", "out_dir", "resume", "init_from"}      # of train.py's flags
+RESERVED = {"objective", "seed", "out_dir", "resume", "init_from"}      # flags of train.py that this program sets
 PEER = "nanoGPT"
+# {what stands after the objective's name: the switches that are on}
 WAYS = {"": [], " compiled": ["compile"], " captured": ["cuda_graph"], " both": ["compile", "cuda_graph"]}
 
 
-def interleave(sides, repeats, device):  # {name: function} -> {name: median of its units per second}
-    """A side is given the number of the round and returns how many units it did. The first round warms up: whatever
-    is compiled is compiled there, before the clock runs."""
-    speeds = {name: [] for name in sides}
+def interleave(programs, repeats, device):  # {name: program} -> {name: median of its units per second}
+    """Runs programs in turns. A program takes the number of the round and returns how many units it has done, such as
+    bytes or FLOPs. The first round is not timed, since compilation happens in it."""
+    speeds = {name: [] for name in programs}
     for i in range(repeats + 1):
-        for name, side in sides.items():
+        for name, program in programs.items():
             synchronize(device)
             begin = time.perf_counter()
-            units = side(i)
+            units = program(i)
             synchronize(device)
             if i > 0:
                 speeds[name].append(units / (time.perf_counter() - begin))
-    return {name: statistics.median(some) for name, some in speeds.items()}
+    return {name: statistics.median(values) for name, values in speeds.items()}
 
 
 def synchronize(device):
@@ -72,16 +74,16 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def repeat(step, n, units=1):  # -> a side of n steps, each of so many units
-    def side(i):
+def repeat(step, n, units=1):  # -> a program that takes n steps, each of this many units
+    def program(i):
         for _ in range(n):
             step()
         return n * units
-    return side
+    return program
 
 
-def gemm(device, dtype):  # -> a side that multiplies square matrices; its units are FLOPs
-    """What FLOP/s are compared with: what this machine reaches on the kindest of inputs, in the same run."""
+def gemm(device, dtype):  # -> a program that multiplies square matrices; its units are FLOPs
+    """Its speed is about the highest FLOP/s of this machine, with which the FLOP/s of training are compared."""
     n, times = (8192, 20) if device.type == "cuda" else (1024, 8)
     a = torch.randn(n, n, device=device).to(dtype)
     b = torch.randn(n, n, device=device).to(dtype)
@@ -94,14 +96,14 @@ def random_corpus(hp):
     return [dict(name="random", weight=1.0, train=text, val=text, size=len(text), crc=0)]
 
 
-def count_flops(hp):  # -> FLOPs of the products of a micro-batch's forward and backward pass, as they are computed
-    """Of any blocks. What a mask hides counts all the same, though a GPU's kernels leave some of it out."""
+def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backward pass of a micro-batch
+    """Also counts attention scores that a mask hides, some of which a GPU's kernels skip."""
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     [member] = get_members(cpu)
     model = train.prepare(random_corpus(cpu), cpu).model
     batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops")
     batch = train.micro_batch(batch, 0, 1, cpu)
-    model = model.to("meta")                    # without values nothing is computed
+    model = model.to("meta")                    # meta tensors have shapes but no values: nothing is computed
     batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
     with FlopCounterMode(display=False) as counter:
         loss, _ = member.objective.loss(model, batch, hp)
@@ -120,7 +122,7 @@ def make_step(hp):  # -> a function that takes one training step
     def step():
         train.load_step_inputs(s, m, next(numbers))
         step_fn()
-    if hp.cuda_graph:                           # settle and capture before any clock runs
+    if hp.cuda_graph:                           # capture before the clock runs
         for _ in range(4):
             step()
     return step
@@ -130,30 +132,30 @@ def make_step(hp):  # -> a function that takes one training step
 def load_nanogpt(folder):  # -> its model.py as a module
     path = os.path.join(folder, "model.py")
     if not os.path.isfile(path):
-        fail(f"--nanogpt {folder}: has no model.py. Try the folder of a checkout of karpathy/nanoGPT")
+        fail(f"--nanogpt {folder}: holds no model.py. Try the folder of a checkout of karpathy/nanoGPT")
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def with_torch_defaults(side):  # -> the same function, as in a process in which nobody has set torch's switches
+def with_torch_defaults(program):  # -> the same program, run with torch's default switches, as nanoGPT runs
     def run(i):
         precision = torch.get_float32_matmul_precision()
         cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(True)
-        units = side(i)
+        units = program(i)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         return units
     return run
 
 
-def nanogpt_model(folder, hp, vocab=VOCAB_SIZE):  # -> the model, the context in which its own programs call it
+def nanogpt_model(folder, hp, vocab=VOCAB_SIZE):  # -> the model, the autocast context in which nanoGPT calls it
     module = load_nanogpt(folder)
     cuda = hp.device.startswith("cuda")
-    dropout = 0.2 if cuda and vocab != VOCAB_SIZE else 0.0      # as in its configurations
+    dropout = 0.2 if cuda and vocab != VOCAB_SIZE else 0.0      # for --parts loss, as in its configurations
     config = module.GPTConfig(block_size=hp.block_size, vocab_size=vocab, n_layer=hp.n_layer, n_head=hp.n_head,
                               n_embd=hp.n_embd, dropout=dropout, bias=False)
     context = torch.autocast("cuda", torch.bfloat16) if cuda else contextlib.nullcontext()
@@ -161,7 +163,7 @@ def nanogpt_model(folder, hp, vocab=VOCAB_SIZE):  # -> the model, the context in
 
 
 def nanogpt_step(folder, hp, text, rate=lambda i: 1e-3, vocab=VOCAB_SIZE):  # -> function that takes a step, model
-    """Its way: random windows, AdamW with weight decay .1, clipping at 1, gradients set to None."""
+    """Trains as nanoGPT's train.py: random windows, AdamW with weight decay .1, gradients clipped at 1."""
     device = torch.device(hp.device)
     model, context = nanogpt_model(folder, hp, vocab)
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
@@ -189,8 +191,8 @@ def nanogpt_step(folder, hp, text, rate=lambda i: 1e-3, vocab=VOCAB_SIZE):  # ->
     return step, model
 
 
-def train_nanogpt(flags, hp, text, vocab):  # -> number of steps, the trained model, seconds of its loop
-    """As in its config/train_shakespeare_char.py; on a CPU with its README's flags."""
+def train_nanogpt(flags, hp, text, vocab):  # -> number of steps, the trained model, seconds of its training loop
+    """Trains as nanoGPT's config/train_shakespeare_char.py; on a CPU, with the flags in its README."""
     n = flags.peer_iters or (5000 if hp.device.startswith("cuda") else 2000)
 
     def rate(i):
@@ -204,30 +206,31 @@ def train_nanogpt(flags, hp, text, vocab):  # -> number of steps, the trained mo
     return n, model.eval(), time.perf_counter() - begin
 
 
-# ---- parts: (flags, settings of the first objective) -> prints
+# ---- parts: each takes the flags and the settings of the first objective, and prints a table
 def bench_train(flags, hp):
-    """Positions per second of every objective, and the share of a large product's FLOP/s that they reach."""
+    """Positions per second of each objective, and its FLOP/s as a share of those of a large matrix product."""
     hps = {}
     for name, (way, switches) in itertools.product(flags.objectives.split(","), WAYS.items()):
         if all(getattr(flags, switch) for switch in switches):
             words = [f"--{switch}" for switch in switches]
             hps[name + way] = get_config(["--objective", name, *flags.rest, *words])
     device = torch.device(hp.device)
-    torch._dynamo.config.recompile_limit = 256                  # of a loss that many objectives share
+    torch._dynamo.config.recompile_limit = 256                  # many objectives share one loss function
     n = hp.batch_size * hp.block_size           # positions of a micro-batch
-    flops = {name: count_flops(own) / n for name, own in hps.items()}               # for each position
-    sides = {name: repeat(make_step(own), flags.steps, n * hp.accum) for name, own in hps.items()}
+    flops = {name: count_flops(own_hp) / n for name, own_hp in hps.items()}         # per position
+    programs = {name: repeat(make_step(own_hp), flags.steps, n * hp.accum) for name, own_hp in hps.items()}
     if flags.nanogpt:
         step, _ = nanogpt_step(flags.nanogpt, hp, random_corpus(hp)[0]["train"])
-        sides[PEER] = with_torch_defaults(repeat(step, flags.steps, n))
-    sides["GEMM"] = gemm(device, getattr(torch, hp.dtype))
-    speed = interleave(sides, flags.repeats, device)
-    gemm_rate = speed.pop("GEMM")
-    print(f"GEMM probe, {hp.dtype}: {gemm_rate / 1e9:.0f} GFLOP/s")
-    print_speeds("training", "positions/s", speed, {name: f * speed[name] / gemm_rate for name, f in flops.items()})
+        programs[PEER] = with_torch_defaults(repeat(step, flags.steps, n))
+    programs["GEMM"] = gemm(device, getattr(torch, hp.dtype))
+    speed = interleave(programs, flags.repeats, device)
+    gemm_speed = speed.pop("GEMM")
+    print(f"product of large matrices (GEMM), {hp.dtype}: {gemm_speed / 1e9:.0f} GFLOP/s")
+    shares = {name: flops[name] * speed[name] / gemm_speed for name in flops}
+    print_speeds("training", "positions/s", speed, shares)
 
 
-def print_speeds(title, unit, speed, shares):  # {name: units per second}, {name: share of the GEMM probe's FLOP/s}
+def print_speeds(title, unit, speed, shares):  # {name: units per second}, {name: share of the FLOP/s of GEMM}
     first = next(iter(speed))
     peer = f"  to {PEER}" if PEER in speed else ""
     print(f"{title:20s} {unit:>12s} {'to ' + first:>14s} {'of GEMM' if shares else '':>8s}{peer}")
@@ -238,7 +241,8 @@ def print_speeds(title, unit, speed, shares):  # {name: units per second}, {name
 
 
 def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
-    """A trained run, or a model of random weights: at initialization every byte is equally likely, EOT too."""
+    """Loads --run or makes a model of random weights. Weights as initialized would not do: with them every byte is
+    equally likely, EOT too, and a sample would soon end."""
     if flags.run:
         model, hp, ckpt = load_run(flags.run, hp.device, hp.dtype)
         return model, hp, ckpt["held_out"][:hp.block_size // 2].tolist()
@@ -256,25 +260,26 @@ def bench_decode(flags, hp):
     """Bytes per second of a single sample: plain, compiled, drafted, both."""
     model, hp, prompt = load_decoder(flags, hp)
     x = torch.tensor([prompt], device=hp.device)
-    space = flags.new, hp.block_size
+    n_and_T = flags.new, hp.block_size
     use = find_use(get_members(hp)[0].objective, "continue")
     draft = use.drafter(hp) if use and use.drafter else None
     stats = []
 
     def plain(i, compile=False):
         g = make_rng(f"decode,{i}")
-        return sum(1 for _ in sample.generate(model, x, *space, g, compile=compile, temperature=0.8))
+        return sum(1 for _ in sample.generate(model, x, *n_and_T, g, compile=compile, temperature=0.8))
 
     def drafted(i, compile=False):
         g = make_rng(f"decode,{i}")
-        return sum(1 for _ in sample.generate_drafted(model, draft, prompt, *space, g, stats, compile, temperature=0.8))
-    sides = {"plain": plain}
+        written = sample.generate_drafted(model, draft, prompt, *n_and_T, g, stats, compile, temperature=0.8)
+        return sum(1 for _ in written)
+    programs = {"plain": plain}
     if flags.compile:
-        sides["compiled"] = lambda i: plain(i, True)
+        programs["compiled"] = functools.partial(plain, compile=True)
     if draft:
-        sides["drafted"] = drafted
+        programs["drafted"] = drafted
     if draft and flags.compile:
-        sides["both"] = lambda i: drafted(i, True)
+        programs["both"] = functools.partial(drafted, compile=True)
     if flags.nanogpt:
         nanogpt, context = nanogpt_model(flags.nanogpt, hp)
         nanogpt.eval()
@@ -282,51 +287,54 @@ def bench_decode(flags, hp):
         def generate(i):
             with context:
                 return nanogpt.generate(x, flags.new, temperature=0.8).size(1) - len(prompt)
-        sides[PEER] = with_torch_defaults(generate)
-    print_speeds("decoding", "bytes/s", interleave(sides, flags.repeats, x.device), {})
-    passes = f", {sum(kept + 1 for _, kept in stats) / len(stats):.2f} bytes per drafted pass" if stats else ""
-    print(f"batch 1, {hp.dtype}, a prompt of {len(prompt)} bytes, {hp.n_layer} layers, width {hp.n_embd}{passes}")
+        programs[PEER] = with_torch_defaults(generate)
+    print_speeds("decoding", "bytes/s", interleave(programs, flags.repeats, x.device), {})
+    print(f"one sample, {hp.dtype}, a prompt of {len(prompt)} bytes, {hp.n_layer} layers, width {hp.n_embd}")
+    if stats:
+        print(f"{statistics.fmean(kept + 1 for _, kept in stats):.2f} bytes per pass with drafts")
 
 
 def bench_loss(flags, hp):
-    """Seconds of the loop to nats per byte of the validation split, in disjoint windows of a block, each after one byte
-    of context; our seeds, then nanoGPT once, and whether our median loss is no worse than its."""
+    """Nats per byte of the validation split after a training, and seconds of the training loop: of --repeats seeds,
+    then of nanoGPT once. Scores disjoint windows of block_size bytes, each after one byte of context."""
     exact = [name for name, objective in OBJECTIVES.items() if objective.bpb == "loss"]
     if len(hp.data) > 1 or hp.objective not in exact:
-        fail(f"--parts loss: trains {exact[0]} on one text. Try --objectives {exact[0]}, and --data with one file")
+        fail(f"--parts loss: trains {exact[0]} on one text. Try --objectives {exact[0]} and one file for --data")
     [source] = open_corpus(hp.data)
-    words = ["--objective", hp.objective, "--eval_interval", str(hp.max_iters), *flags.rest]
-    words += [f"--{name}" for name in ("compile", "cuda_graph") if getattr(flags, name)]
+    argv = ["--objective", hp.objective, "--eval_interval", str(hp.max_iters), *flags.rest]
+    argv += [f"--{name}" for name in ("compile", "cuda_graph") if getattr(flags, name)]
 
     def nats(model, text):
         return score_exact(model, text, hp.block_size, hp.block_size) * math.log(2) / len(text)
     print(f"{'loss':12s} {'nats':>8s} {'loop, s':>8s}")
-    ours = []                                   # (nats, seconds)
+    ours = []                                   # (nats, seconds) of each seed
     for seed in range(1, flags.repeats + 1):
         with tempfile.TemporaryDirectory() as folder:
-            own = [*words, "--seed", str(seed), "--out_dir", folder]
+            argv_of_seed = [*argv, "--seed", str(seed), "--out_dir", folder]
             with contextlib.redirect_stdout(io.StringIO()):
-                code = with_torch_defaults(lambda i: train.main(own, with_sample=False))(seed)
+                code = with_torch_defaults(lambda i: train.main(argv_of_seed, with_sample=False))(seed)
             if code:
                 sys.exit(code)
             model, _, ckpt = load_run(folder, hp.device, "float32")
-        ours.append((nats(model, source["val"]), ckpt["seconds"]))
-        print(f"seed {seed:<7d} {ours[-1][0]:8.4f} {ckpt['seconds']:8.1f}", flush=True)
+        loss = nats(model, source["val"])
+        ours.append((loss, ckpt["seconds"]))
+        print(f"seed {seed:<7d} {loss:8.4f} {ckpt['seconds']:8.1f}", flush=True)
     loss, loop = (statistics.median(column) for column in zip(*ours))
     print(f"{'median':12s} {loss:8.4f} {loop:8.1f}")
     if not flags.nanogpt:
         return
-    used = torch.cat((source["train"], source["val"])).unique().long()              # its vocabulary
+    used = torch.cat((source["train"], source["val"])).unique().long()              # the characters of its vocabulary
     table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, used, torch.arange(len(used), dtype=torch.uint8))
     n, peer, seconds = train_nanogpt(flags, hp, table[source["train"].long()], len(used))
 
-    def as_ours(x, prefix):                     # as score_exact calls our model
-        return peer(x, x.contiguous())[0]       # with targets it returns all logits
+    def as_ours(x, prefix):                     # nanoGPT, called as score_exact calls our model
+        return peer(x, x.contiguous())[0]       # nanoGPT returns the logits of all positions only if it gets targets
     as_ours.embed = peer.transformer.wte
     as_ours.logits = lambda logits: logits
     peer_loss = nats(as_ours, table[source["val"].long()])
-    print(f"{PEER:12s} {peer_loss:8.4f} {seconds:8.1f}   {n} steps without evaluation, {seconds / loop:.1f} times our "
-          f"loop, whose median loss is {'no worse' if loss <= peer_loss else 'worse'}")
+    verdict = "no worse" if loss <= peer_loss else "worse"
+    print(f"{PEER:12s} {peer_loss:8.4f} {seconds:8.1f}   {n} steps without evaluation\n"
+          f"{PEER} takes {seconds / loop:.1f} times as long; our median loss is {verdict}")
 
 
 PARTS = dict(train=bench_train, decode=bench_decode, loss=bench_loss)
@@ -338,11 +346,11 @@ def main(argv=None):  # -> exit code
     parts = flags.parts.split(",")
     for part in parts:
         if part not in PARTS:
-            fail(f"--parts {part}: unknown. Try some of {','.join(PARTS)}")
+            fail(f"--parts {part}: unknown. Try one or more of {','.join(PARTS)}")
     hp = get_config(["--objective", flags.objectives.split(",")[0], *rest])
     if flags.nanogpt:
-        load_nanogpt(flags.nanogpt)             # fails now, not after a training
-    # all in rows of the first objective's number and length
+        load_nanogpt(flags.nanogpt)             # fails now, instead of after a training
+    # all objectives train on batches of the same size
     flags.rest = [*rest, "--batch_size", str(hp.batch_size), "--block_size", str(hp.block_size)]
     use_device(torch.device(hp.device))
     print(f"torch {torch.__version__}, {hp.device}, {torch.get_num_threads()} threads; {hp.n_layer} layers, "

@@ -3,10 +3,11 @@
     python -m experiments.compress --out_dir out/clm --file book.txt            writes book.txt.nptx
     python -m experiments.compress --out_dir out/clm --file book.txt.nptx       writes book.txt again
 
-Bits per byte promise a file of that size; this program writes it and restores the text. Both directions need the same
-weights and a machine that computes the same bits: the file holds a checksum of the text and one of the weights.
+Shows that bits per byte are real: writes a file of about that size and restores the text from it. To decompress, you
+need the same weights, and a machine on which the model computes the same bits. The file holds checksums of the text and
+of the weights. The text is cut into S streams, which are coded at the same time.
 
-S streams, parts of the text that are coded at the same time; T = block_size positions of the model
+S streams; T = block_size positions of the model
 """
 import os
 import struct
@@ -25,19 +26,19 @@ FLAGS = {
     "out_dir": Flag("", "run folder or checkpoint file of the model; without it the latest run under out/"),
     "device": DEVICE_FLAGS["device"],
 }
-PRECISION = 16                                  # the frequencies of all bytes add up to 2^PRECISION
-STREAMS = 64                                    # at most
-STREAM_BYTES = 4096                             # of a stream at least: each starts without context
-HEADER = "<4sIIQI"                              # b"nPTX", checksums of text and weights, bytes, streams
+PRECISION = 16                                  # the frequencies of all 256 bytes add up to 2^PRECISION
+STREAMS = 64                                    # maximum number of streams
+STREAM_BYTES = 4096                             # minimum length of a stream: each starts without context
+HEADER = "<4sIIQI"                              # b"nPTX", checksum of the text, of the weights, bytes, streams
 
 
 @torch.inference_mode()
 def byte_frequencies(model, S, T):  # a coroutine: is sent the last bytes (S,), yields frequencies of the next (S, 256)
-    """Compression and decompression both run it, one byte of each stream at a time: so both compute the same bits."""
+    """Reads one byte of each stream at a time, also when compressing, so that both directions compute the same bits."""
     ids = new = torch.full((S, 1), EOT, device=model.embed.weight.device)
     cache = Cache(model, S, T)
     while True:
-        if ids.size(1) > T:                     # a full block's last half is encoded again
+        if ids.size(1) > T:                     # the block is full: encode its last half again
             ids = new = ids[:, -(T // 2):]
             cache.length.zero_()
         h = model(new, 0, cache=cache)
@@ -55,30 +56,37 @@ def weights_checksum(model):  # -> int
 
 
 def compress(model, text, T):  # bytes -> bytes
-    """rANS (Duda 2013): a stream is one integer, which absorbs its last byte first and gives off 16-bit words; those of
-    all streams stand in the order in which decompress reads them."""
+    """rANS (Duda 2013): the code of a stream is one large integer, its state. A byte of frequency f, and with `before`
+    the sum of the frequencies of smaller bytes, turns the state x into (x // f) 2^16 + x % f + before: about 2^16 / f
+    times as large, which is log2(2^16 / f) bits. Decoding undoes the last step first, so bytes are coded from the last
+    to the first. Whenever the state gets too large, its lowest 16 bits are moved to `words`.
+
+        frequency 16384 (probability 1/4) and before 8192: x = 100000 becomes 6 * 65536 + 1696 + 8192 = 403104, which
+        is 2 bits longer. 403104 % 65536 = 9888 lies from 8192 to 8192 + 16384, which tells the decoder the byte
+    """
     S = min(STREAMS, max(1, len(text) // STREAM_BYTES))
     frequencies = byte_frequencies(model, S, T)
     freq = next(frequencies)
-    symbols = []                                # of each step: frequencies (S,), sums of the frequencies before (S,)
-    for byte in F.pad(from_bytes(text).long(), (0, -len(text) % S)).view(S, -1).unbind(1):
+    symbols = []                                # of each step: f (S,), before (S,)
+    padded = F.pad(from_bytes(text).long(), (0, -len(text) % S))
+    for byte in padded.view(S, -1).unbind(1):
         chosen = freq.gather(1, byte[:, None])
         before = freq.cumsum(1).gather(1, byte[:, None]) - chosen
         symbols.append((chosen[:, 0], before[:, 0]))
         freq = frequencies.send(byte)
-    state = torch.full((S,), 1 << 31)           # stays in 2^31 .. 2^47
-    words = []                                  # the last one first
+    state = torch.full((S,), 1 << 31)           # stays from 2^31 to 2^47
+    words = []                                  # in reverse order
     for freq, before in reversed(symbols):
-        full = state >= freq << 31
-        words += (state[full] & 0xFFFF).flip(0).tolist()
-        state = state.where(~full, state >> 16)
+        is_full = state >= freq << 31
+        words += (state[is_full] & 0xFFFF).flip(0).tolist()
+        state = state.where(~is_full, state >> 16)
         state = (state // freq << PRECISION) + state % freq + before
     header = struct.pack(HEADER, b"nPTX", zlib.crc32(text), weights_checksum(model), len(text), S)
     return header + struct.pack(f"<{S}q{len(words)}H", *state.tolist(), *reversed(words))
 
 
 def decompress(model, blob, T):  # bytes -> bytes
-    """Raises ValueError or struct.error where blob is damaged, or the model is not the one that compress used."""
+    """Raises ValueError or struct.error if blob is damaged, or was made with another model."""
     magic, checksum, weights, n, S = struct.unpack_from(HEADER, blob)
     body = blob[struct.calcsize(HEADER):]
     if magic != b"nPTX" or not 0 < S <= STREAMS:
@@ -97,26 +105,27 @@ def decompress(model, blob, T):  # bytes -> bytes
         chosen = freq.gather(1, byte)[:, 0]
         before = ends.gather(1, byte)[:, 0] - chosen
         state = chosen * (state >> PRECISION) + slot - before
-        low = state < 1 << 31
-        some, words = words.tensor_split((int(low.sum()),))
-        if len(some) < low.sum():
+        is_low = state < 1 << 31
+        n_low = int(is_low.sum())
+        if len(words) < n_low:
             raise ValueError("is damaged")
-        state[low] = state[low] << 16 | some
+        state[is_low] = state[is_low] << 16 | words[:n_low]
+        words = words[n_low:]
         columns.append(byte)
         freq = frequencies.send(byte[:, 0])
     text = to_bytes(torch.cat(columns, dim=1).flatten()[:n].byte())
     if zlib.crc32(text) != checksum:
-        raise ValueError("is damaged, or was written on a machine on which the model computes other last bits")
+        raise ValueError("is damaged, or was written on a machine on which the model rounds differently")
     return text
 
 
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.compress", __doc__, FLAGS, argv)
     path = flags.file
-    unpack = path.endswith(".nptx")
-    out = path.removesuffix(".nptx") if unpack else f"{path}.nptx"
+    is_compressed = path.endswith(".nptx")
+    out = path.removesuffix(".nptx") if is_compressed else f"{path}.nptx"
     if os.path.exists(out):
-        fail(f"--file {path}: would write {out}, which exists. Try to move it away")
+        fail(f"--file {path}: would overwrite {out}, which exists. Try to rename that file")
     model, hp, _ = load_run(flags.out_dir or newest_run(), flags.device, "float32")
     exact = [m for m in get_members(hp) if m.objective.bpb in ("loss", "causal") and find_use(m.objective, "continue")]
     if not exact:
@@ -124,13 +133,15 @@ def main(argv=None):  # -> exit code
     try:
         with open(path, "rb") as f:
             given = f.read()
-        result = decompress(model, given, hp.block_size) if unpack else compress(model, given, hp.block_size)
+        convert = decompress if is_compressed else compress
+        result = convert(model, given, hp.block_size)
         with open(out, "xb") as f:
             f.write(result)
     except (OSError, ValueError, struct.error) as e:
-        fail(f"--file {path}: {e}. Try {'the run and machine that compressed it' if unpack else 'another file'}")
+        advice = "the run and machine that compressed it" if is_compressed else "another file"
+        fail(f"--file {path}: {e}. Try {advice}")
     print(f"{path}: {len(given):,} bytes -> {out}: {len(result):,} bytes")
-    if not unpack and given:
+    if given and not is_compressed:
         print(f"{8 * len(result) / len(given):.4f} bits per byte; compressors: {compressor_bits(from_bytes(given))}")
     return 0
 

@@ -1,10 +1,10 @@
-"""Evaluations of a trained model, the same for every objective that defines what they measure.
+"""Evaluations of a trained model. Each is the same for all objectives for which it makes sense.
 
-An evaluation (model, objective, hp, text (M,) of held-out bytes) -> {metric: number} leaves out the metrics that an
-objective does not define. text and what is drawn are on the CPU, the model on hp.device. All models read across the
-ends of documents, whether or not they were trained with --doc_mask.
+An evaluation takes (model, objective, hp, text), where text (M,) holds held-out bytes, and returns {metric: number}
+without the metrics that the objective does not define. The text and random draws are on the CPU, the model is on
+hp.device. All models read across the ends of documents, even if they were trained with --doc_mask.
 
-N windows, n bytes of a window, a bytes left of a middle of m, C width, V outputs of the byte head, K classes, L layers
+N windows of n bytes; a bytes left of a middle of m bytes; C width, V outputs of the byte head; K classes, L layers
 """
 import itertools
 import keyword
@@ -27,15 +27,15 @@ import torch
 import torch.nn.functional as F
 
 HOLE_LENGTHS = 4, 16, 64                        # bytes to infill
-ROWS = 64                                       # windows of an evaluation, or of a pass
-MIDDLE_BYTES = 4096                             # bytes to infill of each length
+ROWS = 64                                       # windows of most evaluations, and rows of a forward pass
+MIDDLE_BYTES = 4096                             # bytes to infill, for each length of a hole
 PROMPT = 32                                     # bytes of a prompt
-CHAIN_WINDOWS = 16                              # a pass for each of their bytes
+CHAIN_WINDOWS = 16                              # windows filled byte by byte; few, since each byte costs a pass
 MIN_BLOCK = 128                                 # positions that infilling, replaced bytes and written lines need
 CLASSES = {"NAME": 2, "STRING": 3, "FSTRING": 3, "COMMENT": 4, "NUMBER": 5, "OP": 6}        # of tokens; a keyword is 1
-N_PACKAGES = 10                                 # to tell apart: those with the most files
-LEFT_TO_RIGHT = "left to right"                 # an order of writing, beside those of sample.unmask
-PIECE = 16                                      # MASKs filled at a time, where fully masked rows were not trained
+N_PACKAGES = 10                                 # the packages with the most files are told apart
+LEFT_TO_RIGHT = "left to right"                 # an order of writing, in addition to those of sample.unmask
+PIECE = 16                                      # MASKs filled at a time by models that were not trained on all MASKs
 
 
 def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long
@@ -46,11 +46,12 @@ def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long
 
 # ---- bits per byte of a middle
 def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for bytes a .. a + m - 1
-    """In the objective's own format, each byte given both sides and the middle's bytes before it. By the chain rule
-    their nats add up to a code length. A model that writes the end of a hole predicts that, too: (N, m + 1, V)."""
+    """Predicts each byte of the middle, given both sides and the middle's bytes before it, in the objective's own
+    format. By the chain rule, the nats of all bytes add up to those of the middle. If a model writes the end of a hole,
+    that is predicted too: (N, m + 1, V)."""
     left, middle, right = x.split((a, m, x.size(1) - a - m), dim=1)
     fill = find_use(objective, "fill")
-    if fill:                                    # m passes, pass i with the middle's first i bytes in place
+    if fill:                                    # pass i reads the first i bytes of the middle
         logits = []
         for i in range(m):
             masks = torch.full_like(middle[:, i:], MASK)
@@ -63,43 +64,47 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
     return target_logits(model, objective, hp, [ids for ids, _ in prompts], prompts[0][1], ended)
 
 
-def left_logits(model, objective, hp, x, a, m):  # the same given the left side alone
+def left_logits(model, objective, hp, x, a, m):  # the same, given only the left side
     use = find_use(objective, "continue")
     prompts = [[*use.before, *row, *use.after] for row in x[:, :a].tolist()]
     return target_logits(model, objective, hp, prompts, len(prompts[0]) if use.both_ways else 0, x[:, a:a + m])
 
 
-def target_logits(model, objective, hp, prompts, P, middle):  # N lists of one length and prefix, (N, m) -> (N, m, V)
-    row = torch.cat((middle.new_tensor(prompts), middle[:, :-1]), dim=1)            # nothing is predicted from the last
+def target_logits(model, objective, hp, prompts, P, middle):  # N lists of ids, their prefix, (N, m) -> (N, m, V)
+    """Predicts the middles after prompts of equal length."""
+    row = torch.cat((middle.new_tensor(prompts), middle[:, :-1]), dim=1)            # the last id predicts nothing here
     positions = objective.positions(row, row.new_full((len(row),), P), hp) if objective.positions else None
     h = model(row, P, positions=positions)
     return model.logits(h[:, -middle.size(1):])
 
 
 def bits_per_byte(logits, ids):  # (N, m or more, V), (N, m) -> float
-    """Given the number of bytes: the end of a hole neither competes with them nor counts, as it does in ended_bits.
-    Only bytes that occur in a text compete, 1..255. EOT in a window does not count."""
+    """Takes the length of the middle as known: unlike ended_bits, does not count the end of a hole. The softmax is over
+    the bytes that occur in a text, 1 to 255. An EOT in a window is not counted."""
     logits = logits[:, :ids.size(1), 1:N_BYTES].float()
     nats = F.cross_entropy(logits.flatten(0, 1), ids.flatten() - 1, ignore_index=EOT - 1)
     return float(nats) / math.log(2)
 
 
-def ended_bits(logits, ids, stop_id):  # (N, m + 1, V), (N, m) -> bits per byte of the bytes and the end: stop_id or EOT
+def ended_bits(logits, ids, stop_id):  # (N, m + 1, V), (N, m) -> float
+    """Bits of the bytes and of the end, per byte. The end is stop_id or EOT."""
     logp = logits.float().log_softmax(-1)
     of_bytes = logp[:, :-1].gather(2, ids[..., None]).sum()
     of_end = logp[:, -1, list({stop_id, EOT})].logsumexp(1).sum()
     return -float(of_bytes + of_end) / math.log(2) / ids.numel()
 
 
-def middle_logits(predict, model, objective, hp, x, a, m):  # predict: left_logits or infill_logits -> what it returns
+def middle_logits(predict, model, objective, hp, x, a, m):  # predict: left_logits or infill_logits, in pieces of ROWS
     return torch.cat([predict(model, objective, hp, rows, a, m) for rows in x.split(ROWS)])
 
 
 def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m: bits per byte}
-    """The middle of a held-out window, with as many bytes left as right of it; 4096 bytes in all for each m."""
+    """Bits per byte of the middle of held-out windows, given its left side and given both. Each m has 4096 bytes."""
     n = (hp.block_size - 16) // 2               # 120 bytes in rows of 256, with space for special ids
     out = {}
-    for m in [m for m in HOLE_LENGTHS if m + 2 <= n]:
+    for m in HOLE_LENGTHS:
+        if m + 2 > n:
+            continue
         predictors = {}
         if find_use(objective, "continue"):
             predictors[f"left_{m}"] = left_logits
@@ -117,18 +122,18 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m
 
 
 def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, bound_there: bits per byte}
-    """Exact bits of a model that fills, by the chain rule: windows from a cold start, as those of left to right. Beside
-    them the bound of the same windows, which are too few to compare them with the bound of others."""
+    """Exact bits of a model that fills, by the chain rule. Windows start without context, as those of left to right.
+    Also returns the bound on the same windows: they are too few to compare with a bound on other windows."""
     fill = find_use(objective, "fill")
     if not fill:
         return {}
     n = sample.text_space(fill, hp.block_size)
     x = windows(text, n, CHAIN_WINDOWS, "chain")
-    # the first byte, of 8 bits, is given
+    # score_by_filling counts 8 bits for the first byte, which it takes as given
     bits = [score_by_filling(model, row, n, fill) - 8 for row in x]
     out = {"left_by_filling": statistics.fmean(bits) / (n - 1)}
     if objective.bpb == "bound":
-        # masks of its own for each window, so that their errors average out
+        # each window has other random masks, so that their errors average out
         bounds = [score_bound(model, objective, row, hp, seed=i)[0] for i, row in enumerate(x)]
         out["bound_there"] = statistics.fmean(bounds) / n
     return out
@@ -136,9 +141,10 @@ def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, b
 
 # ---- replaced bytes
 def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
-    """A tenth of the bytes is replaced by bytes of the text's own distribution. A byte's score is what a head that
-    marks bytes gives it; without such a head it is the byte's nats: given the others while every eighth byte is
-    masked, or given the bytes before it."""
+    """Replaces a tenth of the bytes by random bytes of the text. How well do the model's scores tell them apart?
+
+    The score is that of a head that marks bytes. Without such a head it is the nats of the byte, given the bytes
+    around it while every eighth byte is masked, or given the bytes before it."""
     g = make_rng("compare,replaced")
     clean = windows(text, min(hp.block_size, 256) - 2, ROWS, "corruption")
     other = text[torch.randint(0, len(text), clean.shape, generator=g)].long()
@@ -151,9 +157,10 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     elif fill:
         score = torch.zeros(x.shape, device=x.device)
         part = torch.arange(x.size(1), device=x.device) % 8
-        for r in range(8):
-            logits = sample.fill_logits(model, x.masked_fill(part == r, MASK), fill)[..., :N_BYTES]
-            score = torch.where(part == r, F.cross_entropy(logits.mT, x, reduction="none"), score)
+        for k in range(8):
+            logits = sample.fill_logits(model, x.masked_fill(part == k, MASK), fill)[..., :N_BYTES]
+            nats = F.cross_entropy(logits.mT, x, reduction="none")
+            score = torch.where(part == k, nats, score)
     elif objective.bpb in ("loss", "causal"):
         row = torch.cat((torch.full_like(x[:, :1], EOT), x[:, :-1]), dim=1)
         logits = model.logits(model(row, 0))[..., :N_BYTES]
@@ -164,18 +171,24 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
-    """Counts the pairs (Mann and Whitney 1947). Ties count half; .5 where a class is missing."""
+    """Counts pairs of a 1 and a 0 (Mann and Whitney 1947). A tie counts half. Returns .5 if a class is missing.
+
+        scores .1 .4 .4 .8, labels 0 0 1 1: the pairs score 1, .5, 1, 1; the result is 3.5 / 4 = .875
+    """
     ones = scores[labels == 1]
     zeros = scores[labels == 0].sort().values
     pairs = len(ones) * len(zeros)
-    below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
-    return below.sum().cpu().double() / 2 / pairs if pairs else torch.tensor(0.5)       # mps has no float64
+    if pairs == 0:
+        return torch.tensor(0.5)
+    n_below = torch.searchsorted(zeros, ones)
+    n_below_or_equal = torch.searchsorted(zeros, ones, right=True)
+    return (n_below + n_below_or_equal).sum().cpu().double() / 2 / pairs                # mps has no float64
 
 
-# ---- tasks: what sample.py uses the model for, and a trivial rule; {} where it cannot be measured
+# ---- tasks: what sample.py uses the model for, beside a trivial baseline; {} if the task cannot be measured
 def eval_second_half(model, objective, hp, text):
     """Bits per byte of a window's second half, given the first. Baseline: lzma on the held-out text as one stream."""
-    n = hp.block_size // 2 - 2                  # leaves space for what stands around a prompt
+    n = hp.block_size // 2 - 2                  # leaves space for special ids around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
     stream = to_bytes(text[:COMPRESSED_BYTES])
     return {"task": bits_per_byte(middle_logits(left_logits, model, objective, hp, x, n, n), x[:, n:]),
@@ -183,12 +196,12 @@ def eval_second_half(model, objective, hp, text):
 
 
 def eval_tokenizable_lines(model, objective, hp, text):
-    """Share of the written bytes that stand in lines which are tokens of Python. Each line by itself, after prompts of
-    32 bytes. Baseline: bytes drawn one by one from the text's distribution. A model that writes one good line again
-    and again would have 1: distinct is the share of the lines that differ from all before."""
+    """Share of the written bytes in lines that Python's tokenizer accepts, each line by itself. The model continues
+    prompts of 32 bytes. Baseline: bytes drawn independently, each as often as in the text. A model that repeats one
+    good line would reach 1, so `distinct` is the share of lines that differ from all earlier ones."""
     use = objective.uses[0]
     if use.mode == "fill" and not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
-        return {}                               # others were not trained on rows that are mostly MASKs
+        return {}                               # not trained on rows that are mostly MASKs
     x = windows(text, objective.n_bytes(hp.block_size, hp), 2 * ROWS, "lines")      # some 500 lines
     written = write(model, objective, hp, use.orders[0], x, make_rng("compare,written"))
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
@@ -198,8 +211,10 @@ def eval_tokenizable_lines(model, objective, hp, text):
 
 
 def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # windows (N, n) -> (N, n)
-    """Continues their prompts, from left to right or by filling MASKs. Objectives that are trained at any rate fill all
-    in so many steps, sampled as sample.py does by default; others PIECE MASKs at a time, a byte a pass."""
+    """Keeps the first PROMPT bytes of each window and writes the rest, left to right or by filling MASKs.
+
+    If the objective is trained with up to 100% MASKs, fills all of them in `steps` passes, with sample.py's default
+    sampling. Otherwise fills PIECE MASKs at a time, one byte per pass."""
     n = x.size(1)
     ids = x[:, :PROMPT]
     if order == LEFT_TO_RIGHT:
@@ -208,30 +223,31 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
         prefix = row.size(1) if use.both_ways else 0
         written = sample.generate(model, row, n - PROMPT, hp.block_size, g, prefix, temperature=temperature)
         ids = torch.cat((ids, torch.stack(list(written), dim=1)), dim=1)
-        return F.pad(ids, (0, n - ids.size(1)), value=EOT)      # where all rows ended
+        return F.pad(ids, (0, n - ids.size(1)), value=EOT)      # shorter if all rows have ended
     use = find_use(objective, "continue_blocks")
     if use:
         T = objective.n_bytes(hp.block_size, hp)
-        how = sample.DIFFUSION_SAMPLING | {"order": order}
+        sampling = sample.DIFFUSION_SAMPLING | {"order": order}
         block = min(use.length(hp), T)
         rows = []
         for prompt in ids.tolist():
-            written = sample.generate_blocks(model, prompt, n - PROMPT, T, block, g, **how)
+            written = sample.generate_blocks(model, prompt, n - PROMPT, T, block, g, **sampling)
             rows.append(F.pad(ids.new_tensor([*prompt, *written]), (0, n), value=EOT)[:n])
         return torch.stack(rows)
     use = find_use(objective, "fill")
     piece = PIECE
-    how = dict(temperature=temperature)
+    sampling = dict(temperature=temperature)
     if use.trained_at_any_rate:
         piece = n
-        how = dict(sample.DIFFUSION_SAMPLING, steps=steps)
+        sampling = sample.DIFFUSION_SAMPLING | {"steps": steps}
     while ids.size(1) < n:
         row = F.pad(ids, (0, min(piece, n - ids.size(1))), value=MASK).to(hp.device)
-        *_, ids = sample.unmask(model, row, g, use, order=order, **how)
+        *_, ids = sample.unmask(model, row, g, use, order=order, **sampling)
     return ids.cpu()
 
 
-def line_figures(rows):  # (N, n) -> of whole lines: share of their bytes in lines that tokenize, share distinct, number
+def line_figures(rows):  # (N, n) -> share of bytes in lines that tokenize, share of distinct lines, number of lines
+    """Only of whole lines: leaves out the first and the last of each row, and lines of white space."""
     lines = []
     for row in rows.tolist():
         stripped = [line.strip() for line in bytes(row).split(b"\n")[1:-1]]
@@ -241,12 +257,12 @@ def line_figures(rows):  # (N, n) -> of whole lines: share of their bytes in lin
 
 
 def eval_infill_exact_match(model, objective, hp, text):
-    """Share of holes of 4 bytes that are restored, byte for byte, as sample.py fills and trims them, with at most 20
-    bytes. Baseline: four spaces. ends: the share that ends by itself."""
+    """Share of holes of 4 bytes that are restored exactly. Writes up to 20 bytes and trims them, as sample.py does.
+    Baseline: four spaces. `ends` is the share of holes in which the model itself ends the text."""
     if hp.block_size < MIN_BLOCK:
         return {}
     half = min(80, hp.block_size // 2 - 48)
-    found = []
+    results = []
     for row in windows(text, 2 * half, 2 * ROWS, "holes").tolist():
         left = row[:half - 2]
         middle = row[half - 2:half + 2]
@@ -254,43 +270,48 @@ def eval_infill_exact_match(model, objective, hp, text):
         ids, P = find_use(objective, "infill").prompt([left, right], 4, hp)
         [written], ended = sample.infill(model, objective, hp, ids, P, 1, 20, make_rng("holes"), temperature=0)
         trimmed = sample.trim_to_suffix(model, objective, hp, left, written, right)
-        found.append((trimmed == middle, bytes(middle) == b"    ", ended))
-    restored, blank, ends = (statistics.fmean(column) for column in zip(*found))
+        results.append((trimmed == middle, bytes(middle) == b"    ", ended))
+    restored, blank, ends = (statistics.fmean(column) for column in zip(*results))
     return {"task": restored, "task_baseline": blank, "ends": ends}
 
 
 def eval_repairs(model, objective, hp, text):
-    """Edit distance to the clean text, as a multiple of the noisy text's. Baseline: 1, of changing nothing."""
+    """Edit distance from the repaired to the clean text, divided by that from the noisy text. Changing nothing: 1."""
     x = windows(text, objective.n_bytes(hp.block_size, hp), ROWS // 2, "repairs")
     batch = objective.corrupt(x, make_rng("compare,repairs"), hp)
     left = 0
     before = 0
     for b, clean in enumerate(x.tolist()):
         noisy = batch["inp"][b, :int(batch["prefix"][b]) - 1].tolist()              # without SEP
-        clean = clean[:int((batch["tgt"][b] != IGNORE_INDEX).sum()) - 1]            # EOT ends it
+        clean = clean[:int((batch["tgt"][b] != IGNORE_INDEX).sum()) - 1]            # the targets end with EOT
         repaired = list(sample.repair(model, objective, noisy, hp, make_rng("unused"), temperature=0))
         left += edit_distance(repaired, clean)
         before += edit_distance(noisy, clean)
     return {"task": left / before, "task_baseline": 1.0} if before else {}
 
 
-def edit_distance(a, b):  # Levenshtein's: bytes inserted, deleted and replaced
+def edit_distance(a, b):  # -> minimum number of bytes to insert, delete or replace (Levenshtein)
+    """row[j] is the distance between the first i bytes of a and the first j bytes of b."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         above = row
         row = [i]
         for j, y in enumerate(b, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (x != y)))
+            deleted = above[j] + 1
+            inserted = row[-1] + 1
+            replaced = above[j - 1] + (x != y)
+            row.append(min(deleted, inserted, replaced))
     return row[-1]
 
 
 def eval_typos(model, objective, hp, text):
-    """Share of texts whose most suspicious byte is their one typo: a lower-case letter between two others (without such
-    the first byte), replaced by another. Baseline: the byte whose two pairs with its neighbours are the rarest."""
+    """Share of windows in which the most suspicious byte is their one typo: another letter in place of a random
+    lower-case letter between two others (the first byte, if there is none). Baseline: marks the byte that forms the two
+    rarest pairs with its neighbours."""
     g = make_rng("compare,typos")
     x = windows(text, min(hp.block_size, 128), 4 * ROWS, "typos")
     is_letter = (x >= ord("a")) & (x <= ord("z"))
-    is_inside = F.pad(is_letter.unfold(1, 3, 1).all(2), (1, 1))                     # between two others
+    is_inside = F.pad(is_letter.unfold(1, 3, 1).all(2), (1, 1))                     # with a letter on both sides
     typo = torch.rand(x.shape, generator=g).where(is_inside, -1).argmax(1, keepdim=True)            # (N, 1)
     shift = torch.randint(1, 26, typo.shape, generator=g)
     letter = (x.gather(1, typo) - ord("a") + shift) % 26 + ord("a")
@@ -303,7 +324,8 @@ def eval_typos(model, objective, hp, text):
 
 
 def eval_retrieval(model, objective, hp, text):
-    """Share of 256 half passages whose nearest other half is their own. Baseline: cosines of histograms of bytes."""
+    """Share of 256 passages of which the first half is nearest to its own second half. Baseline: histograms of bytes
+    in place of embeddings."""
     embed = find_use(objective, "search").predict
     pairs = windows(text, hp.block_size // 2 * 2, 256, "recalls").unflatten(1, (2, -1))             # (256, 2, n)
 
@@ -317,7 +339,7 @@ def eval_retrieval(model, objective, hp, text):
 
 
 def eval_accuracy(model, objective, hp, text):
-    """Share of 512 rows, corrupted as in training, that are answered correctly. Baseline: chance."""
+    """Share of correct answers on 512 rows, corrupted as in training. Baseline: chance."""
     [member] = get_members(hp)
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}") for i in range(16)]
@@ -326,67 +348,73 @@ def eval_accuracy(model, objective, hp, text):
     return {"task": figures["accuracy"], "task_baseline": 1 / n_answers}
 
 
-TASKS = {                                       # mode: what is measured, in brackets the baseline, and how
+TASKS = {                                       # {mode: (what is measured, with the baseline in brackets, function)}
     "continue": ("bits per byte of the second half of a window (lzma)", eval_second_half),
-    "continue_blocks": ("bytes in written lines that tokenize (bytes by their frequency)", eval_tokenizable_lines),
-    "fill": ("bytes in written lines that tokenize (bytes by their frequency)", eval_tokenizable_lines),
-    "infill": ("holes of 4 bytes restored (four spaces)", eval_infill_exact_match),
-    "repair": ("edit distance left (of the noisy text)", eval_repairs),
-    "mark": ("typos that are the most suspicious byte (the rarest two pairs of bytes)", eval_typos),
-    "search": ("recall of 256 other halves (histograms of bytes)", eval_retrieval),
-    "follow": ("rows answered correctly (chance)", eval_accuracy),
-    "seam": ("rows answered correctly (chance)", eval_accuracy),
+    "continue_blocks": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
+    "fill": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
+    "infill": ("share of holes of 4 bytes restored (four spaces)", eval_infill_exact_match),
+    "repair": ("edit distance to the clean text, relative to the noisy text (no repair)", eval_repairs),
+    "mark": ("share of typos marked as the most suspicious byte (rarest pairs of bytes)", eval_typos),
+    "search": ("share of 256 passages whose other half is nearest (histograms of bytes)", eval_retrieval),
+    "follow": ("share of rows answered correctly (chance)", eval_accuracy),
+    "seam": ("share of rows answered correctly (chance)", eval_accuracy),
 }
 
 
-def eval_task(model, objective, hp, text):  # -> the metrics of the objective's first use, and which they are, in words
+def eval_task(model, objective, hp, text):  # -> metrics of the objective's first use, with a heading in words
     heading, evaluate = TASKS[objective.uses[0].mode]
     figures = evaluate(model, objective, hp, text)
     return figures | {"task_heading": heading} if figures else {}
 
 
-# ---- linear probes on frozen states: of what kind of token is a byte, of what package a passage?
+# ---- linear probes on frozen states: which kind of token does a byte belong to, which package a passage?
 PROBE_TRAIN, PROBE_VAL, PROBE_TEST = range(3)
 
 
 @dataclass
 class ProbeData:
     x: torch.Tensor                             # (N, n) bytes
-    label: torch.Tensor                         # (N, n) of bytes, IGNORE_INDEX where none is probed; or (N,) of windows
-    part: torch.Tensor                          # as label: PROBE_TRAIN, PROBE_VAL or PROBE_TEST
+    label: torch.Tensor                         # classes of windows (N,), or of bytes (N, n), else IGNORE_INDEX
+    part: torch.Tensor                          # PROBE_TRAIN, PROBE_VAL or PROBE_TEST, in the shape of label
 
 
-def spaced_windows(documents, n):  # [(text, label (len(text),), part, most windows)] -> x, label (N, n), part (N,)
-    """Evenly spaced windows of each text, which do not overlap."""
+def spaced_windows(documents, n):  # -> x (N, n), label (N, n), part (N,)
+    """Takes evenly spaced windows of each text, which do not overlap.
+    documents: list of (text, label (len(text),), part, maximum number of windows)"""
     rows = []
-    for text, label, part, most in documents:
-        count = min(most, len(text) // n)
+    for text, label, part, max_windows in documents:
+        count = min(max_windows, len(text) // n)
         for k in range(count):
-            a = (len(text) - n) * k // max(1, count - 1)
-            rows.append((from_bytes(text[a:a + n]).long(), label[a:a + n], torch.tensor(part)))
+            start = (len(text) - n) * k // max(1, count - 1)
+            rows.append((from_bytes(text[start:start + n]).long(), label[start:start + n], torch.tensor(part)))
     return [torch.stack(column) for column in zip(*rows)]
 
 
 def byte_probe(n):  # -> ProbeData of windows of n bytes: the class of each byte
-    """Of the standard library. PROBE_TEST are the documents that data.py holds out: up to 9 windows of each, and up to
-    3 of the others."""
+    """Reads the standard library. PROBE_TEST are the documents that data.py holds out, with up to 9 windows each; the
+    others have up to 3. About 8,000 bytes fit the probe and choose its layer."""
     documents = []
     for i, text in enumerate(read_stdlib().values()):
         classes = byte_classes(text)
-        part = PROBE_TEST if i % 10 == 9 else PROBE_VAL if i % 5 == 0 else PROBE_TRAIN
-        if classes is not None:
-            documents.append((text, classes, part, 9 if part == PROBE_TEST else 3))
+        if classes is None:
+            continue
+        if i % 10 == 9:
+            documents.append((text, classes, PROBE_TEST, 9))
+        elif i % 5 == 0:
+            documents.append((text, classes, PROBE_VAL, 3))
+        else:
+            documents.append((text, classes, PROBE_TRAIN, 3))
     x, label, part = spaced_windows(documents, n)
     part = part[:, None].expand_as(label)
     rate = torch.where(part == PROBE_TEST, 0.4, 8000 / float((part != PROBE_TEST).sum()))
-    chosen = torch.rand(label.shape, generator=make_rng("compare,positions")) < rate            # 8000 fit and choose
+    chosen = torch.rand(label.shape, generator=make_rng("compare,positions")) < rate
     return ProbeData(x, label.where(chosen, IGNORE_INDEX), part)
 
 
 def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
-    """Of the standard library's packages: up to 6 windows of each file. Every third file of a package is PROBE_TEST,
-    most of which the models were trained on, as text without labels. encodings is left out: its files are tables that
-    hardly differ."""
+    """Reads the largest packages of the standard library: up to 6 windows of each file. Every third file of a package
+    is PROBE_TEST. The models have read most of these files in training, but without labels. Leaves out `encodings`,
+    whose files are nearly equal tables."""
     files = {}                                  # {package: [text]}
     for path, text in read_stdlib().items():
         package, _, rest = os.path.relpath(path, sysconfig.get_paths()["stdlib"]).partition(os.sep)
@@ -400,22 +428,25 @@ def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
 
 
 def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None where they are not tokens of Python
-    """White space and what has no class is class 0. Only of ASCII, where columns are bytes. Versions of Python agree,
-    but for malformed numbers, <> and braces, which 3.12 and later refuse, and a single !, which they take."""
+    """White space and tokens without a class have class 0. Takes only ASCII, where a column is a byte. Versions of
+    Python give the same result, except for malformed numbers, <> and braces, which 3.12 and later refuse, and for a
+    single !, which they accept."""
     if not text.isascii():
         return None
     lines = [line + "\n" for line in text.decode().split("\n")]
     starts = [0, *itertools.accumulate(map(len, lines))]
     labels = torch.zeros(len(text), dtype=torch.long)
-    depth = 0                                   # of brackets, since Python 3.12 and later take a closing one too many
+    depth = 0                                   # of brackets: Python 3.12 and later accept a surplus closing one
     try:
         for token in tokenize.generate_tokens(iter(lines).__next__):
-            kind = tokenize.tok_name[token.type].partition("_")[0]               # FSTRING_START and so on are one
-            # a character that is no token, such as $: the first before Python 3.12, the second since
+            kind = tokenize.tok_name[token.type].partition("_")[0]      # FSTRING_START, FSTRING_MIDDLE -> FSTRING
+            # for a character such as $, Python before 3.12 gives an ERRORTOKEN, later versions a plain OP
             if kind == "ERRORTOKEN" or token.exact_type == tokenize.OP:
                 return None
-            if kind == "OP":
-                depth += (token.string in "([{") - (token.string in ")]}")
+            if kind == "OP" and token.string in "([{":
+                depth += 1
+            if kind == "OP" and token.string in ")]}":
+                depth -= 1
             if kind in CLASSES:
                 first = starts[token.start[0] - 1] + token.start[1]
                 end = starts[token.end[0] - 1] + token.end[1]
@@ -425,8 +456,9 @@ def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None whe
         return None
 
 
-def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): each block's states, normed, in pieces of a block
-    """Attention is the objective's own. Hooks read the states, since nothing else needs those inside the model."""
+def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): the output of each block, normalized
+    """Reads windows in rows of at most block_size positions, with the objective's own attention. Hooks catch the
+    states, since nothing else needs the states inside the model."""
     N, n = x.shape
     kept = []
 
@@ -441,17 +473,17 @@ def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): each block
     return torch.stack(kept).view(len(kept), N, n, -1)
 
 
-def histogram_features(x):  # (N, n) -> (1, N, n, 256): not states; their mean is the histogram of the bytes
+def histogram_features(x):  # (N, n) -> (1, N, n, 256): in place of states; their mean is the histogram of the bytes
     return F.one_hot(x, N_BYTES).float()[None]
 
 
-def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): not states, but the bytes from two before to two after
-    near = F.pad(x, (2, 2)).unfold(1, 5, 1).clamp(max=127)                          # (N, n, 5)
-    return F.one_hot(near, 128).flatten(2).float()[None]
+def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states, each byte with two bytes on either side
+    neighbours = F.pad(x, (2, 2)).unfold(1, 5, 1).clamp(max=127)                    # (N, n, 5)
+    return F.one_hot(neighbours, 128).flatten(2).float()[None]
 
 
-def eval_probe(features, data):  # features: x (N, n) -> (L, N, n, C) -> balanced accuracy
-    """Of bytes, or of windows from the means over their positions."""
+def eval_probe(features, data):  # features: (N, n) -> (L, N, n, C); ProbeData -> balanced accuracy
+    """Classifies bytes by their states, or windows by the means of their states, as data.label says."""
     is_probed = data.label != IGNORE_INDEX
     layers = []
     for rows in torch.arange(len(data.x)).split(ROWS):
@@ -461,18 +493,22 @@ def eval_probe(features, data):  # features: x (N, n) -> (L, N, n, C) -> balance
 
 
 def probe_accuracy(layers, y, part):  # layers (L, N, C), y (N,), part (N,) -> balanced accuracy
-    """A classifier for each layer; the layer is chosen on bytes that neither fit it nor score it."""
-    accuracies = []                             # (PROBE_VAL, PROBE_TEST) of each layer
+    """Fits a classifier for each layer on PROBE_TRAIN, chooses the layer on PROBE_VAL, returns its score on
+    PROBE_TEST."""
+    fit, val, test = (part == p for p in (PROBE_TRAIN, PROBE_VAL, PROBE_TEST))
+    best_val = -1.0
     for x in layers:
-        fit = part == PROBE_TRAIN
-        x = F.pad((x - x[fit].mean(0)) / (x[fit].std(0) + 1e-6), (0, 1), value=1.0)                 # with a bias
+        x = F.pad((x - x[fit].mean(0)) / (x[fit].std(0) + 1e-6), (0, 1), value=1.0)                 # 1 for the bias
         guess = (x @ fit_classifier(x[fit], y[fit], int(y.max()) + 1)).argmax(1)
-        accuracies.append([balanced_accuracy(guess[part == p], y[part == p]) for p in (PROBE_VAL, PROBE_TEST)])
-    return max(accuracies, key=lambda pair: pair[0])[1]
+        val_accuracy = balanced_accuracy(guess[val], y[val])
+        if val_accuracy > best_val:
+            best_val = val_accuracy
+            accuracy = balanced_accuracy(guess[test], y[test])
+    return accuracy
 
 
 def fit_classifier(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> weights (C, K) of logistic regression
-    """All classes weigh the same, however rare."""
+    """Rare classes have the same total weight as frequent ones."""
     weight = len(y) / (K * torch.bincount(y, minlength=K).clamp(min=1))
     W = torch.zeros(x.size(1), K, requires_grad=True)
     solver = torch.optim.LBFGS([W], max_iter=60, line_search_fn="strong_wolfe")
@@ -482,9 +518,9 @@ def fit_classifier(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> weights (C, K) o
         loss = F.cross_entropy(x @ W, y, weight=weight) + decay * W.square().sum()
         loss.backward()
         return loss
-    solver.step(closure)                        # enables gradients by itself
+    solver.step(closure)                        # enables gradients, even under no_grad
     return W.detach()
 
 
-def balanced_accuracy(guess, y):  # (N,), (N,) -> the mean over classes of the share that is right
+def balanced_accuracy(guess, y):  # (N,), (N,) -> share of correct guesses in each class, averaged over the classes
     return statistics.fmean(float((guess[y == k] == k).float().mean()) for k in y.unique().tolist())

@@ -1,4 +1,4 @@
-"""Draw a row of every objective, as the functions that make the batches lay it out:
+"""Draw a training row of every objective, and who attends to whom in it. The rows are made by the objectives' own code.
 
     pip install matplotlib && python -m experiments.figures
 
@@ -21,12 +21,12 @@ TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat,
 READ, TARGET, SPECIAL, LABEL, NO_LOSS = "#dde8f5", "#f9e3c8", "#c9b6e4", "#cfe8cf", "white"
 COLORS = {READ: "input", TARGET: "target", SPECIAL: "special id", LABEL: "label, a number for the row",
           NO_LOSS: "no loss"}
-CIRCLED = "STIXGeneral"                         # of matplotlib's own fonts the one with letters in circles
+CIRCLED = "STIXGeneral"                         # the only font of matplotlib with letters in circles
 MEANINGS = {MASK: "MASK: hides a byte", CLS: "CLS: where a row is classified", SEP: "SEP: ends a text",
             EOT: "EOT: end of a document", PRE: "PRE: starts a prefix", SUF: "SUF: a suffix", MID: "MID: a middle",
             PAD: "PAD: fills the row", MODE_R: "R: short spans", MODE_S: "S: a suffix follows", MODE_X: "X: long spans",
             SENTINEL: "extra_id_0: the first span", 128: "byte: no character"}
-# lines: (title, cells, color) each, where a cell is an id, or the text of a label; mask (T, T): who attends to whom
+# lines: list of (title, cells, color); a cell is an id, or the text of a label. mask (T, T): who attends to whom
 Row = namedtuple("Row", "title lines mask")
 
 
@@ -39,7 +39,7 @@ def attention_of(batch, b):  # -> (T, T) bool
     return batch["mask"][b] if "mask" in batch else can_attend(q[:, None], q, prefix_of(batch, b))
 
 
-def lines_of(batch, b):
+def lines_of(batch, b):  # -> [(title, cells, color)]
     inp = batch["inp"][b].flatten().tolist()
     lines = [("inp", inp, READ)]
     for key in ("tgt", "future_tgt"):
@@ -52,15 +52,16 @@ def lines_of(batch, b):
     return lines
 
 
-def kind_of(batch, b):  # -> the kind of attention, the control id that the row starts with or None
-    """Rows of one kind look alike: one of each is drawn."""
+def kind_of(batch, b):  # -> the kind of attention, and the mode or CLS that the row starts with, or None
+    """One row of each kind is drawn."""
     P = prefix_of(batch, b)
+    attention = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(P, "prefix LM")
     first = int(batch["inp"][b].flatten()[0])
-    return {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(P), first if MASK < first < SENTINEL else None
+    return attention, first if MASK < first < SENTINEL else None
 
 
-def interest(batch, b):  # -> what is larger for a row that shows more
-    """Kinds of special ids, a label that is not 0, a prefix near the middle, few PAD."""
+def interest(batch, b):  # -> a tuple, larger for a row that shows more
+    """In order: the number of different special ids, a label other than 0, a prefix near the middle, few PADs."""
     ids = batch["inp"][b].flatten()
     n_special = len({i for i in ids.tolist() if i >= PAD or i == EOT} - {PAD})
     has_label = "labels" in batch and bool(batch["labels"][b].any())
@@ -68,15 +69,15 @@ def interest(batch, b):  # -> what is larger for a row that shows more
     return n_special, has_label, min(P, len(ids) - P), -int((ids == PAD).sum())
 
 
-def rows_of(name):  # -> [Row]: one of each kind, the one with most special ids first
+def rows_of(name):  # -> [Row]: one of each kind, the most interesting first
     argv = ["--objective", name, "--device", "cpu", "--block_size", str(T), "--batch_size", str(B)]
-    if "span_mean" in OBJECTIVES[name].flags:   # more than one span in so short a row
+    if "span_mean" in OBJECTIVES[name].flags:   # short spans, so that a row of 32 has several
         argv += ["--span_mean", "3"]
     hp = get_config(argv)
     [member] = get_members(hp)
     x = from_bytes(TEXT[:member.n]).long().expand(B, -1)
     batch = member.objective.corrupt(x, make_rng("rows"), hp)
-    best = {}                                   # {kind: row}
+    best = {}                                   # {kind: number of its most interesting row}
     for b in range(B):
         kind = kind_of(batch, b)
         if kind not in best or interest(batch, b) > interest(batch, best[kind]):
@@ -89,7 +90,7 @@ def rows_of(name):  # -> [Row]: one of each kind, the one with most special ids 
 
 
 # ---- drawing
-def cell(i, color):  # -> its text, its color
+def cell(i, color):  # an id or the text of a label -> its text, its color
     if isinstance(i, str):
         return i, color
     if i == IGNORE_INDEX:
@@ -115,7 +116,7 @@ def draw_row(axis, row, rectangle):
             axis.text(x + 0.5, 0.5 - y, text, ha="center", va="center", fontsize=8 if text.isascii() else 10,
                       family=["DejaVu Sans Mono", CIRCLED])
     width = len(row.mask)
-    for x in range(width, len(row.lines[0][1]), width):         # several texts in one row
+    for x in range(width, len(row.lines[0][1]), width):         # between the two texts of a contrastive pair
         axis.plot([x, x], [1 - len(row.lines), 1], color="black", lw=2)
     axis.set(xlim=(-4, T), ylim=(1 - len(row.lines), 1))
     axis.set_title(row.title, fontsize=8, loc="left", pad=2)
@@ -128,7 +129,7 @@ def draw(rows, path):
     except ImportError:
         fail("matplotlib is not installed. Try: pip install matplotlib")
     heights = [len(row.lines) + 0.9 for row in rows]
-    head = 3.2                                  # the legend
+    head = 3.2                                  # height of the legend, in lines
     figure = Figure((11, 0.3 * (sum(heights) + head)))
     axes = figure.subplots(len(rows), 2, width_ratios=[12, 1], height_ratios=heights)
     for row, (left, right) in zip(rows, axes):
@@ -138,14 +139,14 @@ def draw(rows, path):
         right.axis("off")
     handles = [Rectangle((0, 0), 1, 1, fc=color, ec="#cccccc") for color in COLORS]
     figure.legend(handles, COLORS.values(), loc="upper center", ncol=len(COLORS), fontsize=7, frameon=False)
-    share = 0.3 / figure.get_figheight()        # of a line of the legend
+    share = 0.3 / figure.get_figheight()        # height of a line, as a share of the figure
     for k, text in enumerate(legend_texts(rows)):
         figure.text(0.5, 1 - share * (1.2 + 0.55 * k), text, ha="center", va="top", fontsize=6.5,
                     family=["DejaVu Sans", CIRCLED])
     figure.tight_layout(h_pad=0.3, rect=(0, 0, 1, 1 - share * head))
     try:
         figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as e:          # ValueError: no such format
+    except (OSError, ValueError) as e:          # ValueError: unknown format
         fail(f"--out {path}: cannot be written ({e}). Try another folder, or a name that ends with .png")
 
 

@@ -1,12 +1,12 @@
 """Check and measure this repository on an NVIDIA GPU, and write one report of plain text.
 
-    python -m experiments.gpu_check                                 half an hour of steps, the most useful first
-    python -m experiments.gpu_check --nanogpt ../nanoGPT            with a checkout of karpathy/nanoGPT beside ours
-    python -m experiments.gpu_check --minutes 600                   until all steps are done, the comparison included
-    python -m experiments.gpu_check --device cpu --small            tries this program itself on a CPU, in minutes
+    python -m experiments.gpu_check                                 half an hour, the most useful steps first
+    python -m experiments.gpu_check --nanogpt ../nanoGPT            also measures a checkout of karpathy/nanoGPT
+    python -m experiments.gpu_check --minutes 600                   time enough for all steps
+    python -m experiments.gpu_check --device cpu --small            tests this program itself on a CPU, in minutes
 
-A step is a command in a process of its own. Its output is kept in --out_dir; the same command again continues with
-the steps that have not finished. Please send report.txt to the authors, whatever it says.
+Each step is a command that runs in its own process. Its output is kept in --out_dir. If you run the same command again,
+it runs the steps that have not finished yet. Please send report.txt to the authors, whatever it says.
 """
 import os
 import subprocess
@@ -23,24 +23,24 @@ from run import resolve_device, run_program
 from torch.utils.collect_env import get_pretty_env_info
 
 FLAGS = {
-    "minutes": Flag(30.0, "time for all steps; the step that runs when it ends is stopped", 0.01, 1e5),
+    "minutes": Flag(30.0, "time for all steps; the step that is running at the end is stopped", 0.01, 1e5),
     "out_dir": Flag("out/gpu_check", "folder of the report and of each step's output"),
-    "device": Flag("cuda", "cuda, cuda:1, or cpu to try this program"),
-    "small": Flag(False, "tiny models and few steps, to try this program"),
+    "device": Flag("cuda", "cuda, cuda:1, or cpu to test this program"),
+    "small": Flag(False, "tiny models and few steps, to test this program"),
     "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT, measured in the same runs"),
-    "data": Flag("", "text for the time to a loss, such as tinyshakespeare; without it that step is left out"),
+    "data": Flag("", "text to measure the time to a loss on, such as tinyshakespeare; default: skip this step"),
 }
 SIZE_384 = "--n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --batch_size 64"
 SIZE_768 = "--n_layer 12 --n_head 6 --n_embd 768 --block_size 1024 --batch_size 32"
 SIZE_128 = "--n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12"
 SMALL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 128 --batch_size 4 --ngram_rows 64 --eval_iters 1"
 FIRST = next(iter(OBJECTIVES))
-OF_EACH_MASK = {objective.attention: name for name, objective in reversed(OBJECTIVES.items())}      # {attention: name}
+OF_EACH_MASK = {objective.attention: name for name, objective in reversed(OBJECTIVES.items())}      # the first of each
 DRAFTING = [name for name, o in OBJECTIVES.items() if getattr(find_use(o, "continue"), "drafter", None)]
 Step = namedtuple("Step", "name words")         # words: arguments of the Python interpreter
 
 
-def list_steps(flags):  # -> [Step], the most useful first: numerics before speed, speed before training
+def list_steps(flags):  # -> [Step], the most useful first: tests, speed, training
     def command(program, size, *words):
         words = [*(SMALL if flags.small else size).split(), "--device", flags.device, *words]
         return ["-m", f"experiments.{program}", *words]
@@ -69,7 +69,8 @@ def list_steps(flags):  # -> [Step], the most useful first: numerics before spee
     return [*steps, Step("every objective", command("compare", SIZE_384, "--out_dir", out, *words))]
 
 
-def run_step(step, path, seconds):  # -> verdict; the output goes to path, which is renamed once the step has ended
+def run_step(step, path, seconds):  # -> verdict
+    """Writes the output to path + ".part", and renames that file to path when the step has ended by itself."""
     begin = time.perf_counter()
     with open(path + ".part", "w", encoding="utf-8") as f:
         try:
@@ -85,7 +86,7 @@ def run_step(step, path, seconds):  # -> verdict; the output goes to path, which
 
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.gpu_check", __doc__, FLAGS, argv)
-    resolve_device(flags.device)                # fails now where there is none
+    resolve_device(flags.device)                # fails now if there is no GPU
     machine = get_pretty_env_info()
     os.makedirs(flags.out_dir, exist_ok=True)
     report = os.path.join(flags.out_dir, "report.txt")
@@ -93,7 +94,8 @@ def main(argv=None):  # -> exit code
     deadline = time.perf_counter() + 60 * flags.minutes
     verdicts = dict.fromkeys(range(len(steps)), "not run")
     outputs = ""
-    for i, step in enumerate(steps):            # another command is another file
+    for i, step in enumerate(steps):
+        # the name depends on the command: a step with other words is run again
         path = os.path.join(flags.out_dir, f"{i + 1:02d}-{zlib.crc32(' '.join(step.words).encode()):08x}.txt")
         left = deadline - time.perf_counter()
         if os.path.exists(path):
@@ -107,8 +109,8 @@ def main(argv=None):  # -> exit code
                 outputs += f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n"
                 outputs += Path(file).read_text("utf-8", "replace")
         with open(report, "w", encoding="utf-8") as f:          # after each step: this program may be killed
-            f.write("\n".join([machine, "", *(f"{k + 1}. {each.name}: {verdicts[k]}" for k, each in enumerate(steps))]))
-            f.write(outputs + "\n")
+            summary = [f"{k + 1}. {each.name}: {verdicts[k]}" for k, each in enumerate(steps)]
+            f.write("\n".join([machine, "", *summary]) + outputs + "\n")
     print(f"report: {report}")
     return 1 if any("FAILED" in verdict for verdict in verdicts.values()) else 0
 

@@ -1,9 +1,11 @@
-"""Does the loss fall predictably with size, or with training? A power law, bits per byte = floor + a FLOPs^-b, fitted
-to all runs but the largest, predicts the largest, the last row: with floor 0 (Kaplan et al. 2020) and with the best one
-(Hoffmann et al. 2022). Means over seeds; each run has its own learning-rate schedule.
+"""Does the loss fall predictably with the size of a model, or with the length of its training?
 
-    python -m experiments.scaling --curves out/compare/sweep-n_embd-clm.csv             sizes, all of --steps
-    python -m experiments.scaling --curves out/compare/curves.csv                       numbers of steps, of --objective
+Fits a power law, bits per byte = floor + a TFLOP^-b, to all runs but the largest and predicts the largest, which is
+the last row of the table. One column has floor 0 (Kaplan et al. 2020), the other the floor that fits best (Hoffmann
+et al. 2022). Bits per byte are means over seeds. Each run has its own learning-rate schedule.
+
+    python -m experiments.scaling --curves out/compare/sweep-n_embd-clm.csv             models of different sizes
+    python -m experiments.scaling --curves out/compare/curves.csv                       different numbers of steps
 """
 import csv
 import math
@@ -15,29 +17,34 @@ from experiments.flags import parse_own_flags
 from run import run_program
 
 FLAGS = {"curves": Flag("out/compare/curves.csv", "curves.csv, or the .csv of --sweep n_embd or n_layer"),
-         "steps": Flag("1000", "of the runs of a table of sizes"),
-         "objective": Flag("clm", "row of a table of objectives")}
+         "steps": Flag("1000", "with the .csv of a sweep: number of steps of the runs"),
+         "objective": Flag("clm", "with curves.csv: objective of the runs")}
 
 
-def read_runs(flags):  # -> [(TFLOPs, bits per byte, row, steps)], sorted
+def read_runs(flags):  # -> [(TFLOP, bits per byte, row, steps)], sorted
     values = {}                                 # {(row, steps): {metric: [number of each seed]}}
     try:
         with open(flags.curves, encoding="utf-8", newline="") as f:
             head, *lines = csv.reader(f)
         for row, steps, _, metric, number in lines:
-            if row == flags.objective if head[0] == "objective" else steps == flags.steps:
+            is_chosen = row == flags.objective if head[0] == "objective" else steps == flags.steps
+            if is_chosen:
                 values.setdefault((row, steps), {}).setdefault(metric, []).append(float(number))
-        return sorted((statistics.fmean(found["tflop"]), statistics.fmean(found["left_to_right"]), *key)
-                      for key, found in values.items())
+        return sorted((statistics.fmean(metrics["tflop"]), statistics.fmean(metrics["left_to_right"]), *key)
+                      for key, metrics in values.items())
     except (OSError, ValueError, LookupError) as e:
         fail(f"--curves {flags.curves}: cannot be read ({e!r}). Try a .csv that compare wrote")
 
 
-def fit(points, floors):  # [(x, y)] -> floor, a, b of y = floor + a x^-b, least squares in log(y - floor)
+def fit(points, floors):  # [(x, y)] -> floor, a, b of y = floor + a x^-b
+    """For each floor, log(y - floor) is linear in log x: fits a line by least squares. Returns the law with the
+    smallest squared error of y."""
     laws = []
     for floor in floors:
         if floor < min(y for _, y in points):
-            line = statistics.linear_regression(*zip(*((math.log(x), math.log(y - floor)) for x, y in points)))
+            log_x = [math.log(x) for x, _ in points]
+            log_y = [math.log(y - floor) for _, y in points]
+            line = statistics.linear_regression(log_x, log_y)
             laws.append((floor, math.exp(line.intercept), -line.slope))
     return min(laws, key=lambda law: sum((predict(law, x) - y) ** 2 for x, y in points))
 
@@ -49,8 +56,8 @@ def predict(law, x):
 
 def main(argv=None):  # -> exit code
     runs = read_runs(parse_own_flags("python -m experiments.scaling", __doc__, FLAGS, argv))
-    if len(runs) < 5:                           # four to fit three parameters to, one to predict
-        fail(f"--curves: holds {len(runs)} runs of --objective or --steps, 5 are needed. Try more of them")
+    if len(runs) < 5:                           # four to fit three numbers, one to predict
+        fail(f"--curves: holds {len(runs)} runs with this --objective or --steps, but 5 are needed. Try more runs")
     points = [(x, bits) for x, bits, *_ in runs[:-1]]
     laws = [fit(points, [0.0]), fit(points, [i / 1000 for i in range(8000)])]
     rows = [["", "steps", "TFLOP", "bits per byte", *(f"{c:.3f} + {a:.3f} TFLOP^{-b:.3f}" for c, a, b in laws)]]

@@ -12,14 +12,14 @@ from data import make_rng
 from model import ModelConfig, Transformer
 from objectives import get_members
 
-torch.set_num_threads(1)                        # tensors are so small that threads would wait for each other
+torch.set_num_threads(1)                        # on tensors this small, several threads are slower
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
 
 
 @pytest.fixture(autouse=True)
-def torch_as_before():  # a run sets torch's global switches
+def restore_torch_switches():  # a run sets them for the whole process
     precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     yield
@@ -36,24 +36,26 @@ def text(tmp_path, monkeypatch):  # a text file in an empty current folder
 
 
 @pytest.fixture
-def refuses(capsys):  # (hint, function, its arguments) -> stdout, the line with the hint; exit code 2
+def refuses(capsys):
+    """refuses(hint, function, *args) checks that function(*args) exits with code 2 and one line on stderr that contains
+    the hint. Returns its stdout and that line."""
     def check(hint, function, *args):
         capsys.readouterr()
         code = None
         try:
             function(*args)
-        except SystemExit as e:                 # not kept, since with it the run's files would stay open
+        except SystemExit as e:                 # the exception is not kept: it would keep the run's files open
             code = e.code
         out, err = capsys.readouterr()
-        [line] = [line for line in err.splitlines() if not line.startswith("--- out/")]             # sample.py's run
+        [line] = [line for line in err.splitlines() if not line.startswith("--- out/")]     # sample.py names its run
         assert code == 2 and line.startswith("error: ") and hint in line, line
         return out, line
     return check
 
 
 def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
-    """Every parameter and the n-gram table are N(0, .3): at zero-init nothing mixes positions, so a mask's test passes
-    on anything."""
+    """Returns a model whose parameters and n-gram table are N(0, .3). As initialized, no layer mixes positions, so that
+    even a wrong mask would pass its test."""
     config = ModelConfig(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)
     return randomize(Transformer(config, dtype), seed)
 
@@ -67,20 +69,20 @@ def randomize(module, seed=0):
     return module
 
 
-def settings(name, T, **changes):  # every setting of a run of that objective or mixture, in rows of T
+def settings(name, T, **changes):  # -> all settings of a run of this objective or mixture, in rows of T positions
     tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
                 init_step=0, resume="", progress=1.0, members={})
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 
-def clean_windows(hp, B, seed=0):  # (B, n) random bytes without a NUL, in lines
+def clean_windows(hp, B, seed=0):  # -> (B, n) random bytes without NULs; one in 12 is a newline
     n = get_members(hp)[0].n
     g = make_rng(f"windows {seed}")
     x = torch.randint(1, 256, (B, n), generator=g)
     return x.masked_fill(torch.rand(B, n, generator=g) < 1 / 12, ord("\n"))
 
 
-def equal(a, b):  # nested dicts, lists and tensors, to the bit
+def equal(a, b):  # are nested dicts, lists and tensors equal to the bit?
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -90,16 +92,17 @@ def equal(a, b):  # nested dicts, lists and tensors, to the bit
     return a == b
 
 
-def chi2(counts, p):  # counts, their probabilities -> over the kinds of which more than one is expected
+def chi2(counts, p):  # counts of outcomes, their probabilities -> statistic of those expected more than once
     expected = counts.sum().double() * p + torch.zeros_like(counts)
     assert counts[expected < 1e-6].sum() == 0, "an impossible outcome was sampled"
     return float(((counts - expected) ** 2 / expected)[expected > 1].sum())
 
 
 class NoWaiting(TorchDispatchMode):
-    """Counts operations and refuses those that wait for the device or whose result has a data-dependent shape."""
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2",
-               "lift_fresh")                    # the last: a list from the host
+    """Counts operations, and fails on those that wait for the device or whose result has a shape that depends on data.
+    A CUDA graph cannot capture these."""
+    # lift_fresh makes a tensor from a list on the host
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "lift_fresh")
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -113,19 +116,19 @@ class NoWaiting(TorchDispatchMode):
 
 
 class Recording(NoWaiting):
-    """A CUDA graph on the CPU. As a context it runs operations and records each with its tensors; `replay` runs the
-    same operations on the same tensors again. Python does not run again: a number that it computed stays what it was.
-    Random operations draw from the generators that they drew from."""
+    """A CUDA graph on the CPU. As a context manager it runs operations and records each with its tensors. `replay` runs
+    the same operations on the same tensors again, without running any Python code: a number that Python has computed
+    does not change. Random operations draw from the same generators again."""
 
     def __init__(self):
         super().__init__()
-        self.operations = []                    # (operation, args, kwargs, results in new memory) each
+        self.operations = []                    # (operation, args, kwargs, results; None if not in new memory)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = super().__torch_dispatch__(func, types, args, kwargs)
         given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
-        # a result in an argument's memory is a view of it, or was written in place
+        # a result in the memory of an argument is a view of it, or was written in place
         new = [t if t.untyped_storage().data_ptr() not in given else None for t in tensors_in(out)]
         self.operations.append((func, args, kwargs, new))
         return out
@@ -140,5 +143,5 @@ class Recording(NoWaiting):
                     recorded.copy_(again)
 
 
-def tensors_in(tree):  # -> the tensors among its leaves, in order
+def tensors_in(tree):  # nested tuples, lists and dicts -> the tensors in them, in order
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

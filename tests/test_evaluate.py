@@ -1,4 +1,4 @@
-"""Each evaluation against a case made by hand, and the table of written text."""
+"""Each evaluation gives the right figure in a case made by hand. Also the table of written text."""
 import dataclasses
 import math
 import os
@@ -21,7 +21,8 @@ def ids(*shape):
 
 
 @torch.no_grad()
-def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):  # of a random model; use: of Predict
+def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):
+    """Evaluates a random model. use (mode, predict) replaces the objective's uses."""
     hp = settings(name, T, **changes)
     objective = OBJECTIVES[name]
     if use:
@@ -32,7 +33,7 @@ def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):  # of 
 
 
 class Copies:
-    """A model whose logits point at the byte that it reads."""
+    """A model that predicts the byte that it reads."""
 
     def __call__(self, row, prefix=0, positions=None):
         return row
@@ -44,8 +45,8 @@ class Copies:
 # ---- bits per byte of a middle
 @pytest.mark.parametrize("mode", ["continue", "fill", "infill"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_byte_of_a_middle_is_predicted_from_what_is_given_and_the_middle_before_it(name, mode):
-    """So the chain rule makes a code length of the bits. Each sees the left side, and the right where it is given."""
+def test_a_byte_of_a_middle_is_predicted_from_the_sides_and_the_middle_before_it(name, mode):
+    """Otherwise the bits would not add up to those of the middle. The right side is not read by mode continue."""
     use = find_use(OBJECTIVES[name], mode)
     objective = dataclasses.replace(OBJECTIVES[name], uses=(use,))
     net, x, a, m = randomized().requires_grad_(False), ids(2, 20), 8, 4
@@ -54,11 +55,11 @@ def test_a_byte_of_a_middle_is_predicted_from_what_is_given_and_the_middle_befor
         logits_of = evaluate.left_logits if mode == "continue" else evaluate.infill_logits
         return logits_of(net, objective, settings(name, 64), x, a, m)
 
-    def changed(i):  # which of the m positions' logits move when byte i of the row does
+    def changed(i):  # -> [bool]: do the logits of each byte of the middle change if byte i of the row does?
         other = x.clone()
         other[:, i] = 1 + other[:, i] % 255
         return ((predict(other) - predict(x)).abs().amax((0, 2)) > 1e-6).tolist()
-    n = m + (mode == "infill")                  # an end is predicted, too
+    n = m + (mode == "infill")                  # the end is predicted, too
     for i in range(m if use else 0):
         assert changed(a + i) == [j > i for j in range(n)]
         assert all(changed(a - 1)) and changed(a + m) == [mode != "continue"] * n
@@ -66,8 +67,8 @@ def test_a_byte_of_a_middle_is_predicted_from_what_is_given_and_the_middle_befor
         assert not torch.allclose(predict(x), predict(x, dataclasses.replace(objective, positions=None)))
 
 
-def test_the_end_of_a_text_does_not_compete_with_its_bytes():
-    """Objectives that end a hole with EOT would pay for it, those that end it with a sentinel would not."""
+def test_bits_of_bytes_do_not_depend_on_how_a_hole_ends():
+    """Otherwise objectives that end a hole with EOT, which is a byte, would need more bits than others."""
     logits, x = torch.zeros(2, 3, 512), ids(2, 3)
     logits[..., EOT] = 9.0
     logits[..., 256:] = 9.0
@@ -78,8 +79,8 @@ def test_the_end_of_a_text_does_not_compete_with_its_bytes():
 
 
 @pytest.mark.parametrize("name", ["span", "ul2", "fim"])
-def test_an_end_competes_and_counts_where_the_model_must_find_it(name):
-    """The bits of what sample.infill would have to write, id by id. EOT ends a hole, too."""
+def test_bits_with_the_end_are_those_of_all_that_infilling_writes(name):
+    """Computed here id by id. EOT also ends a hole."""
     net, x, a, m = randomized().requires_grad_(False), ids(1, 20), 8, 4
     objective = OBJECTIVES[name]
     hp = settings(name, 64)
@@ -96,7 +97,7 @@ def test_an_end_competes_and_counts_where_the_model_must_find_it(name):
 
 
 def test_holes_lie_in_the_middle(monkeypatch):
-    """In windows that hold the numbers of their columns. A model that writes the ends of holes has bits with these."""
+    """Windows hold the numbers of their columns. Only a model that writes the ends of holes has bits with the end."""
     monkeypatch.setattr(evaluate, "windows", lambda text, n, count, key: torch.arange(n).expand(count, n))
     monkeypatch.setattr(evaluate, "middle_logits", lambda predict, net, objective, hp, x, a, m: torch.zeros(
         len(x), m + (predict is evaluate.infill_logits and objective.name == "ul2"), int(x[0, a])))
@@ -111,7 +112,7 @@ def test_holes_lie_in_the_middle(monkeypatch):
 
 @pytest.mark.parametrize("name", ["clm", "prefix", "mlm", "mdlm", "hybrid"])
 def test_a_run_with_doc_mask_is_evaluated_across_documents(name, monkeypatch):
-    """With the same weights it has the same figures as without --doc_mask."""
+    """The same weights give the same figures with and without --doc_mask."""
     monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 256)
     monkeypatch.setattr(evaluate, "CHAIN_WINDOWS", 2)
     text = from_bytes(b"ab\0c\0" * 2000)         # every window holds ends of documents
@@ -125,16 +126,16 @@ def test_a_run_with_doc_mask_is_evaluated_across_documents(name, monkeypatch):
 # ---- replaced bytes
 @pytest.mark.parametrize("name", ["clm", "mlm"])
 def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
-    class Knows(Copies):  # predicts the letter after the one on the left; what it sees it repeats
+    class Knows(Copies):  # knows that each letter follows the one on the left; repeats a byte that it sees
         def __call__(self, row, prefix):
             after = (row - 96) % 26 + 97
             return after if prefix == 0 else torch.where(row == MASK, after.roll(1, 1), row)
     text = torch.arange(97, 123).repeat(40).byte()
     found = evaluate.eval_corruption(Knows(), OBJECTIVES[name], settings(name, 64), text)
-    assert 0.8 < found["replaced_auc"] < 1, "a letter after a replaced one is a surprise too"
+    assert 0.8 < found["replaced_auc"] < 1, "a letter after a replaced one is a surprise, too"
 
 
-def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_the_texts(monkeypatch):
+def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_in_the_text(monkeypatch):
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.full((64, 62), ord("b")))
     seen = []
     use = "mark", lambda model, x: seen.append(x) or (x != ord("b")).float()
@@ -144,7 +145,7 @@ def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_the_texts(monk
     assert share == [pytest.approx(0.05, abs=0.01), pytest.approx(0.025, abs=0.01)]
 
 
-def test_auc_is_the_chance_of_the_right_order():
+def test_auc_is_the_share_of_pairs_in_the_right_order():
     scores = torch.randint(0, 6, (60,), generator=make_rng("s")).float()
     labels = torch.randint(0, 2, (60,), generator=make_rng("l"))
     ones = scores[labels == 1][:, None]
@@ -152,22 +153,22 @@ def test_auc_is_the_chance_of_the_right_order():
     want = (ones > zeros).double().mean() + 0.5 * (ones == zeros).double().mean()
     assert float(evaluate.auc(scores, labels)) == pytest.approx(float(want))
     assert float(evaluate.auc(torch.zeros(60), labels)) == 0.5
-    assert float(evaluate.auc(scores, torch.zeros(60))) == 0.5, "one of the two is missing"
+    assert float(evaluate.auc(scores, torch.zeros(60))) == 0.5, "one class is missing"
 
 
 # ---- tasks
-def test_a_mark_is_right_where_the_letter_was_replaced():
-    windows = SENTENCES.long().unfold(0, 64, 1)[:45]            # all that there are
+def test_a_typo_is_found_by_a_model_that_knows_the_text():
+    windows = SENTENCES.long().unfold(0, 64, 1)[:45]            # all windows of this text
 
-    def replaced(model, x):
-        off = windows != x[:, None]                             # (N, 45, 64)
-        return off[torch.arange(len(x)), off.sum(2).argmin(1)].float()
-    found = measure(evaluate.eval_typos, "electra", use=("mark", replaced))
-    assert found["task"] == 1 and found["task_baseline"] > 0.95         # two pairs that no other text has
+    def differs(model, x):  # -> (N, 64): from the window that differs in the fewest bytes
+        differences = windows != x[:, None]                     # (N, 45, 64)
+        return differences[torch.arange(len(x)), differences.sum(2).argmin(1)].float()
+    found = measure(evaluate.eval_typos, "electra", use=("mark", differs))
+    assert found["task"] == 1 and found["task_baseline"] > 0.95         # few typos form a pair that the text has
 
 
 @pytest.mark.parametrize("shift, recall", [(0, 1), (1, 0)])
-def test_recall_counts_the_halves_whose_nearest_is_their_own(shift, recall, monkeypatch):
+def test_retrieval_counts_the_halves_whose_nearest_is_their_own(shift, recall, monkeypatch):
     x = torch.arange(256)[:, None].expand(-1, 32)
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.cat((x, (x + shift) % 256), dim=1))
     use = "search", lambda model, x: F.one_hot(x[:, 0], 256).float()
@@ -181,7 +182,7 @@ def test_edit_distance_is_levenshteins():
 
 
 @pytest.mark.parametrize("repair, left", [(list, 1), (lambda noisy: [97] * len(noisy), 0)])
-def test_a_repair_that_copies_leaves_1_and_the_clean_text_0(repair, left, monkeypatch):
+def test_copying_repairs_nothing_and_the_clean_text_everything(repair, left, monkeypatch):
     monkeypatch.setattr(evaluate.sample, "repair", lambda model, objective, noisy, *rest, **how: repair(noisy))
     found = measure(evaluate.eval_repairs, "bart", text=from_bytes(b"a" * 999), bart_noise="replace")
     assert found == {"task": left, "task_baseline": 1}
@@ -190,7 +191,7 @@ def test_a_repair_that_copies_leaves_1_and_the_clean_text_0(repair, left, monkey
 def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     rows = torch.tensor([[*b"abcdefghijklmnopqrstuvwxyz" * 9][:160]] * 96 + [[32] * 160] * 32)
 
-    def infill(model, objective, hp, ids, P, holes, most, *rest, temperature):      # blanks end one too late
+    def infill(model, objective, hp, ids, P, holes, most, *rest, temperature):      # writes one byte too many
         assert most == 20 and temperature == 0, "as sample.py fills them"
         return ([[32] * 5], True) if ids[0] == 32 else ([[*rows[0, 78:82].tolist(), 0]], False)
     monkeypatch.setattr(evaluate, "windows", lambda *args: rows)
@@ -201,18 +202,18 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
 
 
 @pytest.mark.parametrize("name, chance", [("nsp", 1 / 2), ("rotation", 1 / 32)])
-def test_a_random_model_answers_by_chance(name, chance):
+def test_a_random_model_has_the_accuracy_of_chance(name, chance):
     found = measure(evaluate.eval_accuracy, name, 32)
     assert found["task_baseline"] == chance and abs(found["task"] - chance) < 0.1
 
 
-def test_lines_are_weighed_by_their_bytes_and_repeats_are_not_distinct(monkeypatch):
+def test_lines_count_by_their_bytes_and_repeated_lines_are_not_distinct(monkeypatch):
     rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\nit's\nw = 4)\na $ b\nx = 1\ncut"]])
-    assert evaluate.line_figures(rows) == (15 / 36, 6 / 7, 7), "x = 1, z = 3, x = 1 tokenize, the others do not"
+    assert evaluate.line_figures(rows) == (15 / 36, 6 / 7, 7), "only x = 1, z = 3, x = 1 tokenize"
     monkeypatch.setattr(evaluate, "write", lambda m, o, hp, order, x, g: torch.tensor([*b"a\n"]).repeat(len(x), 80))
     found = measure(evaluate.eval_tokenizable_lines, "mdlm", 160)
-    assert found["task"] == 1 and found["distinct"] < 0.05, "a model that writes one letter a line is seen through"
-    assert measure(evaluate.eval_tokenizable_lines, "mlm", 160) == {}, "not trained at any rate"
+    assert found["task"] == 1 and found["distinct"] < 0.05, "one letter a line"
+    assert measure(evaluate.eval_tokenizable_lines, "mlm", 160) == {}, "not trained on rows of MASKs"
 
 
 # ---- probes
@@ -220,12 +221,12 @@ def test_states_are_read_under_the_objectives_own_mask():
     net, x, T = randomized().requires_grad_(False), ids(3, 24), 12
     other = x.clone()
     other[:, 8] = 1 + other[:, 8] % 255
-    for name, first in (("clm", 8), ("mlm", 0)):                # in the first of two blocks alone
+    for name, first in (("clm", 8), ("mlm", 0)):                # byte 8 is read only in the first of two rows
         a, b = (evaluate.layer_states(net, OBJECTIVES[name], settings(name, T), z) for z in (x, other))
         assert (a - b)[1].abs().amax((0, 2)).gt(0).tolist() == [first <= i < T for i in range(24)]
 
 
-def test_what_the_probe_scores_no_model_was_trained_on(monkeypatch):
+def test_the_probe_of_bytes_is_scored_on_held_out_documents(monkeypatch):
     documents = {str(i): b"".join(b"name%d_%d = %d\n" % (i, k, 7 * k) for k in range(60)) for i in range(30)}
     documents |= {"3": b"def (" * 99, "4": b"x = 1\n"}          # not Python; too short
     monkeypatch.setattr(evaluate, "read_stdlib", lambda: documents)
@@ -236,7 +237,7 @@ def test_what_the_probe_scores_no_model_was_trained_on(monkeypatch):
     assert [int((data.part[:, 0] == part).sum()) for part in range(3)] == [3 * 19, 3 * 6, 9 * 3]
 
 
-def test_every_byte_of_a_program_has_its_class():
+def test_bytes_have_the_class_of_their_token():
     def classes(text):
         return "".join(" kxscno"[c] for c in evaluate.byte_classes(text).tolist())
     assert classes(b"if x1 == 'a': # b\n") == "kk xx oo ssso ccc "
@@ -244,23 +245,23 @@ def test_every_byte_of_a_program_has_its_class():
     assert evaluate.byte_classes(b"def (") is None and evaluate.byte_classes(b"\xff") is None
 
 
-def test_a_layer_is_fit_chosen_and_scored_on_different_bytes_and_rare_classes_weigh_alike():
+def test_a_layer_is_fitted_chosen_and_scored_on_different_bytes_and_rare_classes_count_as_much():
     y, part = torch.arange(900) % 2, torch.arange(900) // 2 % 3
     noise = torch.randn(900, 1, generator=make_rng("layers"))
 
-    def layer(*signs):  # how it shows the class in PROBE_TRAIN, PROBE_VAL and PROBE_TEST; 0: not at all
+    def layer(*signs):  # shows the class with this sign in PROBE_TRAIN, PROBE_VAL, PROBE_TEST; 0: not at all
         sign = torch.tensor(signs)[part][:, None]
         return torch.where(sign == 0, noise, sign * ((2.0 * y - 1)[:, None] + 0.1 * noise))
     assert evaluate.probe_accuracy(torch.stack((noise, layer(1.0, 1.0, 1.0))), y, part) > 0.95
     both = torch.stack((layer(1.0, 1.0, 0.0), layer(1.0, 0.0, 1.0)))
-    assert evaluate.probe_accuracy(both, y, part) < 0.7, "not chosen on PROBE_TEST"
-    assert evaluate.probe_accuracy(layer(-1.0, 9.0, 1.0)[None], y, part) < 0.1, "not fit on PROBE_VAL"
+    assert evaluate.probe_accuracy(both, y, part) < 0.7, "the layer was chosen on PROBE_TEST"
+    assert evaluate.probe_accuracy(layer(-1.0, 9.0, 1.0)[None], y, part) < 0.1, "the layer was fitted on PROBE_VAL"
     rare = (torch.arange(900) // 6 % 15 == 0).long()
     assert evaluate.probe_accuracy((2 * rare[:, None] + noise)[None], rare, part) > 0.75
 
 
-def test_packages_are_told_apart_by_files_that_fit_no_classifier(monkeypatch):
-    """Those with the most files. The rows of the table without training find what the bytes alone tell."""
+def test_packages_are_scored_on_other_files_than_those_that_fit_the_classifier(monkeypatch):
+    """Only the largest packages are probed. The references without training can use the bytes alone."""
     top = evaluate.sysconfig.get_paths()["stdlib"]
     documents = {os.path.join(top, "module.py"): b"in no package" * 9}
     for package, n_files in (("small", 1), ("large", 9), ("medium", 6), ("encodings", 12)):
@@ -278,17 +279,17 @@ def test_packages_are_told_apart_by_files_that_fit_no_classifier(monkeypatch):
 # ---- written text
 @pytest.mark.parametrize("name, order", [("clm", "left to right"), ("ul2", "left to right"), ("hybrid", "left"),
                                          ("nsp", "confident"), ("mdlm", "ancestral")])
-def test_prompts_stay_and_everything_else_is_written(name, order):
+def test_writing_keeps_the_prompt_and_reads_nothing_else(name, order):
     assert order in writing.list_orders(OBJECTIVES[name])
     x = ids(3, 76)
     args = randomized(), OBJECTIVES[name], settings(name, 80), order
     written = evaluate.write(*args, x, make_rng("a"), steps=3)
     assert written.shape == x.shape and (written[:, :32] == x[:, :32]).all() and (written < 256).all()
     again = evaluate.write(*args, F.pad(x[:, :32], (0, 44), value=7), make_rng("a"), steps=3)
-    assert torch.equal(written, again), "nothing but the prompt is read"
+    assert torch.equal(written, again), "bytes after the prompt are read"
 
 
-def test_who_was_not_trained_on_rows_of_masks_fills_16_at_a_time(monkeypatch):
+def test_models_that_were_not_trained_on_rows_of_masks_fill_16_at_a_time(monkeypatch):
     seen = []
 
     def unmask(model, ids, *args, **how):
@@ -315,6 +316,6 @@ def test_the_table_of_written_text(text, tmp_path, capsys, refuses):
 
 def test_pieces_copied_from_the_training_text_are_counted():
     text = bytes(range(1, 201))
-    # a copy, another, white space alone, a piece that is too short
+    # a copied piece, one that is not, one that is blank and one that is too short, which do not count
     row = torch.tensor([[*text[5:53], *text[5:52], 9, *([32] * 48), *text[:20]]])
     assert writing.copied_share(row, text + b" " * 48) == 0.5

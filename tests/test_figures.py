@@ -14,16 +14,16 @@ from experiments import figures
 from objectives import IGNORE_INDEX, OBJECTIVES
 
 
-def test_one_row_of_each_kind_is_drawn_the_most_telling_first_and_every_id_is_explained():
+def test_one_row_of_each_kind_is_drawn_and_the_legend_explains_every_id():
     rows = {name: figures.rows_of(name) for name in OBJECTIVES}
     first = {name: [row.lines[0][1][0] for row in some] for name, some in rows.items()}
-    assert first["fim"][0] == PRE and len(first["fim"]) == 2, "a rearranged row, then a plain one"
+    assert first["fim"][0] == PRE and len(first["fim"]) == 2, "not first a rearranged row, then a plain one"
     assert set(first["ul2"]) == {MODE_R, MODE_S, MODE_X} and first["nsp"] == [CLS]
     assert [bool(row.mask.all()) for row in rows["hybrid"]] == [True, False]
     assert torch.equal(rows["clm"][0].mask, torch.ones(figures.T, figures.T).tril().bool())
-    assert rows["bd3lm"][0].mask[0].nonzero().tolist() == [[0], [1], [2], [3]], "the batch's own mask: a block of 4"
-    assert len(rows["mlm"]) == 1, "a MASK at the start is no kind of row"
-    assert rows["rotation"][0].lines[-1][1] != ["0"], "it is rotated"
+    assert rows["bd3lm"][0].mask[0].nonzero().tolist() == [[0], [1], [2], [3]], "not the batch's mask, a block of 4"
+    assert len(rows["mlm"]) == 1, "a row that starts with a MASK is not another kind"
+    assert rows["rotation"][0].lines[-1][1] != ["0"], "the row is not rotated"
     legend = " ".join(figures.legend_texts([row for some in rows.values() for row in some]))
     for i in {i for some in rows.values() for row in some for _, ids, _ in row.lines for i in ids} - {IGNORE_INDEX}:
         text, color = figures.cell(i, figures.READ)
@@ -36,14 +36,34 @@ def test_the_picture_is_drawn(tmp_path):
     assert os.path.getsize(tmp_path / "rows.png") > 5000
 
 
+def names_in_code(source):  # text of a program -> [(line, name)]
+    """Finds strings that are an objective's name, or several with commas between them. Prose does not count: comments,
+    docstrings, texts with other words in them, and what is passed to Flag and fail, which may give examples."""
+    prose = set()
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_message = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Flag", "fail")
+        if is_docstring or is_message:
+            prose.update(ast.walk(node))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
+            found += [(node.lineno, name) for name in node.value.split(",") if name in OBJECTIVES]
+    return found
+
+
 @pytest.mark.parametrize("path", [run.__file__, train.__file__, sample.__file__,
                                   *glob.glob(os.path.join(os.path.dirname(figures.__file__), "*.py"))])
 def test_no_objective_is_named_in_the_code(path):
-    """What a program needs to know of an objective stands in its struct. Texts for the user may name examples."""
-    nodes = [*ast.walk(ast.parse(Path(path).read_text("utf-8")))]
-    texts = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
-    texts += [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Flag", "fail")]
-    allowed = {id(each) for node in texts for each in ast.walk(node) if isinstance(each, ast.Constant)}
-    code = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in allowed]
-    words = {word for text in code for word in str(text).replace(",", " ").split()}
-    assert set(OBJECTIVES) & words <= {"prefix", "span"}
+    """Otherwise a program would work for this objective only, and not for one that a fork adds."""
+    for line, name in names_in_code(Path(path).read_text("utf-8")):
+        assert name == "prefix", (
+            f'{path}, line {line} names the objective "{name}". Read a field of Objective, such as bpb or uses. '
+            "If the word does not mean an objective, give the new objective another name")
+
+
+def test_words_of_prose_are_no_names(monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "top", OBJECTIVES["clm"])
+    prose = '"""top"""\nprint("at the top", 1)  # top\nfail("top")\n'
+    assert names_in_code(prose + 'x = "top"\ny = "mlm,top"\n') == [(4, "top"), (5, "mlm"), (5, "top")]

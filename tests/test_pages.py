@@ -1,4 +1,4 @@
-"""Every command that a page or a help text prints is one that its program takes."""
+"""The commands on pages and in help texts are accepted by their programs."""
 import argparse
 import glob
 import importlib
@@ -20,17 +20,17 @@ PAGES = ["README.md", *(os.path.join("assets", name) for name in sorted(os.listd
                         if name.endswith(".md"))]
 
 
-def page_commands(page):  # -> those in blocks of code and in backticks, which may go on in the next line
+def page_commands(page):  # -> (program, flags) of commands in code blocks and in backticks, even across lines
     for i, text in enumerate(Path(ROOT, page).read_text("utf-8").split("```")):
         texts = text.splitlines() if i % 2 else re.findall(r"`([^`]+)`", text)
         for each in texts:
             yield from cut_commands(" ".join(each.split("\n")))
             if page.endswith("EXERCISES.md") and not i % 2 and re.match("--(budgets|sweep|objectives) ", each):
-                yield "-m experiments.compare", each        # the flags of a question
+                yield "-m experiments.compare", each        # exercises give the flags alone
 
 
 def help_commands(doc):
-    for line in doc.splitlines():               # what a command does stands after two spaces
+    for line in doc.splitlines():               # two spaces separate a command from its explanation
         yield from cut_commands(re.split(r"(?<=\S)  +", line)[0])
 
 
@@ -44,7 +44,7 @@ def cut_commands(line):  # "A && B # why" -> (program, flags) of A and of B
 def check(program, flags):
     flags = re.sub(r",?\.\.\.", "", flags)
     flags = re.sub(r"\b(NAME|all_tokens|recase)\b", "mlm", re.sub(r"\b(STEPS|WIDTH|N|T|B)\b(/32)?", "32", flags))
-    if flags.count('"') % 2:                    # a text that goes on in the next line
+    if flags.count('"') % 2:                    # the text continues in the next line
         flags += '"'
     argv = shlex.split(flags, comments=True)
     if program == "train.py":
@@ -68,7 +68,7 @@ def check(program, flags):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_pages_parse(page):
     found = [*page_commands(page)]
-    assert found or page.endswith("PARITY.md"), "a page without commands, or they are not recognized"
+    assert found or page.endswith("PARITY.md"), "no command was recognized"
     for command in found:
         check(*command)
 
@@ -89,7 +89,7 @@ def test_commands_of_the_gpu_check_parse():
             check(f"-m {words[1]}", shlex.join(words[2:]))
 
 
-def test_a_command_that_does_not_parse_is_found():
+def test_a_bad_command_is_noticed():
     for bad in ("python train.py --objectiv mlm", "python train.py --objective clm --mask_rate .3",
                 "python -m experiments.compare --sweep mask_rate", "python sample.py --top 3"):
         [command] = cut_commands(bad)

@@ -22,8 +22,8 @@ def test_the_largest_run_is_predicted_from_the_others(tmp_path, capsys, refuses)
     sizes = [(size, steps, x, law(x) + 0.1 * (size == 256)) for size, steps, x in some]
     assert scaling.main(["--curves", write_table(tmp_path / "a.csv", "n_embd", sizes), "--steps", "10"]) == 0
     last = capsys.readouterr().out.splitlines()[-1].split(" | ")
-    assert last[:4] == ["| 256", "10", "20", f"{law(20) + 0.1:.3f}"], "512 is of other steps"
-    assert float(last[5].strip(" |")) == pytest.approx(law(20), abs=3e-3), "it was not fitted to the largest"
+    assert last[:4] == ["| 256", "10", "20", f"{law(20) + 0.1:.3f}"], "512 has another number of steps"
+    assert float(last[5].strip(" |")) == pytest.approx(law(20), abs=3e-3), "the largest run is not fitted"
     steps = [(name, n, n, law(n)) for name in ("mlm", "clm") for n in (1, 2, 4, 8, 16)]
     path = write_table(tmp_path / "b.csv", "objective", steps)
     assert scaling.main(["--curves", path]) == 0 and capsys.readouterr().out.count("| clm |") == 5
