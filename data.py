@@ -2,8 +2,8 @@
 
 The ids of a file are its bytes: no tokenizer, no preparation. Large files are memory-mapped; the files of a folder are
 joined in memory. Byte 0 (NUL) is also EOT, the end of a document. The windows of a training step depend only on the
-seed, the step, and their number and length: resuming, evaluating more often, or dividing the same rows into more
-micro-batches does not change them.
+corpus, the seed, the step, and their number and length. So resuming a run, evaluating it more often, or dividing the
+same rows into more micro-batches does not change them.
 
 B rows, n bytes in a window, N bytes in a split of a source, S sources
 """
@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy|The given buffer i
 import torch  # noqa: E402
 
 # ids 0..255 are the bytes themselves; the ids after them never occur in a corpus
-EOT = 0                                         # NUL: text never contains it, and C strings end with it
+EOT = 0                                         # NUL: ordinary text does not contain it
 PAD, MASK, CLS, SEP, PRE, SUF, MID, MODE_R, MODE_S, MODE_X = range(256, 266)
 SENTINEL = 272                                  # <extra_id_0>; ids 266..271 are unused
 N_SENTINELS = 240
@@ -43,8 +43,8 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 # ---- flags and errors
 @dataclass(frozen=True)
 class Flag:
-    """A command-line flag. Values have the type of the default and are at least `low` and at most `high`. If the
-    default depends on the device or the optimizer, it is a dict such as {"cpu": 4, "cuda": 12}."""
+    """A command-line flag. Values have the type of the default and must be in [low, high]. If the default depends on
+    the device or the optimizer, it is a dict such as {"cpu": 4, "cuda": 12}."""
     default: object
     help: str
     low: float | None = None
@@ -53,7 +53,7 @@ class Flag:
 
 
 def fail(message):
-    """Reports a user error in one line on stderr (where, what, what to try instead) and exits with code 2."""
+    """Prints a user error on stderr, in one line (where, what, what to try instead), and exits with code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -76,8 +76,8 @@ def from_bytes(b):  # bytes -> (N,) uint8
 # ---- the corpus
 def open_corpus(specs):
     """Reads the sources of --data: files, folders or "stdlib", all with a ":weight" or all without. Returns a list of S
-    dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}. A weight is the share of the windows that come
-    from a source; without weights it is proportional to the size of train."""
+    dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}. The weight is the share of the windows that are
+    read from a source. By default it is proportional to the size of train."""
     named = [split_weight(spec) for spec in specs]
     unweighted = [path for path, weight in named if not weight]
     if 0 < len(unweighted) < len(named):
@@ -130,8 +130,8 @@ def read_stdlib():  # -> {path: contents} of the sources of Python's standard li
 
 
 def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: contents} sorted by path, number of skipped files
-    """Skips empty, binary (with a NUL), duplicate and unreadable files; ignores hidden files and the folders of runs.
-    The contents are held in memory: join a larger corpus into one file."""
+    """Skips empty, binary (with a NUL), duplicate and unreadable files, and ignores hidden files and folders of runs.
+    All contents are held in memory. If a corpus is too large for that, join its files into one file."""
     paths = []
     for root, dirs, files in os.walk(folder):
         if {"ckpt.pt", "best.pt"} & set(files):
@@ -152,9 +152,9 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: contents} s
 
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, with a NUL after each document
-    """Holds out every tenth document for validation. If that is less than 5% or more than 20% of the bytes,
-    spread_tenth chooses the documents. If its choice is not in this range either, the last tenth of the bytes is held
-    out, which may cut a document in two."""
+    """Holds out every tenth document for validation. If these are less than 5% or more than 20% of the bytes, tries the
+    choice of spread_tenth. If that is not in this range either, holds out the last tenth of the bytes, which may cut a
+    document in two."""
     every_tenth = [i % 10 == 9 for i in range(len(documents))]
     for is_val in every_tenth, spread_tenth(documents):
         train = [document for document, held_out in zip(documents, is_val) if not held_out]
@@ -164,14 +164,20 @@ def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, with a
     return split_file(from_bytes(b"\0".join(documents) + b"\0"))
 
 
-def spread_tenth(documents):  # [bytes] -> [bool]: True holds a document out
-    """Holds a document out if that brings the share of the bytes held out so far closer to a tenth."""
+def spread_tenth(documents):  # [bytes] -> [bool], True for the documents to hold out
+    """Goes through the documents and holds one out if the number of bytes held out so far is then closer to a tenth of
+    the bytes seen so far. Of documents of equal sizes, these are the 6th, the 16th, the 26th, ..."""
     is_val = []
-    n_seen = n_held_out = 0
-    for n in map(len, documents):
+    n_seen = 0
+    n_held_out = 0
+    for document in documents:
+        n = len(document)
         n_seen += n
-        is_val.append(abs(n_held_out + n - n_seen / 10) < abs(n_held_out - n_seen / 10))
-        n_held_out += n * is_val[-1]
+        # n_seen / 10 is closer to n_held_out + n than to n_held_out if it is above their middle
+        hold_out = n_seen / 10 > n_held_out + n / 2
+        if hold_out:
+            n_held_out += n
+        is_val.append(hold_out)
     return is_val
 
 
@@ -202,8 +208,8 @@ def stratified_uniform(B, g):  # -> (B,) double: a random number from each of B 
 def sample_windows(corpus, split, n, B, g):  # -> source (B,), offset (B,) of windows of n bytes, long, on the CPU
     """Samples a source for each window, then the offset of its first byte in that source. Both are stratified.
     For example, sources with weights .75 and .25 divide [0, 1) at .75. For B = 4, one number from each quarter of
-    [0, 1), such as .6, .1, .9, .3, selects the sources 0, 0, 1, 0. So the number of windows from a source is always
-    close to weight * B. A window may contain the end of a document, as in GPT's packing."""
+    [0, 1), such as .6, .1, .9, .3, selects the sources 0, 0, 1, 0. So the number of windows from a source always
+    differs by less than two from weight * B. A window may contain the end of a document, as in GPT's packing."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
     n_offsets = torch.tensor([len(s[split]) - n + 1 for s in corpus])
     source = torch.searchsorted(edges, stratified_uniform(B, g), right=True)
@@ -236,6 +242,8 @@ def check_sizes(corpus, n, T):  # fails if a split is shorter than the n bytes t
 # ---- compressors
 def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard library's compressors, for comparison
     text = to_bytes(data[:COMPRESSED_BYTES].cpu())
-    sizes = {"zlib": len(zlib.compress(text, 9)), "bz2": len(bz2.compress(text)), "lzma": len(lzma.compress(text))}
-    bits = ", ".join(f"{name} {8 * size / len(text):.3f}" for name, size in sizes.items())
-    return f"{bits} bits/byte on {len(text):,} of {len(data):,} bytes as one stream"
+    bits = []
+    for name, compressed in (("zlib", zlib.compress(text, 9)), ("bz2", bz2.compress(text)),
+                             ("lzma", lzma.compress(text))):
+        bits.append(f"{name} {8 * len(compressed) / len(text):.3f}")
+    return f"{', '.join(bits)} bits/byte on {len(text):,} of {len(data):,} bytes as one stream"

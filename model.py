@@ -1,12 +1,13 @@
 """The transformer that all objectives share: mask rule, blocks, n-gram embeddings, network, KV cache.
 
 B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys;
-W ids in the context of a position, N n-gram lengths, R rows of the n-gram table for each length
+W ids that the input of a position depends on, N n-gram lengths, R rows of the n-gram table for each length
 
-Pre-norm blocks with layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021), QK-norm (Henry
-et al. 2020; here a layer norm), ReLU^2 (So et al. 2021), no biases; output projections and the byte head start at zero.
-The first block reads a weighted sum of the embeddings of a byte and the three before it (similar to the Canon layers of
-Allen-Zhu 2025) plus hashed n-gram embeddings (Pagnoni et al. 2024). Objectives compute a loss from the hidden states.
+A pre-norm transformer: layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021), QK-norm
+(Henry et al. 2020; here a layer norm), ReLU^2 (So et al. 2021), no biases. The output projections of the blocks and the
+byte head are initialized to zero. The first block reads a weighted sum of the embeddings of a byte and of the three
+bytes before it (similar to the Canon layers of Allen-Zhu 2025), plus hashed n-gram embeddings (Pagnoni et al. 2024).
+The network returns hidden states, from which each objective computes its loss.
 """
 import functools
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 ROPE_BASE = 10000.0
-CONV_WIDTH = 4                                  # number of ids that the convolution over the embeddings reads
+CONV_WIDTH = 4                                  # number of ids that the convolution reads at each position
 NGRAMS = 3, 4, 5, 6                             # lengths of the n-grams that are embedded
 NGRAM_DIM = 32                                  # width of an n-gram embedding
 NGRAM_DECAY = 0.95                              # decay of the second moments of the n-gram table
 NGRAM_RATE = 6.0                                # learning rate of the n-gram table, relative to the other parameters
-CONTEXT_WIDTH = max(CONV_WIDTH, *NGRAMS)        # W: number of ids that the input of a position depends on
-NGRAM_IDS = 258                                 # bytes, PAD and MASK; n-grams that contain other ids are not embedded
+CONTEXT_WIDTH = max(CONV_WIDTH, *NGRAMS)        # W: the current id and the W - 1 ids before it
+NGRAM_IDS = 258                                 # only n-grams of ids below this (bytes, PAD, MASK) are embedded
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed integer
 
 
@@ -33,14 +34,14 @@ class ModelConfig:
     n_embd: int
     vocab_size: int = 512
     n_outputs: int = 512                        # the byte head predicts ids 0 .. n_outputs - 1
-    ngram_rows: int = 0                         # R; 0 turns n-gram embeddings off
-    attn_scale: float = 1.0                     # multiplies the attention logits; 2 is sharper
+    ngram_rows: int = 0                         # R; 0: no n-gram embeddings
+    attn_scale: float = 1.0                     # multiplies the attention logits; above 1, attention is sharper
 
 
 # ---- the mask rule
-def can_attend(q, k, prefix):
-    """The mask rule: True where the query at position q may attend to the key at position k. Arguments broadcast.
-    choose_attention has faster forms of this rule: if you change one, change both.
+def can_attend(q_pos, k_pos, prefix):
+    """The mask rule: True where the query at position q_pos may attend to the key at position k_pos. The arguments
+    broadcast. choose_attention has faster forms of this rule: if you change one, change both.
 
     causal (prefix 0)   prefix 2        bidirectional (prefix T)
       k 0 1 2 3           0 1 2 3         0 1 2 3
@@ -48,70 +49,86 @@ def can_attend(q, k, prefix):
       1 x x . .         1 x x . .       1 x x x x
       2 x x x .         2 x x x .       2 x x x x
       3 x x x x         3 x x x x       3 x x x x"""
-    return (k <= q) | (k < prefix)
+    return (k_pos <= q_pos) | (k_pos < prefix)
 
 
-def dense_mask(prefix, q, T_k):  # prefix an int or (B,), positions q (T_q,) -> (1 or B, T_q, T_k) bool
-    k = torch.arange(T_k, device=q.device)[None, None]
+def dense_mask(prefix, q_pos, T_k):  # prefix an int or (B,), q_pos (T_q,) -> (1 or B, T_q, T_k) bool
+    k_pos = torch.arange(T_k, device=q_pos.device)[None, None]                      # (1, 1, T_k)
     if not isinstance(prefix, int):
-        prefix = prefix[:, None, None]
-    return can_attend(q[:, None], k, prefix)
+        prefix = prefix[:, None, None]                                              # (B, 1, 1)
+    return can_attend(q_pos[:, None], k_pos, prefix)
 
 
-def choose_attention(prefix, q, T_k, config, dtype, mask=None):
-    """Returns the function attend(q (B, H, T_q, D), k, v (B, H, T_k, D)) -> (B, H, T_q, D) for a forward pass. Every
-    choice computes the same attention; which is fastest depends on the device and the mask. The argument q holds the
-    positions of the queries (T_q,), not the queries. mask: (B or 1, T_q, T_k) bool, replaces can_attend."""
-    cuda = q.device.type == "cuda"
+def choose_attention(prefix, q_pos, T_k, config, dtype, mask=None):
+    """Returns a function attend(q (B, H, T_q, D), k and v (B, H, T_k, D)) -> (B, H, T_q, D), which the blocks of a
+    forward pass share. All cases compute the same attention. Which one is fastest depends on the device and on the
+    mask. q_pos (T_q,): positions of the queries. mask (B or 1, T_q, T_k) bool: replaces can_attend."""
+    on_gpu = q_pos.device.type == "cuda"
+    has_cached_keys = len(q_pos) < T_k
     scale = config.attn_scale * (config.n_embd // config.n_head) ** -0.5
-    if cuda and mask is None and isinstance(prefix, int):       # kernels without a mask tensor are the fastest
-        if prefix == 0 and len(q) == T_k:
-            return functools.partial(F.scaled_dot_product_attention, is_causal=True, scale=scale)
-        if prefix >= T_k:
-            return functools.partial(F.scaled_dot_product_attention, scale=scale)
+    sdpa = functools.partial(F.scaled_dot_product_attention, scale=scale)
+
+    # on a GPU, kernels without a mask tensor are the fastest
+    needs_no_mask = on_gpu and mask is None and isinstance(prefix, int)
+    if needs_no_mask and prefix == 0 and not has_cached_keys:   # causal objectives, such as clm
+        return functools.partial(sdpa, is_causal=True)
+    if needs_no_mask and prefix >= T_k:         # bidirectional objectives, such as mlm
+        return sdpa
+
     if mask is None:
-        mask = dense_mask(prefix, q, T_k)
+        mask = dense_mask(prefix, q_pos, T_k)
     elif mask.stride(0) == 0:                   # one mask that was expanded to all rows
         mask = mask[:1]
-    allowed = mask[:, None]                     # (B or 1, 1, T_q, T_k)
-    if cuda or len(q) < T_k:                    # with a cache there is no backward pass, for which attend_dense is made
-        return functools.partial(F.scaled_dot_product_attention, attn_mask=allowed, scale=scale)
-    bias = torch.zeros(allowed.shape, dtype=dtype, device=q.device).masked_fill(~allowed, -torch.inf)
+    allowed = mask[:, None]                                                         # (B or 1, 1, T_q, T_k)
+
+    if on_gpu:                                  # rows of different prefixes (span), a mask (bd3lm), decoding
+        return functools.partial(sdpa, attn_mask=allowed)
+    if has_cached_keys:                         # decoding on a CPU: no backward pass, for which attend_dense is made
+        return functools.partial(sdpa, attn_mask=allowed)
+    # a CPU without a cache: all objectives in training
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=q_pos.device).masked_fill(~allowed, -torch.inf)
     if len(bias) > 1:
         bias = bias.expand(-1, config.n_head, -1, -1)
     return functools.partial(attend_dense, bias=bias.flatten(0, 1), scale=scale)
 
 
 def attend_dense(q, k, v, bias, scale):  # q (B, H, T_q, D), k and v (B, H, T_k, D) -> (B, H, T_q, D)
-    """softmax(scale q k^T + bias) v, where bias (1 or B H, T_q, T_k) is 0 where a query may attend and -inf elsewhere.
-    baddbmm adds the bias in the same kernel. On a CPU, scaled_dot_product_attention has a slower backward pass."""
-    att = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)     # (B H, T_q, T_k)
-    return (att.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
+    """softmax(scale q k^T + bias) v. bias (1 or B H, T_q, T_k) is 0 where a query may attend and -inf elsewhere.
+    baddbmm adds it in the same kernel. On a CPU, the backward pass of scaled_dot_product_attention is slower."""
+    logits = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)  # (B H, T_q, T_k)
+    y = logits.softmax(-1) @ v.flatten(0, 1)                                        # (B H, T_q, D)
+    return y.unflatten(0, q.shape[:2])
 
 
 # ---- blocks
 def norm(x):  # (..., C) -> (..., C) with mean 0 and variance 1
-    return F.layer_norm(x, (x.size(-1),))       # on a CPU this is one kernel, F.rms_norm is eight
+    return F.layer_norm(x, (x.size(-1),))       # on a CPU, this is one kernel and F.rms_norm is eight
 
 
-def rope_cos_sin(positions, D, dtype):  # positions (...) -> cos, sin (..., D), for apply_rope
+def rope_cos_sin(positions, D, dtype):
+    """Returns cos and sin (..., D) of the angles by which apply_rope rotates vectors at the positions (...). Channels i
+    and i + D / 2 share the angle position * ROPE_BASE^(-2 i / D). For example, position 1 and D = 4 give the angles 1
+    and 0.01, cos [0.54, 1.00, 0.54, 1.00] and sin [-0.84, -0.01, 0.84, 0.01]."""
     freq = ROPE_BASE ** (-torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D)
     angle = positions[..., None].float() * freq                                     # (..., D / 2)
     cos = angle.cos()
     sin = angle.sin()
-    pair = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+    cos = torch.cat((cos, cos), dim=-1).to(dtype)                                   # (..., D)
+    sin = torch.cat((-sin, sin), dim=-1).to(dtype)                                  # (..., D)
     # as_strided changes nothing, but torch.compile does not fuse it, so cos and sin are computed once, not per block
-    return [t.as_strided(t.size(), t.stride()) for t in pair]
+    return cos.as_strided(cos.size(), cos.stride()), sin.as_strided(sin.size(), sin.stride())
 
 
-def apply_rope(x, cos, sin):  # x (..., D) -> the same shape; rotates channels i and i + D / 2 by their angle
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
+def apply_rope(x, cos, sin):  # x (..., D) -> (..., D)
+    """Rotates each pair (a, b) of channels i and i + D / 2 to (a cos - b sin, b cos + a sin)."""
+    swapped = x.roll(x.size(-1) // 2, dims=-1)                                      # b where x has a, a where it has b
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 class StackedLinear(nn.Module):
-    """y = x W^T in x's dtype, with a float32 weight (stack, n_out, n_in). stack > 1 stores several linear layers of the
-    same input: the forward pass is one matrix product, but the optimizer sees separate matrices. Muon trains the
-    StackedLinear layers inside blocks, AdamW all other parameters."""
+    """y = x W^T in the dtype of x. The weight (stack, n_out, n_in) is float32. With stack > 1 it holds several linear
+    layers of the same input. The forward pass is then one matrix product, but the optimizer sees separate matrices.
+    Muon trains the StackedLinear layers inside blocks, AdamW all other parameters."""
 
     def __init__(self, n_in, n_out, stack=1, zero=False):
         super().__init__()
@@ -123,10 +140,11 @@ class StackedLinear(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each added to the residual stream.
-    A custom block must mask only through `attend` and keep x's dtype. With a cache, it must pass its new keys and
-    values to `append_kv` and attend over all that this returns; `attend` masks the empty slots. cos, sin: from
-    rope_cos_sin, ([B,] T, 1, 1, D), for queries and keys (B, T, 2, H, D)."""
+    """Attention, then an MLP. The output of each is added to the residual stream x.
+    cos, sin: ([B,] T, 1, 1, D), from rope_cos_sin; they rotate queries and keys (B, T, 2, H, D) together
+    attend: from choose_attention; its mask hides the empty slots of a cache
+    append_kv: with a cache, adds new keys and values to it, and returns those of all its slots
+    A custom block must mask only through `attend`, attend over what `append_kv` returns, and return x's dtype."""
 
     def __init__(self, config):
         super().__init__()
@@ -139,7 +157,7 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, attend, append_kv=None):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        # attention is the only layer of a block that mixes positions
+        # attention, the only layer of a block that mixes positions
         qkv = self.qkv(norm(x)).view(B, T, 3, self.n_head, C // self.n_head)
         qk, v = qkv.split((2, 1), dim=2)                                            # (B, T, 2, H, D), (B, T, 1, H, D)
         q, k = apply_rope(norm(qk), cos, sin).permute(2, 0, 3, 1, 4)                # QK-norm; both (B, H, T, D)
@@ -148,26 +166,29 @@ class Block(nn.Module):
             k, v = append_kv(k, v)                                                  # (B, H, T_k, D)
         y = attend(q, k, v)                                                         # (B, H, T, D)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+        # MLP
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
-def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, ngrams=None):
+def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, e=None, gains=None):
     """Applies the blocks to x (B, T, C) -> (B, T, C). prefix, cache, positions, mask: as in Transformer.forward.
-    ngrams: (embeddings (B, T, C), one gain (C,) per block); their product is added to the input of each block."""
+    e: (B, T, C) normalized n-gram embeddings; the input of block i is increased by e * gains[i], with gains[i] (C,)"""
     T = x.size(1)
     T_k = T
-    q = torch.arange(T, device=x.device)                                            # (T,): positions of the queries
+    q_pos = torch.arange(T, device=x.device)                                        # (T,): positions of the queries
     if cache is not None:
         T_k = cache.k[0].size(2)
-        q = q + cache.length
-    attend = choose_attention(prefix, q, T_k, config, x.dtype, mask)
-    positions = q if positions is None else positions
+        q_pos = q_pos + cache.length
+    if positions is None:
+        positions = q_pos
+    attend = choose_attention(prefix, q_pos, T_k, config, x.dtype, mask)
     cos, sin = rope_cos_sin(positions[..., None, None], config.n_embd // config.n_head, x.dtype)    # ([B,] T, 1, 1, D)
+    append_kv = None
     for i, block in enumerate(blocks):
-        if ngrams is not None:
-            e, gains = ngrams
+        if e is not None:
             x = x + e * gains[i]
-        append_kv = None if cache is None else functools.partial(cache.append_kv, i, q)
+        if cache is not None:
+            append_kv = functools.partial(cache.append_kv, i, q_pos)
         x = block(x, cos, sin, attend, append_kv)
     if cache is not None:
         cache.length += T
@@ -175,37 +196,41 @@ def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None,
 
 
 # ---- the input of the first block
-def context_ids(idx, previous):  # ids (B, T), the W - 1 ids before them (B, W - 1) -> (B, T, W)
-    """Returns the last W ids at each position, its own first: with W = 3, ids 5 6 7 after 3 4 give [5 4 3], [6 5 4] and
-    [7 6 5]. Apart from attention, only layers that read these ids mix positions. The ids are at or before their
-    position, so every prefix allows them; a custom `mask` may not, and such a batch passes `before`."""
-    return torch.cat((previous, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
+def context_ids(idx, history):  # ids idx (B, T), the W - 1 ids before them (B, W - 1) -> (B, T, W)
+    """Returns the last W ids of each position, from its own id backwards. With W = 3, the ids 5 6 7 after 3 4 give
+    [5 4 3], [6 5 4] and [7 6 5]. Attention and the layers that read these ids are the only ones that mix positions.
+    These ids are never after their position, so every prefix allows them. A custom mask may forbid some; then the
+    batch passes `before` in their place."""
+    return torch.cat((history, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
 
 
 def causal_conv(context, embedding, weight):  # ids (B, T, W), embedding (V, C), weight (CONV_WIDTH, C) -> (B, T, C)
     """y_t = sum over j < CONV_WIDTH of weight[j] * (embedding of the id j positions before t), channel by channel."""
-    if context[..., 0].numel() < len(embedding):                # few positions, as in decoding
+    n_positions = context[..., 0].numel()                                           # B * T
+    if n_positions < len(embedding):            # few positions, as in decoding: weight their embeddings
         return (F.embedding(context[..., :CONV_WIDTH], embedding) * weight).sum(2)
-    # with B * T > V, weighting the V embeddings is cheaper than weighting those of all positions
+    # many positions: weighting the V embeddings, then looking them up, is cheaper
     return sum(F.embedding(context[..., j], embedding * weight[j]) for j in range(CONV_WIDTH))
 
 
 def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): row in the table of each n-gram that ends at a position
-    """Hashes n-grams by a polynomial of their ids. With M = HASH_MULTIPLIER, ids a b c d that end in d have the code
-    (((d + 1) M + c + 1) M + b + 1) M + a + 1, modulo 2^64. Each n-gram length has its own `rows` rows of the table."""
-    code = torch.zeros_like(context[..., 0])
-    codes = []                                  # of the last id, the last 2 ids, the last 3 ids, ...
+    """The code of an n-gram is a polynomial of its ids, modulo 2^64, with the multiplier HASH_MULTIPLIER. If this were
+    10, the last 1, 2 and 3 of the ids 1 2 3 would have the codes 3 + 1 = 4, 40 + 2 + 1 = 43 and 430 + 1 + 1 = 432.
+    The row is a remainder of this code. Each n-gram length has `rows` rows of its own in the table."""
+    code = torch.zeros_like(context[..., 0])                                        # (B, T)
+    codes = []                                  # one for each length in NGRAMS
     for n in range(1, CONTEXT_WIDTH + 1):
         code = code * HASH_MULTIPLIER + context[..., n - 1] + 1                     # int64 overflow is the modulo
-        codes.append(code)
-    codes = torch.stack([codes[n - 1] for n in NGRAMS], dim=2)                      # (B, T, N)
-    codes = codes ^ (codes >> 32)               # the low bits, which decide the remainder, must depend on the high ones
+        if n in NGRAMS:
+            codes.append(code)
+    codes = torch.stack(codes, dim=2)                                               # (B, T, N)
+    codes = codes ^ (codes >> 32)               # the remainder depends mostly on the low bits: mix in the high ones
     first_row = torch.arange(0, len(NGRAMS) * rows, rows, device=codes.device)      # (N,)
     return codes % rows + first_row
 
 
 def hash_uniform(key, seed):  # int64 (...), int64 0-D -> (...) float32
-    """Returns a pseudorandom number in [0, 1) for each key, a function of key and seed only, so it needs no generator.
+    """Returns a pseudorandom number in [0, 1) for each key. It depends only on key and seed; no generator is needed.
     With seed 7, the keys 0, 1, 2, 3 give 0.3344, 0.8377, 0.8721, 0.9934."""
     x = key * HASH_MULTIPLIER + seed
     for _ in range(2):                          # with one round, another seed would only shift the numbers
@@ -215,26 +240,28 @@ def hash_uniform(key, seed):  # int64 (...), int64 0-D -> (...) float32
 
 class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, Cheng et al. 2026).
-    The hash of an n-gram selects a row of a table; the rows of all lengths are concatenated and projected to width C.
-    Rows are initialized to zero. N-grams with a sentinel or a separator count as zero, since these ids join unrelated
-    pieces of text. Training drops a share of the lookups, as in dropout; which ones depends only on table row, position
-    and seed. The embeddings are added before the first block and, normalized and times `gain`, to each block's input.
+    The hash of an n-gram selects a row of a table. The rows of the N lengths are concatenated and projected to width C.
+    Transformer.forward adds the result e before the first block, and norm(e) times a learned gain before each block.
+    The table is initialized to zero. N-grams with an id of NGRAM_IDS or above, such as a sentinel, count as zero,
+    because these ids join unrelated pieces of text. Training drops a share of the lookups, as in dropout. Which ones
+    depends only on the row of the table, the position and the seed.
 
-    The table is a buffer, not a parameter, because an optimizer would update all rows, and a step reads only a few. If
-    keep_lookups is set (train.py sets it), backward passes store the gradient of each lookup, and `update` applies them
-    to the rows that were read. Otherwise the table does not change."""
+    The table is a buffer, not a parameter: an optimizer would update all of its rows, but a step reads only a few.
+    Instead, backward passes store the gradients of the lookups in `lookups`, and `update` applies and discards them.
+    They do so only if keep_lookups is True, as train.py sets it, because without calls of `update` the list would grow
+    forever. If it is False, the table does not change."""
 
     def __init__(self, config):
         super().__init__()
         self.rows = config.ngram_rows
         self.register_buffer("table", torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))          # (N R, NGRAM_DIM)
-        # decayed sums of squared gradients, one for each row of the table; saved with the state of the optimizers
+        # second moments, one for each row; saved with the state of the optimizers
         self.register_buffer("moments", torch.zeros(len(NGRAMS) * self.rows), persistent=False)
         self.keep_lookups = False
         self.lookups = []                       # tuples: rows (n,), gradients (n, NGRAM_DIM), their mean squares (n,)
         self.proj = StackedLinear(len(NGRAMS) * NGRAM_DIM, config.n_embd)
         self.gain = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
-        # each training step sets the share of the lookups to drop, and the seed
+        # the share of the lookups to drop, and the seed; each training step sets them
         self.register_buffer("drop", torch.zeros(()), persistent=False)
         self.register_buffer("seed", torch.zeros((), dtype=torch.long), persistent=False)
 
@@ -242,7 +269,7 @@ class NgramEmbedding(nn.Module):
         T = context.size(1)
         row = hash_ngrams(context, self.rows)                                       # (B, T, N)
         is_valid = context < NGRAM_IDS                                              # (B, T, W)
-        scale = torch.stack([is_valid[..., :n].all(2) for n in NGRAMS], dim=2)      # (B, T, N): 0 or 1
+        scale = torch.stack([is_valid[..., :n].all(2) for n in NGRAMS], dim=2)      # (B, T, N): True or False
         if self.training:
             position = torch.arange(T, device=row.device)[:, None]                  # (T, 1)
             is_kept = hash_uniform(row * T + position, self.seed) >= self.drop      # (B, T, N)
@@ -251,8 +278,9 @@ class NgramEmbedding(nn.Module):
         x = self.look_up(row) if keep else F.embedding(row, self.table)             # (B, T, N, NGRAM_DIM)
         return self.proj((x * scale[..., None]).flatten(2).to(dtype))
 
-    def look_up(self, row):  # (B, T, N) -> (B, T, N, NGRAM_DIM); a backward pass appends the gradients to self.lookups
-        def store(grad):
+    def look_up(self, row):  # (B, T, N) -> (B, T, N, NGRAM_DIM)
+        """The result requires a gradient, although the table does not. The backward pass appends it to `lookups`."""
+        def store(grad):  # (B, T, N, NGRAM_DIM); called by the backward pass
             grad = grad.flatten(0, 2)
             self.lookups.append((row.flatten(), grad, grad.square().mean(1)))
         x = F.embedding(row, self.table).requires_grad_()
@@ -261,10 +289,13 @@ class NgramEmbedding(nn.Module):
 
     @torch.no_grad()
     def update(self, lr, ok):  # 0-D tensors; if ok is False, all gradients count as zero
-        """Applies the stored gradients with RMSprop (Tieleman and Hinton 2012), then discards them. A row of the table
-        has one second moment, a decayed sum (not a mean), to which each lookup adds the mean square of its gradient."""
+        """Applies the stored gradients with RMSprop (Tieleman and Hinton 2012), then discards them. For each row r of
+        the table, with sums over the gradients g (NGRAM_DIM,) of its lookups:
+
+            moments[r] = 0.95 moments[r] + sum of mean(g^2)
+            table[r]   = table[r] - 6 lr / sqrt(moments[r]) * sum of g"""
         self.moments.mul_(NGRAM_DECAY)
-        for row, _, square in self.lookups:
+        for row, _, square in self.lookups:     # all moments before the first row changes
             self.moments.index_add_(0, row, torch.where(ok, square, 0.0))
         for row, grad, _ in self.lookups:
             rate = NGRAM_RATE * lr / (self.moments[row].sqrt() + 1e-10)             # (n,)
@@ -274,7 +305,8 @@ class NgramEmbedding(nn.Module):
 
 # ---- the network
 class Transformer(nn.Module):
-    """dtype: of the activations; weights, logits and losses are float32. heads: modules that objectives add."""
+    """dtype: that of the activations. Weights are float32. Logits are computed in dtype, then converted to float32, in
+    which losses are computed. heads: modules that objectives add."""
 
     def __init__(self, config, dtype=torch.float32):
         super().__init__()
@@ -282,9 +314,9 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        nn.init.normal_(self.embed.weight, std=0.3)             # small, for larger relative updates; a norm follows
-        self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, config.n_embd) * 0.3)           # row j: the id j before
-        nn.init.ones_(self.conv_weight[0])
+        nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows; small weights only learn faster
+        self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, config.n_embd) * 0.3)
+        nn.init.ones_(self.conv_weight[0])      # the weight of the current id
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = StackedLinear(config.n_embd, config.n_outputs, zero=True)
         self.ngrams = NgramEmbedding(config) if config.ngram_rows else None
@@ -293,23 +325,25 @@ class Transformer(nn.Module):
     def forward(self, idx, prefix=0, cache=None, positions=None, mask=None, before=None):
         """Returns the normalized hidden states (B, T, C) of ids idx (B, T).
 
-        prefix: number of first positions that attend both ways; int or (B,), one per row; 0: causal, T: bidirectional
+        prefix: number of first positions that all positions attend to; int or (B,); 0: causal, T: bidirectional
         mask: replaces the prefix; (B or 1, T, T) bool, True where a query may attend to a key
-        positions: (B, T) for RoPE; default: 0, 1, 2, ..., counted from the start of the cache if there is one
-        before: (B, T, W - 1) previous ids for convolution and n-grams, nearest first; default: those of the row
-        cache: a Cache that idx continues; cannot be combined with mask or before"""
-        if before is None:
-            previous = idx.new_zeros(len(idx), CONTEXT_WIDTH - 1) if cache is None else cache.append_ids(idx)
-            context = context_ids(idx, previous)                                    # (B, T, W)
+        positions: (B, T) for RoPE; default: 0, 1, 2, ..., or with a cache, the positions that follow the cached ones
+        before: (B, T, W - 1) ids before each position, for convolution and n-grams, nearest first; default: the row's
+        cache: a Cache, to which idx is appended; cannot be combined with mask or before"""
+        if before is not None:
+            context = torch.cat((idx[..., None], before), dim=2)                    # (B, T, W)
+        elif cache is not None:
+            context = context_ids(idx, cache.append_ids(idx))
         else:
-            context = torch.cat((idx[..., None], before), dim=2)
-        x = causal_conv(context, self.embed.weight, self.conv_weight).to(self.dtype)
-        ngrams = None
+            context = context_ids(idx, idx.new_zeros(len(idx), CONTEXT_WIDTH - 1))
+        x = causal_conv(context, self.embed.weight, self.conv_weight).to(self.dtype)            # (B, T, C)
+        e = gains = None
         if self.ngrams is not None:
             e = self.ngrams(context, self.dtype)                                    # (B, T, C)
             x = x + e
-            ngrams = norm(e), self.ngrams.gain.to(self.dtype).unbind()
-        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, cache, positions, mask, ngrams))
+            e = norm(e)
+            gains = self.ngrams.gain.to(self.dtype).unbind()                        # L of (C,)
+        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, cache, positions, mask, e, gains))
 
     def logits(self, h):  # hidden (..., C) -> (..., n_outputs) float32
         return self.head(h).float()
@@ -317,24 +351,26 @@ class Transformer(nn.Module):
 
 # ---- KV cache
 class Cache:
-    """Keys and values of all layers for up to T positions of B rows. Also their ids, of which convolution and n-grams
-    read the last W - 1. To remove the last n positions: cache.length -= n. The length is a tensor on the device, and
-    attention reads all T slots, of which the mask hides the empty ones. So no shape depends on the length, and a
-    decoding step can be compiled and captured in a CUDA graph."""
+    """Keys and values of all layers for B rows of up to T_k positions, and their ids, of which convolution and n-grams
+    read the last W - 1. To remove the last n positions, subtract n from `length`.
 
-    def __init__(self, model, B, T):
+    The length is a tensor on the device. Attention always reads all T_k slots, and its mask hides the empty ones. So
+    no shape depends on the length, and a decoding step can be compiled and captured in a CUDA graph."""
+
+    def __init__(self, model, B, T_k):
         config = model.config
         device = model.embed.weight.device
-        shape = B, config.n_head, T, config.n_embd // config.n_head                 # (B, H, T, D), per layer
+        shape = B, config.n_head, T_k, config.n_embd // config.n_head               # (B, H, T_k, D), for each layer
         self.k = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(config.n_layer)]
-        self.ids = torch.zeros(B, CONTEXT_WIDTH - 1 + T, dtype=torch.long, device=device)       # W - 1 EOTs first
+        # W - 1 EOTs, then the ids: the id at position t is ids[:, t + W - 1]
+        self.ids = torch.zeros(B, CONTEXT_WIDTH - 1 + T_k, dtype=torch.long, device=device)
         self.length = torch.zeros((), dtype=torch.long, device=device)              # only modified in place
 
-    def append_kv(self, i, positions, k, v):  # new keys and values of layer i -> all its keys and values (B, H, T, D)
-        return self.k[i].index_copy_(2, positions, k), self.v[i].index_copy_(2, positions, v)
+    def append_kv(self, i, q_pos, k, v):  # layer i, positions (T,), k and v (B, H, T, D) -> all slots (B, H, T_k, D)
+        return self.k[i].index_copy_(2, q_pos, k), self.v[i].index_copy_(2, q_pos, v)
 
-    def append_ids(self, idx):  # appends ids (B, T); returns the W - 1 ids before them (B, W - 1)
-        slots = self.length + torch.arange(CONTEXT_WIDTH - 1 + idx.size(1), device=idx.device)
+    def append_ids(self, idx):  # stores ids (B, T) -> the W - 1 ids before them (B, W - 1)
+        slots = self.length + torch.arange(CONTEXT_WIDTH - 1 + idx.size(1), device=idx.device)      # (W - 1 + T,)
         self.ids.index_copy_(1, slots[CONTEXT_WIDTH - 1:], idx)
         return self.ids.index_select(1, slots[:CONTEXT_WIDTH - 1])

@@ -1228,7 +1228,7 @@ def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Mem
     members = []
     for name, weight in zip(names, weights):
         objective = OBJECTIVES[name]
-        member_hp = Namespace(**vars(hp) | hp.members.get(name, {}))
+        member_hp = Namespace(**vars(hp) | hp.member_defaults.get(name, {}))
         rows = hp.batch_size if objective.compares_rows else hp.batch_size * hp.accum
         if rows < objective.min_rows:
             fail(f"--batch_size {hp.batch_size}: {name} needs {objective.min_rows} rows. "

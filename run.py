@@ -21,50 +21,50 @@ from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
 from tqdm import tqdm
 
-VERSION = 9                                     # of the checkpoint layout; raise it when older files no longer load
+VERSION = 10                                    # of the checkpoint layout; raise it when older files no longer load
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # number of torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda if there is a GPU, else cpu"),
-    "dtype": Flag("auto", "type of the activations", choices=("auto", "float32", "bfloat16")),
+    "dtype": Flag("auto", "of the activations; auto: bfloat16 if it is fast", choices=("auto", "float32", "bfloat16")),
 }
 
 # all flags of train.py except those of single objectives
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders or stdlib; all with a :weight, or none: in proportion to size"),
-        "out_dir": Flag("", "folder of the run; by default out/OBJECTIVE, then out/OBJECTIVE-2, ..."),
-        "resume": Flag(False, "resume the run in --out_dir, by default the latest run under out/"),
+        "data": Flag(["stdlib"], "files, folders or stdlib; give each a :weight, or none, for weights by size"),
+        "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
+        "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
         "init_from": Flag("", "run to start from: its latest weights, its objective unless another is given, a new "
-                              "optimizer; for the same objective, try a third of the --learning_rate"),
-        "seed": Flag(1, "random seed of weights, windows and corruption", 0, 2 ** 31),
+                              "optimizer; for the same objective, try a third of its --learning_rate"),
+        "seed": Flag(1, "random seed for weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
-        "n_layer": Flag({"cpu": 4, "cuda": 12}, "blocks", 1),
-        "n_head": Flag({"cpu": 2, "cuda": 6}, "attention heads", 1),
-        "n_embd": Flag({"cpu": 128, "cuda": 768}, "width", 2),
-        "block_size": Flag({"cpu": 256, "cuda": 1024}, "positions of a row", MIN_BLOCK_SIZE),
-        "ngram_rows": Flag(65536, "rows of the n-gram table for each n; 0: no n-grams", 0),
-        "attn_scale": Flag(1.0, "multiplies the attention logits; 2 is sharper", 0.0),
+        "n_layer": Flag({"cpu": 4, "cuda": 12}, "number of blocks", 1),
+        "n_head": Flag({"cpu": 2, "cuda": 6}, "number of attention heads", 1),
+        "n_embd": Flag({"cpu": 128, "cuda": 768}, "width of the hidden states", 2),
+        "block_size": Flag({"cpu": 256, "cuda": 1024}, "number of positions in a row", MIN_BLOCK_SIZE),
+        "ngram_rows": Flag(65536, "rows of the n-gram table for each n-gram length; 0: no n-grams", 0),
+        "attn_scale": Flag(1.0, "multiplies the attention logits; above 1, attention is sharper", 0.0),
     },
     "training": {
-        "batch_size": Flag({"cpu": 16, "cuda": 32}, "rows of a micro-batch", 1),
-        "accum": Flag(1, "micro-batches per step; a step reads batch_size * accum rows", 1),
+        "batch_size": Flag({"cpu": 16, "cuda": 32}, "number of rows in a micro-batch", 1),
+        "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
-        "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; 0 or --max_iters: no limit", 0),
+        "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; 0 or with --max_iters: no limit", 0),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
-        "lr_decay": Flag(0.6, "share of the run, at its end, in which the learning rate falls to 0", 0.0, 1.0),
+        "lr_decay": Flag(0.6, "share of the steps, the last ones, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient (without the n-gram table); 0: no limit", 0.0),
-        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; several epochs drop more", 0.0, 0.99),
-        "doc_mask": Flag(False, "attend only within a document (a masked NUL does not end it)"),
-        "optimizer": Flag("muon", "for the matrices of blocks; AdamW trains the rest", choices=("muon", "adamw")),
+        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more in several epochs", 0.0, 0.99),
+        "doc_mask": Flag(False, "positions attend only within their document (a masked NUL does not end it)"),
+        "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {
-        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations, which also save", 1),
-        "eval_iters": Flag(8, f"validation batches of {EVAL_ROWS} rows for each source", 1),
+        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations, which also save checkpoints", 1),
+        "eval_iters": Flag(8, f"number of validation batches, of {EVAL_ROWS} rows, for each source", 1),
         "log_interval": Flag(10, "steps between lines of metrics.jsonl", 1),
     },
     "system": DEVICE_FLAGS | {
@@ -75,7 +75,7 @@ SETTINGS = {
 # flags that may be given with --resume
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
-SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # of every objective
+SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
 
 
 # ---- command lines, of every program
@@ -91,14 +91,17 @@ def in_range(flag, kind):  # -> argparse type with a range check
     return convert
 
 
-def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; unknown keys: the first value
+def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; without such a key, the first value
     if not isinstance(default, dict):
         return default
-    return next((default[key] for key in keys if key in default), next(iter(default.values())))
+    for key in keys:
+        if key in default:
+            return default[key]
+    return next(iter(default.values()))
 
 
 def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> ArgumentParser
-    """The parser returns only the flags that were given, since a checkpoint's settings come before defaults."""
+    """The parser returns only the flags that were given, because a checkpoint's settings come before the defaults."""
     parser = argparse.ArgumentParser(
         prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
@@ -137,71 +140,82 @@ def parse(argv):  # -> {name: value} of the flags of train.py in argv
         groups.setdefault(f"of {', '.join(owners)}", {})[flag] = OBJECTIVES[owners[0]].flags[flag]
     lines = ["objectives: attention, what is predicted; what sample.py does with it; defaults that differ"]
     for name, objective in OBJECTIVES.items():
-        own = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
-        lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use_help}{own}")
+        changed = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
+        lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use_help}{changed}")
     about = "Train any objective of objectives.py on any bytes. Examples are at the top of train.py."
     return vars(make_parser("python train.py", about, groups, "\n".join(lines)).parse_args(argv))
 
 
-def get_config(argv):  # -> Namespace hp of all settings; hp.resume is the path of the checkpoint to resume, or ""
-    """Precedence: flags, then a checkpoint's settings, then the objective's defaults, then the device's. --resume takes
-    all settings from the checkpoint; --init_from takes those of the model and, if the objective stays the same, of the
-    objective. Besides the flags, hp has
+def get_config(argv):
+    """Returns the Namespace hp of all settings. Each comes from the first of these sources that has it: the flags in
+    argv, a checkpoint, the objective's defaults, the device's defaults. With --resume, all settings of the checkpoint
+    count, with --init_from only those that parent_settings returns. For example, --init_from out/mlm --objective span
+    on a CPU, where out/mlm was trained for 1,200 steps with the defaults, gives:
 
-        init_step   number of steps that the weights were trained before this run
-        progress    share of this run that is done, which training replaces by a tensor; 1 with --init_from
-        members     of a mixture: {objective: {flag: default}}, the members' defaults for flags of their own
-    """
+        objective    span   flags
+        n_layer      4      checkpoint: the weights must fit the model
+        init_step    1200   checkpoint: number of steps that the weights were trained before this run
+        attn_scale   2.0    span's default, which parent_settings prefers to the checkpoint's 1.0
+        batch_size   16     default of a CPU
+
+    Besides the flags and init_step, hp has progress, the share of this run that is done (1 with --init_from), which
+    training replaces by a tensor, and member_defaults, from objective_defaults, without the flags in argv."""
     given = parse(argv)
-    saved = {}
-    resume = ""
+    saved = {}                                  # settings from a checkpoint
+    resume = ""                                 # path of the checkpoint to resume
     if given.pop("resume", False):
         resume = checkpoint_path(given.get("out_dir") or newest_run())
         saved = load_checkpoint(resume)["config"]
         given["out_dir"] = os.path.dirname(resume) or "."
+        if given.get("dtype") == "auto":        # the run's own type, which is saved as float32 or bfloat16
+            given["dtype"] = saved["dtype"]
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
                 fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag] or 'none'}. "
                      f"Try without it, or --init_from {given['out_dir']} for a new run")
     elif given.get("init_from"):
-        saved = inherited(load_checkpoint(given["init_from"]), given)
+        saved = parent_settings(load_checkpoint(given["init_from"]), given)
 
-    device = resolve_device(given.get("device", "auto"))        # of this machine, not of the run
-    chosen = saved | given
-    base = defaults(device.type, chosen.get("optimizer", SETTINGS["training"]["optimizer"].default))
-    base |= objective_defaults(chosen.get("objective", base["objective"]), device.type)
-    if "max_iters" in chosen:
-        base["max_passes"] = 0.0
-    own = {"device": str(device), "resume": resume, "progress": 1.0}
-    hp = argparse.Namespace(**{"init_step": 0} | base | chosen | own)
-    hp.members = {name: {flag: value for flag, value in flags.items() if flag not in given}
-                  for name, flags in hp.members.items()}
+    device = resolve_device(given.get("device", "auto"))        # of this machine, not the one in the checkpoint
+    settings = {"init_step": 0} | defaults(device.type, given.get("optimizer", ""))
+    objective = (settings | saved | given)["objective"]
+    settings |= objective_defaults(objective, device.type)
+    if "max_iters" in given:
+        settings["max_passes"] = 0.0
+    settings |= saved | given | {"device": str(device), "resume": resume, "progress": 1.0}
+    hp = argparse.Namespace(**settings)
+    hp.member_defaults = {name: {flag: value for flag, value in flags.items() if flag not in given}
+                          for name, flags in hp.member_defaults.items()}
     hp.dtype = resolve_dtype(hp.dtype, device)
     check_combinations(hp, given)
     return hp
 
 
-def objective_defaults(objective, kind="cpu"):  # -> {flag: default}, with {"members": {objective: {flag: default}}}
-    """The defaults of a single objective. In a mixture, only those for flags that the objective itself defines, and
-    under "members"."""
-    names = [name for name in member_names(objective) if name in OBJECTIVES]
-    members = {}
-    for name in names:
-        found = {flag: choose_default(value, kind) for flag, value in OBJECTIVES[name].flag_defaults.items()}
-        if len(names) == 1:
-            return found | {"members": {}}
-        members[name] = {flag: value for flag, value in found.items() if flag in OBJECTIVES[name].flags}
-    return {"members": members}
+def objective_defaults(objective, kind="cpu"):  # -> {setting: default}
+    """The defaults that an objective changes, and "member_defaults". For a single objective, that is empty. The members
+    of a mixture share most settings, so only "member_defaults" is returned: for each member, its defaults of those
+    flags that it defines itself. For mlm,electra it is {"mlm": {}, "electra": {"mask_rate": 0.15}}."""
+    changed = {}
+    for name in member_names(objective):
+        if name in OBJECTIVES:                  # get_members refuses other names
+            flag_defaults = OBJECTIVES[name].flag_defaults
+            changed[name] = {flag: choose_default(value, kind) for flag, value in flag_defaults.items()}
+    if len(changed) == 1:
+        return changed.popitem()[1] | {"member_defaults": {}}
+    return {"member_defaults": {name: {flag: value for flag, value in flags.items() if flag in OBJECTIVES[name].flags}
+                                for name, flags in changed.items()}}
 
 
-def inherited(ckpt, given):  # -> settings that a run with --init_from takes from its parent's checkpoint
+def parent_settings(ckpt, given):  # -> settings that a run with --init_from takes from its parent's checkpoint
+    """Those of the model. If the objective stays the same, also those of the objective. If it changes, its defaults of
+    attn_scale and block_size, which fit any weights, take precedence over the parent's values."""
     config = ckpt["config"]
     names = set(SETTINGS["model"])
     if given.get("n_head", config["n_head"]) != config["n_head"]:               # copy_tensors would not notice
         fail(f"--n_head {given['n_head']}: the run of --init_from has {config['n_head']} heads. Try without --n_head")
     if member_names(given.get("objective", config["objective"])) == member_names(config["objective"]):
-        names |= {"objective", "members", "doc_mask"} | set(flag_specs()) - SHARED_FLAGS
-    else:                                       # the new objective's defaults come before its parent's settings
+        names |= {"objective", "member_defaults", "doc_mask"} | set(flag_specs()) - SHARED_FLAGS
+    else:
         names -= {"attn_scale", "block_size"} & set(objective_defaults(given["objective"]))
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
@@ -223,7 +237,7 @@ def check_combinations(hp, given):  # fails if settings exclude each other
 
 
 # ---- the device
-def resolve_device(name):  # auto: CUDA, else the CPU; never mps, on which nothing here was tested
+def resolve_device(name):  # -> torch.device; auto: CUDA, else the CPU; never mps, on which nothing was tested
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and WORLD > 1:            # each of torchrun's processes has its own GPU
@@ -234,25 +248,26 @@ def resolve_device(name):  # auto: CUDA, else the CPU; never mps, on which nothi
         fail(f"--device {name}: unknown, or not on this machine. Try --device cpu")
 
 
-def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 if the hardware multiplies it
+def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 if the hardware can multiply it
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    # on a CPU bfloat16 is faster only with instructions for its products
-    fast = any(getattr(torch.cpu, f"_is_{isa}_supported", bool)() for isa in ("avx512_bf16", "amx_tile"))
-    return "bfloat16" if device.type == "cpu" and fast else "float32"
+    # on a CPU, bfloat16 is faster only with instructions that multiply it; a torch without a probe counts as without
+    probes = [getattr(torch.cpu, f"_is_{isa}_supported", bool) for isa in ("avx512_bf16", "amx_tile")]
+    is_fast = device.type == "cpu" and any(probe() for probe in probes)
+    return "bfloat16" if is_fast else "float32"
 
 
 def use_device(device):
-    """Makes a GPU the current device, on which streams and graphs are created. On a CPU chooses the faster float32
-    products: with precision "medium", x86 uses oneDNN, whose AVX-512 code is up to twice as fast as MKL's on AMD. But
-    on some CPUs (AMX, ARM) oneDNN then rounds to bfloat16; if a test product shows this, precision is "highest"."""
+    """Makes a GPU the current device, on which streams and graphs are created. On a CPU, chooses the faster float32
+    products. With precision "medium", x86 uses oneDNN, whose AVX-512 code is up to twice as fast as MKL's on AMD. On
+    some CPUs (AMX, ARM) oneDNN then rounds to bfloat16. If a test product shows this, precision is "highest"."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type == "cpu":
-        # oneDNN and torch cache kernels for the last 1,024 shapes, a few MB each: GBs for texts of many lengths
+        # by default, kernels are cached for the last 1,024 shapes, which takes GBs for texts of many lengths
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(name, "256")
         tune_malloc()
@@ -264,43 +279,46 @@ def use_device(device):
 
 
 def tune_malloc():
-    """Makes glibc keep large freed blocks. By default it returns them to the system, and the page faults of the next
-    step's tensors cost a tenth of a step."""
+    """Makes glibc keep large freed blocks of memory. By default it returns them to the system, and the page faults of
+    the next step's tensors take a tenth of the time of a step."""
     M_TRIM_THRESHOLD = -1                       # of malloc.h
     M_MMAP_THRESHOLD = -3
-    with contextlib.suppress(AttributeError, OSError, TypeError):   # not glibc
+    with contextlib.suppress(AttributeError, OSError, TypeError):   # other systems have no mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        if not mallopt(M_MMAP_THRESHOLD, 1 << 30):
-            mallopt(M_MMAP_THRESHOLD, 32 << 20)     # the limit of older versions
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)      # older versions refuse this, and the threshold stays 32 MB
         mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
 class GraphedStep:
-    """Runs f as a CUDA graph. The first `warm` calls run f eagerly, while it allocates and compiles; the next call
-    captures the graph, and this call and all later ones replay it. f takes no arguments, and the tensors that it reads
-    and writes keep their addresses. gens: generators that f draws from; seeding one affects the next replay. share:
-    another GraphedStep, whose stream and memory pool this one uses; calling one overwrites the output of the other."""
+    """Runs f as a CUDA graph. The first `warm` calls run f eagerly, since f may allocate and compile in them. The next
+    call captures the graph. This call and all later ones replay it. f takes no arguments, and the tensors that it reads
+    and writes must keep their addresses.
+
+    gens: the generators that f draws from; seeding one affects the next replay
+    share: another GraphedStep, whose stream and memory pool are used; then each overwrites the output of the other"""
 
     def __init__(self, f, gens=(), warm=3, share=None):
         self.f = f
         self.gens = gens
         self.warm = warm
+        self.n_calls = 0
         self.stream = share.stream if share else torch.cuda.Stream()
         self.pool = share.pool if share else torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
 
     def __call__(self):
-        self.warm -= 1
-        if self.warm >= 0:
+        self.n_calls += 1
+        if self.n_calls <= self.warm:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 out = self.f()
             torch.cuda.current_stream().wait_stream(self.stream)
             return out
-        if self.warm == -1:
+        if self.n_calls == self.warm + 1:
             for g in self.gens:
                 self.graph.register_generator_state(g)
-            gc.disable()                        # collecting another graph would break the capture
+            gc.disable()                        # freeing another graph during the capture would break it
             with torch.cuda.graph(self.graph, self.pool, self.stream):              # captures f without running it
                 self.out = self.f()
             gc.enable()
@@ -308,8 +326,8 @@ class GraphedStep:
         return self.out
 
 
-# ---- several processes, started by torchrun: each takes every WORLD-th micro-batch of a step
-def join_processes(hp):
+# ---- several processes, started by torchrun; each takes every WORLD-th micro-batch of a step
+def join_processes(hp):  # connects them; in one process does nothing
     if WORLD == 1:
         return
     if hp.accum % WORLD or hp.cuda_graph:
@@ -322,19 +340,20 @@ def join_processes(hp):
 
 
 def sum_over_processes(model, loss):
-    """Replaces loss and gradients by their sums over all processes. The lookups of the n-gram table are added up per
-    row first, and sent as a dense tensor: then all processes get the same bits."""
+    """Replaces the loss and all gradients by their sums over the processes. Those of the n-gram table are first added
+    up in a tensor of the table's size. Each process then has one lookup for each row of the table, with equal sums."""
     if WORLD == 1:
         return
     tensors = [loss]
-    tensors += [p.grad for p in model.parameters() if p.grad is not None]           # the same parameters in each
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]           # equally many in each process
     ngrams = model.ngrams
     if ngrams is not None:
-        n, D = ngrams.table.shape
-        sums = ngrams.table.new_zeros(n, D + 1)                 # D columns of gradients, one of mean squares
+        n_rows, width = ngrams.table.shape
+        sums = ngrams.table.new_zeros(n_rows, width + 1)        # of gradients; in the last column, of mean squares
         for row, grad, square in ngrams.lookups:
             sums.index_add_(0, row, torch.cat((grad, square[:, None]), dim=1))
-        ngrams.lookups = [(torch.arange(n, device=sums.device), sums[:, :D], sums[:, D])]
+        every_row = torch.arange(n_rows, device=sums.device)
+        ngrams.lookups = [(every_row, sums[:, :width], sums[:, width])]
         tensors.append(sums)
     for t in tensors:
         torch.distributed.all_reduce(t)
@@ -365,9 +384,9 @@ def choose_out_dir(hp):  # -> a folder that holds no run; fails if --out_dir hol
 
 
 def open_metrics(out_dir, length):
-    """Creates the folder and returns metrics.jsonl, opened for appending bytes and locked; fails if another process
-    holds the lock. Keeps the first `length` bytes, those that the checkpoint knows, since a resumed run logs later
-    steps again; a shorter file starts anew. Only the first of several processes writes."""
+    """Creates the folder and returns metrics.jsonl, opened for appending bytes and locked. Fails if another process
+    holds the lock. Truncates the file to `length`, its size when the checkpoint was saved, because a resumed run logs
+    the later steps again. If it is shorter than that, it is emptied. Only the first of several processes writes."""
     if RANK:
         return open(os.devnull, "r+b")
     try:
@@ -375,7 +394,7 @@ def open_metrics(out_dir, length):
         f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b")
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
-    # without locks, as on Windows and some network file systems, a second run in the folder goes unnoticed
+    # Windows and some network file systems have no such locks; there, a second run in the folder goes unnoticed
     with contextlib.suppress(ImportError, OSError):
         import fcntl
         try:
@@ -388,8 +407,8 @@ def open_metrics(out_dir, length):
     return f
 
 
-def write_line(f, record):  # one JSON object, flushed
-    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON has neither infinity nor NaN
+def write_line(f, record):  # writes one JSON object and flushes; null stands for infinity and NaN, which JSON lacks
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)
     f.write(json.dumps(record).encode() + b"\n")
     f.flush()
 
@@ -413,7 +432,7 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
 
 
 # ---- checkpoints
-def checkpoint_path(path, names=("ckpt.pt", "best.pt")):  # a file, or a folder of a run -> the first file there
+def checkpoint_path(path, names=("ckpt.pt", "best.pt")):  # a file -> itself; a folder of a run -> the first file there
     for file in [path, *(os.path.join(path, name) for name in names)]:
         if os.path.isfile(file):
             return file
@@ -427,9 +446,9 @@ def newest_run():  # -> the folder under out/ whose checkpoint is the newest
     return os.path.dirname(max(found, key=os.path.getmtime))
 
 
-def save_checkpoint(path, state):  # written under another name, synced, then renamed: never half a file
+def save_checkpoint(path, ckpt):  # to a temporary file, which is renamed when complete: a kill leaves no half file
     with open(path + ".tmp", "wb") as f:
-        torch.save(state, f)
+        torch.save(ckpt, f)
         f.flush()
         os.fsync(f.fileno())
     os.replace(path + ".tmp", path)
@@ -440,7 +459,7 @@ def settings_to_save(hp):  # -> {name: value}
 
 
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
-    """Never runs code from the file. Checks all checksums, and fails if the file is damaged or not a checkpoint."""
+    """Checks all checksums. Fails if the file is damaged or not a checkpoint. Never runs code from the file."""
     path = checkpoint_path(path)
     try:
         with zipfile.ZipFile(path) as z:
@@ -449,7 +468,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # no code is unpickled
         if ckpt["version"] != VERSION:
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
-        config = defaults() | ckpt["config"]    # a new flag's default must preserve the old behaviour
+        config = defaults() | ckpt["config"]    # flags that the checkpoint lacks must by default change nothing
     except Exception as e:                      # a damaged file may raise anything
         why = (str(e).splitlines() or [type(e).__name__])[0]
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another run, or best.pt beside it")
@@ -458,8 +477,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 # ---- models
 def build(hp):  # -> model
-    """Draws the weights on the CPU, the model's before its heads', so that with equal seeds all objectives start from
-    equal weights, on every device."""
+    """Initializes the weights on the CPU, those of the network first, then those of the objectives' heads. So runs with
+    the same seed start from the same network on every device and for every objective."""
     members = get_members(hp)
     n_outputs = max(m.objective.n_outputs for m in members)
     config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, VOCAB_SIZE, n_outputs, hp.ngram_rows, hp.attn_scale)
@@ -472,39 +491,44 @@ def build(hp):  # -> model
 
 
 @torch.no_grad()
-def copy_tensors(own, saved, path):
-    """Copies all tensors of a checkpoint {name: tensor} into those of a model or an optimizer. Fails if names, shapes
-    or types differ, or a number is not finite."""
+def copy_tensors(target, saved, path):  # {name: tensor} each, of a model or an optimizer, and of the checkpoint at path
+    """Copies all saved tensors to target. Fails if names, shapes or types differ, or if a number is not finite."""
     def describe(t):
         return "missing" if t is None else f"{t.dtype} {[*t.shape]}"
-    for name in own | saved:
-        here = describe(own.get(name))
+    for name in target | saved:
+        here = describe(target.get(name))
         there = describe(saved.get(name))
         if here != there:
             fail(f"{path}: {name} is {there}, here {here}. Try its --n_layer, --n_embd, --ngram_rows, or another run")
         if not saved[name].isfinite().all():
             fail(f"{path}: {name} is not finite. Try best.pt beside it, or another run")
-        own[name].copy_(saved[name])
+        target[name].copy_(saved[name])
 
 
 def start_from(model, saved, path):
-    """Copies a parent's weights. Heads that the parent lacks or has in another shape keep their initial weights, and so
-    do those outputs of the byte head that the parent does not have."""
-    own = model.state_dict()
-    tensors = {name: t for name, t in saved.items() if name in own}
-    new = [name for name, t in own.items()
-           if name.startswith("heads.") and (name not in saved or saved[name].shape != t.shape)]
-    tensors |= {name: own[name] for name in new}
-    head = own["head.weight"].cpu()                                                 # (1, n_outputs, C)
-    old = saved.get("head.weight", head[0])
-    if old.shape[2:] == head.shape[2:]:         # otherwise copy_tensors fails
-        tensors["head.weight"] = torch.cat((old[:, :head.size(1)], head[:, old.size(1):]), dim=1)
-    copy_tensors(own, tensors, path)
+    """Copies a parent's weights. Heads that the parent lacks or has in another shape keep their initial weights. So do
+    those outputs of the byte head that the parent lacks."""
+    weights = model.state_dict()
+    tensors = {name: t for name, t in saved.items() if name in weights}
+    new = []
+    for name, t in weights.items():
+        if name.startswith("heads.") and (name not in saved or saved[name].shape != t.shape):
+            tensors[name] = t
+            new.append(name)
+    # the byte head has 256 outputs for clm, 512 for span; from clm to span, the last 256 of span are new
+    head = weights["head.weight"].cpu()                                             # (1, n_outputs, C)
+    old = saved.get("head.weight")
+    has_same_width = old is not None and old.shape[2:] == head.shape[2:]            # otherwise copy_tensors fails
+    if has_same_width and old.size(1) < head.size(1):
+        tensors["head.weight"] = torch.cat((old, head[:, old.size(1):]), dim=1)
+    elif has_same_width:
+        tensors["head.weight"] = old[:, :head.size(1)]
+    copy_tensors(weights, tensors, path)
     print(f"started from the weights of {path}; newly initialized: {', '.join(new) or 'none'}")
 
 
 def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint; for inference
-    """path: a folder of a run, of which best.pt is read, or a file. Also prepares the device, and switches off cuDNN's
+    """path: a file, or the folder of a run, of which best.pt is loaded. Also prepares the device, and disables cuDNN's
     attention, which would compile a new plan for every length of a prompt."""
     ckpt = load_checkpoint(checkpoint_path(path, ("best.pt", "ckpt.pt")))
     device = resolve_device(device)
@@ -516,7 +540,7 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoi
     return for_inference(model), hp, ckpt
 
 
-def for_inference(model):  # casts weights to the activations' type: in bfloat16 a pass reads half as much memory
+def for_inference(model):  # converts the weights to the activations' type; in bfloat16, a pass reads half the memory
     for layer in [m for m in model.modules() if isinstance(m, (StackedLinear, torch.nn.Embedding))]:
         layer.to(model.dtype)
     return model.eval().requires_grad_(False)
@@ -524,7 +548,7 @@ def for_inference(model):  # casts weights to the activations' type: in bfloat16
 
 # ---- signals and closed pipes
 @contextlib.contextmanager
-def catch_signals():  # yields a list of the signals received so far; a second one ends the process at once
+def catch_signals():  # yields a list, to which signals are appended; a second one of a kind ends the process at once
     stop = []
 
     def handler(number, frame):
@@ -542,7 +566,7 @@ def catch_signals():  # yields a list of the signals received so far; a second o
             signal.signal(number, old)
 
 
-def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal), the run stops as if by a signal
+def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal), the run stops as after a signal
     try:
         tqdm.write(text)
         sys.stdout.flush()
@@ -554,10 +578,10 @@ def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal),
 # ---- a program
 def run_program(main):  # exits with main's code; without a traceback on Ctrl-C, a closed pipe or a full GPU
     with contextlib.suppress(AttributeError):   # a notebook's stdout has no such method
-        sys.stdout.reconfigure(errors="replace")                # print "?" for characters that a console lacks
+        sys.stdout.reconfigure(errors="replace")                # prints "?" for characters that a console lacks
     try:
         code = main()
-        sys.stdout.flush()                      # here, since an error in Python's own flush at exit prints a traceback
+        sys.stdout.flush()                      # if this fails in Python's own flush at exit, it prints a traceback
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -571,5 +595,5 @@ def run_program(main):  # exits with main's code; without a traceback on Ctrl-C,
     sys.exit(code)
 
 
-def discard_stdout():  # otherwise flushing the buffer at exit would fail again
+def discard_stdout():  # redirects it to the null device; otherwise, flushing it at exit would fail again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -71,7 +71,7 @@ def randomize(module, seed=0):
 
 def settings(name, T, **changes):  # -> all settings of a run of this objective or mixture, in rows of T positions
     tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
-                init_step=0, resume="", progress=1.0, members={})
+                init_step=0, resume="", progress=1.0, member_defaults={})
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 

@@ -35,7 +35,7 @@ def test_fast_attention_equals_a_dense_mask_forward_and_backward(device, rule, D
         g = make_rng("attention", device)
         *qkv, out_grad = torch.randn(B, T, 4, H, D, generator=g, device=device).to(dtype).permute(2, 0, 3, 1, 4)
         fast = [t.detach().requires_grad_() for t in qkv]           # not contiguous, as in a block
-        y = choose_attention(q=q, T_k=T, config=ModelConfig(1, H, H * D), dtype=dtype, **how)(*fast)
+        y = choose_attention(q_pos=q, T_k=T, config=ModelConfig(1, H, H * D), dtype=dtype, **how)(*fast)
         y.backward(out_grad)
         dense = [t.double().requires_grad_() for t in qkv]
         att = dense[0] @ dense[1].mT * D ** -0.5

@@ -32,7 +32,8 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
 
 # ---- settings
 @pytest.mark.parametrize("flags, expected", [
-    ("", dict(objective="clm", data=["stdlib"], resume="", n_layer=4, learning_rate=0.01, max_passes=8.0, members={})),
+    ("", dict(objective="clm", data=["stdlib"], resume="", n_layer=4, learning_rate=0.01, max_passes=8.0,
+              member_defaults={})),
     ("--optimizer adamw", dict(learning_rate=0.003)),
     ("--max_iters 5", dict(max_passes=0.0)),
     ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
@@ -44,8 +45,8 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
     ("--objective rotation --block_size 96", dict(block_size=96, batch_size=64)),
     # in a mixture, an objective's defaults apply only to its own flags
-    ("--objective mlm,electra", dict(members={"mlm": {}, "electra": {"mask_rate": 0.15}}, attn_scale=1.0)),
-    ("--objective electra:.5,nsp:.5 --mask_rate .2", dict(members={"electra": {}, "nsp": {}}, mask_rate=0.2)),
+    ("--objective mlm,electra", dict(member_defaults={"mlm": {}, "electra": {"mask_rate": 0.15}}, attn_scale=1.0)),
+    ("--objective electra:.5,nsp:.5 --mask_rate .2", dict(member_defaults={"electra": {}, "nsp": {}}, mask_rate=0.2)),
     ("--objective bart,clm", dict(attn_scale=1.0, n_head=2, block_size=256, batch_size=16))])
 def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
     hp = get_config(["--device", "cpu", *flags.split()])
@@ -86,6 +87,7 @@ def test_a_resumed_run_has_all_settings_of_its_checkpoint_except_the_device(text
     hp = get_config(["--resume", "--out_dir", "a", "--log_interval", "5"])
     own = dict(attn_scale=1.0, resume=os.path.join("a", "ckpt.pt"), log_interval=5, device=hp.device)
     assert vars(hp) == ckpt["config"] | own and hp.device != "cuda:99"
+    assert get_config(["--resume", "--out_dir", "a", "--dtype", "auto"]).dtype == "float32"
 
 
 def test_help_names_every_objective_and_flag(capsys):
