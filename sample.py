@@ -1,25 +1,25 @@
 """Use a trained model for what it was trained to do. Examples, each with the objectives that it works with:
 
-    python sample.py                                                any objective: a demonstration on held-out text
-    python sample.py --prompt "def main(" --num_samples 3           clm, mtp, prefix, ul2, fim, hybrid, bd3lm: continue
-    python sample.py --prompt "import [MASK:2], sys"                mlm, hybrid: fill holes of known length
-    python sample.py --prompt "class [MASK:40]:" --steps 20 --show  mdlm, sedd: write in any order, here in 20 passes
-    python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     span, ul2: fill holes of unknown length
-    python sample.py --prefix "def add(a, b):" --suffix "return c"  fim, span, ul2: write between two texts
-    python sample.py --prompt "def main([MASK]) retu[MASK] 0"       bart: repair a text, fill what is missing
-    python sample.py --prompt "a text with a typq in it"            electra: mark the bytes that look wrong
-    python sample.py --prefix "Once upon" --suffix "a time"         nsp: does the second text follow the first?
-    python sample.py --query "open a file" --corpus book.txt        contrastive: find the lines nearest to a text
-    python sample.py --prompt "dog. The quick brown fox jumps over the lazy "       rotation: find where it began
+    python sample.py                                                a demonstration on held-out text: any objective
+    python sample.py --prompt "def main(" --num_samples 3           continue a text: clm, mtp, prefix, ul2, fim, hybrid,
+                                                                    bd3lm
+    python sample.py --prompt "import [MASK:2], sys"                fill holes of known length: mlm, hybrid
+    python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd
+    python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill holes of unknown length: span, ul2
+    python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: fim, span, ul2
+    python sample.py --prompt "def main([MASK]) retu[MASK] 0"       repair a text and fill its holes: bart
+    python sample.py --prompt "a text with a typq in it"            mark the bytes that look wrong: electra
+    python sample.py --prefix "Once upon" --suffix "a time"         does the second text follow the first: nsp
+    python sample.py --query "open a file" --corpus book.txt        find the lines nearest to a text: contrastive
+    python sample.py --prompt "dog. The quick brown fox jumps over the lazy "       find where a text began: rotation
 
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 A prompt may contain holes: [MASK] is a hole of one byte (bart: of any length), [MASK:4] a hole of 4 bytes, and
 <extra_id_0> a hole of any length. All models read across the ends of documents, even if trained with --doc_mask.
 """
-# N samples, n ids, T = block_size, V outputs of the byte head, P ids of a prefix
-# sampling: the arguments of `distribution`: temperature, top_k and top_p
+# N samples, n ids of a text, T = block_size, V outputs of the byte head, g: random generator
+# **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
 import codecs
-import itertools
 import math
 import re
 import sys
@@ -38,16 +38,17 @@ TEMPERATURE = 0.8                               # default for text that is writt
 DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for text that is written by diffusion
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
-SUFFIX_BYTES = 16                               # number of bytes of the suffix that decide where a middle is trimmed
+SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::(\d{1,6}))?\]"
 HOLES = rb"<extra_id_\d+>"
 MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the marker of a hole in its prompt}
+SAMPLING = "temperature", "top_k", "top_p"
 
 FLAGS = {
     "run": {
-        "out_dir": Flag("", "run folder or checkpoint file; without it the latest run under out/"),
-        "objective": Flag("", "member of a mixture to use; without it the first that fits the texts"),
+        "out_dir": Flag("", "run folder or checkpoint file; by default the latest run under out/"),
+        "objective": Flag("", "member of a mixture to use; by default the first that fits the texts"),
         "seed": Flag(1, "random seed of the samples", 0, 2 ** 31),
     } | DEVICE_FLAGS,
     "texts": {
@@ -58,10 +59,11 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file whose lines are searched, each by its first block_size bytes"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of bytes; above 16 for each hole, ul2 writes long spans", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes; ul2 expects long spans if given over 16 a hole", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
-        "temperature": Flag(TEMPERATURE, "randomness; 0 always takes the most likely byte, the default for holes and "
-                                         "repairs. mdlm, sedd and bd3lm write at 1 with top_p .8", 0.0, 1e6),
+        "temperature": Flag(TEMPERATURE, "randomness; 0 always takes the most likely byte. The default is 0 for holes "
+                                         "and repairs (with several samples 0.8), and 1 with top_p 0.8 where mdlm, "
+                                         "sedd or bd3lm continue a text", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled; analytic: only sedd",
@@ -73,7 +75,6 @@ FLAGS = {
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
     },
 }
-SAMPLING = "temperature", "top_k", "top_p"
 
 
 # ---- sampling a byte
@@ -83,17 +84,19 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (.
     before top_k, add up to top_p (nucleus sampling, Holtzman et al. 2020). In float64, because float32 loses the tail
     of the distribution (Zheng et al. 2024); an mps device has no float64, so the CPU does it."""
     logits = logits[..., :N_BYTES]
-    logits = (logits.cpu() if logits.device.type == "mps" else logits).double()
+    if logits.device.type == "mps":
+        logits = logits.cpu()
+    logits = logits.double()
     if temperature == 0:
         return F.one_hot(logits.argmax(-1), N_BYTES).double()
-    # subtract the maximum first: 1 / temperature may overflow
+    # subtract the maximum first, because a very low temperature would make large logits overflow
     p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    k = top_k or N_BYTES
-    if k < N_BYTES or top_p < 1:
+    if 0 < top_k < N_BYTES or top_p < 1:
         p, ids = p.sort(dim=-1, descending=True, stable=True)
         kept = p.cumsum(-1) - p < top_p         # a byte is kept if the more likely bytes have less than top_p
         kept[..., 0] = True                     # even if top_p is 0
-        kept[..., k:] = False
+        if top_k:
+            kept[..., top_k:] = False
         p = torch.zeros_like(p).scatter(-1, ids, p * kept)
     return p / p.sum(-1, keepdim=True)
 
@@ -107,41 +110,55 @@ def sample_byte(logits, g, stop_id=None, **sampling):  # (N, V) -> ids (N,)
     END_THRESHOLD. Then EOT is never returned, unless it is the stop_id."""
     if stop_id is None:
         return draw(distribution(logits, **sampling), g)
-    stops = logits.softmax(-1)[:, list({stop_id, EOT})].sum(1) >= END_THRESHOLD     # a set: stop_id may be EOT
+    p = logits.softmax(-1)
+    p_end = p[:, stop_id]
+    if stop_id != EOT:
+        p_end = p_end + p[:, EOT]
     logits = logits.clone()
     logits[:, EOT] = -torch.inf
-    return draw(distribution(logits, **sampling), g).masked_fill(stops, stop_id)
+    return draw(distribution(logits, **sampling), g).masked_fill(p_end >= END_THRESHOLD, stop_id)
 
 
 # ---- continuing
 @torch.inference_mode()
-def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positions=None, hp=None, compile=False,
+def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, get_positions=None, compile=False,
              **sampling):
-    """Yields the next id of each row, (N,) on the CPU, for a prompt (N, n). A row that has ended stays at EOT.
-    prefix 0: attention is causal; when the block of T ids is full, its last half is encoded again. prefix P: the first
-    P positions attend both ways; generation stops when the block is full. stop_id: the id that ends a hole; None: EOT
-    ends the text. positions, hp: the objective's function for position numbers (None: 0, 1, 2, ...), its settings."""
+    """Continues a prompt (N, n). Yields the next id of each row, (N,) on the CPU; a row that has ended stays at EOT.
+
+        prefix          number of ids at the start that attend to each other in both directions
+        stop_id         the id that ends a hole; None: EOT ends the text
+        get_positions   (ids (N, n)) -> position numbers (N, n); None: 0, 1, 2, ...
+
+    The cache holds up to T ids. When it is full, a text with a prefix ends. Otherwise the cache is emptied, and the
+    last T / 2 ids are read again. For T = 8 and a prompt of 6 ids, the passes read the ids
+
+        0-5   6   7   5-8   9   10   11   12   10-13   14   ...
+    """
     device = model.embed.weight.device
     ids = prompt.cpu()
-    ended = torch.zeros(len(ids), dtype=torch.bool)
-    cache = Cache(model, len(ids), T)
-    start = max(0, ids.size(1) - T)             # index in ids at which the block starts
-    new = ids[:, start:]                        # ids that are not cached yet
+    N, n = ids.shape
+    if prefix:                                  # + 1: the last new id is never read
+        max_new_tokens = min(max_new_tokens, T + 1 - n)
+    ended = torch.zeros(N, dtype=torch.bool)
+    cache = Cache(model, N, T)
+    cache_start = max(0, n - T)                 # index in ids of the first id in the cache
+    new = ids[:, cache_start:]                  # the ids that the next pass reads
 
-    def step(new):  # (N, m) -> logits of the next id (N, V)
-        position_ids = None
-        if positions:
-            position_ids = positions(ids, ids.new_full((len(ids),), prefix), hp)[:, -new.size(1):].to(device)
-        return model.logits(model(new.to(device), prefix, cache=cache, positions=position_ids)[:, -1])
+    def step(new, positions=None):  # (N, m) -> logits of the next id (N, V)
+        h = model(new.to(device), prefix, cache=cache, positions=positions)
+        return model.logits(h[:, -1])
     fast_step = make_fast_step(step, ids[:, :1], device, compile)
     for _ in range(max_new_tokens):
-        if ids.size(1) - start > T:
-            if prefix:                          # encoding again would change the prefix
-                return
-            start = ids.size(1) - T // 2        # leaves space for the next T / 2 bytes
+        if ids.size(1) - cache_start > T:
             cache.length.zero_()
-            new = ids[:, start:]
-        logits = step(new) if positions or new.size(1) > 1 else fast_step(new)
+            cache_start = ids.size(1) - T // 2
+            new = ids[:, cache_start:]
+        if get_positions:
+            logits = step(new, get_positions(ids)[:, -new.size(1):].to(device))
+        elif new.size(1) == 1:
+            logits = fast_step(new)
+        else:
+            logits = step(new)
         byte = sample_byte(logits.cpu(), g, stop_id, **sampling).masked_fill(ended, EOT)
         ended |= byte == (EOT if stop_id is None else stop_id)
         new = byte[:, None]
@@ -149,6 +166,12 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, positi
         yield byte
         if ended.all():
             return
+
+
+def position_function(objective, prefix, hp):  # -> the get_positions of `generate`
+    if objective.positions is None:
+        return None
+    return lambda ids: objective.positions(ids, ids.new_full((len(ids),), prefix), hp)
 
 
 def make_fast_step(step, ids, device, compile):
@@ -169,7 +192,7 @@ def make_fast_step(step, ids, device, compile):
 
 @torch.inference_mode()
 def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=False, **sampling):
-    """Yields the ids that follow the prompt, a list of ids. Self-speculative decoding (Stern et al. 2018): the model's
+    """Continues a prompt, a list of ids, and yields ids. Self-speculative decoding (Stern et al. 2018): the model's
     extra heads draft the next bytes, and the model verifies them in one pass. The text has the same distribution as
     that of `generate`; at temperature 0 it is the same text. draft: the function that Continue.drafter returns. stats:
     a list, to which each pass appends (number of drafts, number of kept drafts).
@@ -180,56 +203,57 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
     ids = list(prompt)
     device = model.embed.weight.device
     end = len(ids) + max_new_tokens
-    start = max(0, len(ids) - T)                # index in ids at which the block starts
+    cache_start = max(0, len(ids) - T)          # index in ids of the first id in the cache
     cache = Cache(model, 1, T)
     drafts = []                                 # guesses of the ids after ids[-1]
     q = torch.zeros(0, N_BYTES)                 # the distributions from which they were drawn
 
-    def step(new):  # (1, m) -> logits of the next id (m, V) and of the k ids after it (m, k, V)
+    def step(new):  # (1, m) -> logits of the next id (m, V) and of the ids after it (m, n_heads, V)
         h = model(new.to(device), 0, cache=cache)[0]
         return model.logits(h), draft(model, h)
-    k = draft(model, model.embed.weight[:1]).size(1)            # number of drafts, from any state
-    full_step = make_fast_step(step, torch.zeros(1, k + 1, dtype=torch.long), device, compile)
+    n_heads = draft(model, model.embed.weight[:1]).size(1)      # number of drafts from a state; here from any state
+    full_step = make_fast_step(step, torch.zeros(1, n_heads + 1, dtype=torch.long), device, compile)
     while len(ids) < end:
-        # 1. make space in the block; drop drafts that would exceed the block or max_new_tokens
-        if len(ids) - start > T:
-            start = len(ids) - T // 2
+        # 1. make space in the cache, as `generate` does; drop drafts that would exceed it or max_new_tokens
+        if len(ids) - cache_start > T:
             cache.length.zero_()
-        drafts = drafts[:min(T - (len(ids) - start), end - len(ids) - 1)]
-        n = len(drafts)
-        # 2. one pass over the ids that are not cached yet; keep what follows ids[-1] and each draft: n + 1 rows
-        new = torch.tensor([ids[start + int(cache.length):] + drafts])
-        logits, draft_logits = full_step(new) if new.size(1) == k + 1 else step(new)
-        logits = logits[-n - 1:]
-        draft_logits = draft_logits[-n - 1:]
+            cache_start = len(ids) - T // 2
+        n_drafts = min(len(drafts), cache_start + T - len(ids), end - len(ids) - 1)
+        drafts = drafts[:n_drafts]
+        # 2. one pass over the ids that are not cached yet; keep what follows ids[-1] and each draft
+        new = torch.tensor([ids[cache_start + int(cache.length):] + drafts])
+        logits, draft_logits = full_step(new) if new.size(1) == n_heads + 1 else step(new)
+        logits = logits[-n_drafts - 1:]                         # (n_drafts + 1, V)
+        draft_logits = draft_logits[-n_drafts - 1:]             # (n_drafts + 1, n_heads, V)
         # 3. keep the drafts that pass verification; remove the others from the cache
-        out = verify(distribution(logits.cpu(), **sampling), q, drafts, g)
-        kept = len(out) - 1
-        cache.length -= n - kept
-        stats.append((n, kept))
-        for i in out:
+        written = verify(distribution(logits.cpu(), **sampling), q, drafts, g)
+        n_kept = len(written) - 1
+        cache.length -= n_drafts - n_kept
+        stats.append((n_drafts, n_kept))
+        for i in written:
             ids.append(i)
             yield i
             if i == EOT:
                 return
         # 4. draft again, from the state at the last kept draft (at the old ids[-1] if none was kept)
-        q = distribution(draft_logits[kept].cpu(), **sampling)
+        q = distribution(draft_logits[n_kept].cpu(), **sampling)
         drafts = draw(q, g).tolist()
 
 
-def verify(p, q, drafts, g):  # p (n + 1, 256), q (n or more, 256), n ids -> the ids to write: kept drafts, and one more
-    """Keeps a draft d with probability min(1, p(d) / q(d)), where the model predicts p and the draft was sampled from
-    q. Replaces the first rejected draft by a sample of (p - q)+; if all are kept, adds a sample of the last p.
-    So each id is distributed as p (Leviathan et al. 2023)."""
-    n = len(drafts)
-    d = torch.tensor(drafts, dtype=torch.long)[:, None]
-    u = torch.rand(n, 1, generator=g, dtype=torch.double)
-    is_kept = u * q[:n].gather(1, d) < p[:n].gather(1, d)       # (n, 1)
-    kept = int(is_kept.long().cumprod(0).sum()) # number of drafts before the first rejected one
-    rest = p[kept] if kept == n else (p[kept] - q[kept]).clamp(min=0)
-    if rest.sum() == 0:                         # only because of rounding
-        rest = p[kept]
-    return drafts[:kept] + [int(draw(rest, g))]
+def verify(p, q, drafts, g):  # -> list of ids to write: the kept drafts, and one more
+    """Decides which drafts to keep, so that each written id is distributed as the model's own prediction (Leviathan et
+    al. 2023). p (n + 1, 256): the model's predictions for n drafts and the id after them. q (n or more, 256): the
+    distributions from which the drafts were drawn. A draft d is kept with probability min(1, p(d) / q(d)). The first
+    rejected draft is replaced by a sample of (p - q)+. If all are kept, one more id is sampled from the last p."""
+    u = torch.rand(len(drafts), generator=g, dtype=torch.double)
+    for i, d in enumerate(drafts):
+        if u[i] * q[i, d] < p[i, d]:
+            continue
+        rest = (p[i] - q[i]).clamp(min=0)
+        if rest.sum() == 0:                     # only because of rounding
+            rest = p[i]
+        return drafts[:i] + [int(draw(rest, g))]
+    return drafts + [int(draw(p[len(drafts)], g))]
 
 
 # ---- filling masked bytes
@@ -239,17 +263,17 @@ def read_block(model, ids, cache):  # (N, n) -> states (N, n, C); attends to all
 
 
 def fill_logits(model, ids, use, cache=None):  # ids (N, n) with MASKs -> (N, n, V)
-    """Predicts every byte of a text. use: a Fill, which says what ids surround the text; cache: if given, it holds the
-    blocks before ids, and stays as it is."""
+    """Predicts every byte of a text. use: a Fill, which says what ids surround the text. cache: the blocks before ids,
+    for block diffusion, where nothing surrounds a text; ids are not added to it."""
     if cache is not None:
         h = read_block(model, ids, cache)
         cache.length -= ids.size(1)
         return model.logits(h)
-    left = ids.new_tensor(use.before).expand(len(ids), -1)
-    right = ids.new_tensor(use.after).expand(len(ids), -1)
-    row = torch.cat((left, ids, right), dim=1)
+    before = ids.new_tensor(use.before).expand(len(ids), -1)
+    after = ids.new_tensor(use.after).expand(len(ids), -1)
+    row = torch.cat((before, ids, after), dim=1)
     h = model(row, row.size(1))
-    first = len(use.before) - use.shift
+    first = len(use.before) - use.shift         # the position that predicts the first byte
     return model.logits(h[:, first:first + ids.size(1)])
 
 
@@ -260,79 +284,94 @@ def text_space(use, T):  # -> maximum number of bytes of a text in a row of T po
 @torch.inference_mode()
 def unmask(model, ids, g, use, steps=0, order="confident", cache=None, **sampling):
     """Fills the MASKs of ids (N, n), and yields ids after each pass. Other ids do not change. steps: number of passes;
-    0: one for each MASK, or 64 in orders ancestral and analytic. In each pass it fills
-
-        confident   the MASKs whose sampled bytes are most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
-                    without the noise that it adds to the ranking)
-        left        the leftmost MASKs
-        ancestral   each MASK with probability 1 / (number of passes left), as MDLM's sampler
-        analytic    each MASK with this probability times the sum of the ratios, as SEDD's Tweedie denoiser
-    """
-    at_random = order in ("ancestral", "analytic")
+    0: one for each MASK, or 64 in orders ancestral and analytic. Each pass predicts all MASKs, and keeps the sampled
+    bytes of those that `choose_masks` chooses."""
     if not steps:
-        steps = 64 if at_random else int((ids == MASK).sum(1).max())
+        steps = 64 if order in ("ancestral", "analytic") else int((ids == MASK).sum(1).max())
     for passes_left in range(steps, 0, -1):
         is_mask = ids == MASK
         if not is_mask.any():
             return
         logits = fill_logits(model, ids, use, cache)            # (N, n, V)
-        new = draw(distribution(logits, **sampling), g).to(ids.device)
-        count = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left     # MASKs per pass, rounded up
-        if at_random:
-            rate = 1.0                          # times 1 / passes_left: the probability
-            if order == "analytic" and passes_left > 1:
-                rate = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp().sum(-1)            # about 1
-            u = torch.rand(ids.shape, generator=g, dtype=torch.double).float().to(ids.device)
-            chosen = u * passes_left <= rate
-        elif order == "confident":
-            p = logits[..., :N_BYTES].float().softmax(-1).gather(-1, new[..., None])[..., 0]        # (N, n), untempered
-            p = p.masked_fill(~is_mask, -torch.inf)
-            rank = p.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-            chosen = rank < count
-        else:
-            chosen = is_mask.cumsum(1) <= count
-        ids = torch.where(is_mask & chosen, new, ids)
+        sampled = draw(distribution(logits, **sampling), g).to(ids.device)          # (N, n)
+        chosen = choose_masks(order, is_mask, logits, sampled, passes_left, g)
+        ids = torch.where(is_mask & chosen, sampled, ids)
         yield ids
 
 
-def unmask_long(model, ids, T, g, use, **kwargs):  # (1, n) of any length -> yields (1, n)
+def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) bool
+    """Chooses the MASKs that a pass fills.
+
+        left        the leftmost MASKs
+        confident   the MASKs whose sampled bytes are most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
+                    without the noise that it adds to the ranking)
+        ancestral   each MASK with probability 1 / passes_left, as MDLM's sampler
+        analytic    each MASK with this probability times the sum of the ratios of SEDD's score, about 1; in the last
+                    pass all MASKs (SEDD's Tweedie denoiser)
+
+    Orders left and confident choose MASKs / passes_left of them, rounded up: of 5 MASKs in 2 passes 3, then 2."""
+    n_chosen = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left      # (N, 1)
+    if order == "left":
+        return is_mask.cumsum(1) <= n_chosen
+    if order == "confident":                    # by the model's own probability, at temperature 1
+        p = logits[..., :N_BYTES].float().softmax(-1).gather(-1, sampled[..., None])[..., 0]        # (N, n)
+        p = p.masked_fill(~is_mask, -torch.inf)
+        by_p = p.argsort(dim=1, descending=True, stable=True)   # positions, most likely first
+        rank = by_p.argsort(dim=1)              # 0 at the most likely position
+        return rank < n_chosen
+    u = torch.rand(is_mask.shape, generator=g, dtype=torch.double).float().to(is_mask.device)
+    if order == "ancestral" or passes_left == 1:
+        return u * passes_left <= 1
+    ratios = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp()              # (N, n, 256)
+    return u * passes_left <= ratios.sum(-1)
+
+
+def unmask_long(model, ids, T, g, use, **kwargs):  # (1, n) of any length -> yields (1, n) after each pass
     """Fills a long text in windows that overlap; kwargs: further arguments of `unmask`. A window starts a quarter of
-    its length before the first MASK. Its last quarter is filled again in the next window, where it has context on the
-    right, unless the text ends in this one."""
-    n = text_space(use, T)
+    its length before the first MASK. Its last quarter is thrown away, unless the text ends there: MASKs in it are
+    filled in the next window, where they have context on the right. For windows of 8 bytes in a text of 20, with MASKs
+    at 10 and 15: the first window is 8 .. 15, of which 8 .. 13 are kept, and the second is 12 .. 19."""
+    size = text_space(use, T)
+    n = ids.size(1)
     while (ids == MASK).any():
         first_mask = int((ids[0] == MASK).byte().argmax())
-        start = max(0, min(first_mask - n // 4, ids.size(1) - n))
-        n_kept = n if start + n >= ids.size(1) else n - n // 4
-        for window in unmask(model, ids[:, start:start + n], g, use, **kwargs):
-            ids = torch.cat((ids[:, :start], window[:, :n_kept], ids[:, start + n_kept:]), dim=1)
+        start = max(0, min(first_mask - size // 4, n - size))   # the window lies inside the text
+        end = start + size
+        kept_end = end if end >= n else end - size // 4
+        for window in unmask(model, ids[:, start:end], g, use, **kwargs):
+            ids = torch.cat((ids[:, :start], window[:, :kept_end - start], ids[:, kept_end:]), dim=1)
             yield ids
 
 
 @torch.inference_mode()
-def generate_blocks(model, prompt, max_new_tokens, T, n, g, steps=0, order="confident", **sampling):
-    """Yields the ids that follow the prompt, a list of ids, by block diffusion: appends a block of n MASKs, fills it,
-    appends the next. The clean blocks before it are cached. When the window of T ids has no space for another block,
-    the blocks of its last half are encoded again. With T = 12 and n = 4, three blocks fill it, and the last is kept;
-    blocks longer than T / 2 are all dropped."""
+def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order="confident", **sampling):
+    """Continues a prompt, a list of ids, by block diffusion, and yields ids. Appends a block of `length` MASKs, fills
+    it, and appends the next. The complete blocks before it are cached. When the window of T ids has no space for
+    another block, a new window starts with the blocks of the last T / 2 ids, which are read again. For T = 12 and
+    length = 4: three blocks fill a window, and the last one also starts the next. A block longer than T / 2 is not read
+    again."""
     ids = list(prompt)
     device = model.embed.weight.device
     end = len(ids) + max_new_tokens
     cache = Cache(model, 1, T)
     start = 0                                   # index in ids at which the window starts
     while len(ids) < end:
-        clean = (len(ids) - start) // n * n     # number of ids in complete blocks
-        if clean + n > T:
-            kept = T // 2 // n * n
-            start += clean - kept
-            clean = kept
+        # 1. make space in the window for another block
+        n_complete = (len(ids) - start) // length * length      # number of ids in complete blocks
+        if n_complete + length > T:
+            n_kept = T // 2 // length * length  # in whole blocks
+            start += n_complete - n_kept
+            n_complete = n_kept
             cache.length.zero_()
-        for i in range(start + int(cache.length), start + clean, n):
-            read_block(model, torch.tensor([ids[i:i + n]], device=device), cache)
-        begun = ids[start + clean:]             # the prompt may end inside a block
-        block = torch.tensor([begun + [MASK] * (n - len(begun))], device=device)
-        *_, block = unmask(model, block, g, Fill(), steps or n, order, cache=cache, **sampling)
-        for i in block[0, len(begun):].tolist()[:end - len(ids)]:
+        # 2. read the complete blocks that are not cached yet
+        for i in range(start + int(cache.length), start + n_complete, length):
+            read_block(model, torch.tensor([ids[i:i + length]], device=device), cache)
+        # 3. fill the next block; the prompt may end inside it
+        begun = ids[start + n_complete:]
+        block = torch.tensor([begun + [MASK] * (length - len(begun))], device=device)
+        *_, block = unmask(model, block, g, Fill(), steps or length, order, cache=cache, **sampling)
+        new = block[0, len(begun):].tolist()
+        for i in new[:end - len(ids)]:
             ids.append(i)
             yield i
             if i == EOT:
@@ -340,69 +379,82 @@ def generate_blocks(model, prompt, max_new_tokens, T, n, g, steps=0, order="conf
 
 
 # ---- infilling holes of unknown length
-def infill(model, objective, hp, ids, P, holes, max_new_tokens, g, **sampling):
-    """Returns the bytes of each hole, and whether all holes ended. ids, P: what Infill.prompt returns; holes: their
-    number. The model writes each hole up to the id that ends it, which also starts the next. It stops one position
-    before the end of a full row, because in training the last target of a full row is always EOT."""
+def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **sampling):
+    """Fills n_holes holes, one after the other. Returns their answers, a list of bytes for each, and whether all
+    ended by themselves. prompt, prefix: what Infill.prompt returns, the ids up to the first answer and the number of
+    them that attend in both directions. Each answer ends with its stop id, which also starts the next answer. The last
+    position of a full row is not used, because in training the last target of a full row is always EOT."""
     T = hp.block_size
-    answers = [[] for _ in range(holes)]
-    for answer, end in zip(answers, find_use(objective, "infill").stop_ids):
-        left = max(0, min(max_new_tokens - sum(map(len, answers)), T - len(ids)))
-        answer += map(int, generate(model, to_row(ids, hp), left, T, g, P, end, objective.positions, hp, **sampling))
-        if answer[-1:] != [end]:
-            return answers, False
-        ids = [*ids, *answer]
-        answer.pop()
-    return answers, True
+    ids = list(prompt)
+    get_positions = position_function(objective, prefix, hp)
+    answers = []
+    for stop_id in find_use(objective, "infill").stop_ids[:n_holes]:
+        space = min(max_new_tokens - sum(map(len, answers)), T - len(ids))          # 0 after an answer that did not end
+        row = to_row(ids, hp)
+        written = [int(i) for i in generate(model, row, space, T, g, prefix, stop_id, get_positions, **sampling)]
+        ended = written[-1:] == [stop_id]
+        answers.append(written[:-1] if ended else written)
+        ids += written
+    return answers, ended
 
 
 @torch.inference_mode()
-def trim_to_suffix(model, objective, hp, left, middle, right):  # lists of ids -> the start of the middle
-    """For a model that also predicts left to right and rarely ends a middle with EOT. Returns the shortest start of the
-    middle after which the first bytes of the suffix are at least a tenth as likely as after the best cut."""
+def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
+    """Cuts an answer where the text after the hole fits. This is for models that rarely end an answer with EOT, but
+    also predict text from left to right; other answers stay as they are. Returns the shortest start of the answer after
+    which the first bytes of the text after the hole are at least a tenth as likely as after the best start."""
+    after = after[:SUFFIX_BYTES]
+    n = len(after)
     use = find_use(objective, "continue")
-    right = right[:SUFFIX_BYTES]
-    if not right or not use or use.both_ways:
-        return middle
-    n = len(right)
-    nats = []                                   # of the suffix after each cut
-    for cut in range(len(middle) + 1):
-        context = ([EOT] + left + middle[:cut])[-(hp.block_size - n):]
-        x = to_row(context + right, hp)
+    if n == 0 or use is None or use.both_ways:
+        return answer
+    nats = []                                   # nats[cut]: of the text after answer[:cut]
+    for cut in range(len(answer) + 1):
+        context = [EOT] + before + answer[:cut]
+        context = context[-(hp.block_size - n):]
+        x = to_row(context + after, hp)
         logits = model.logits(model(x[:, :-1], 0)[0, -n:])                          # (n, V)
         nats.append(float(F.cross_entropy(logits, x[0, -n:], reduction="sum")))
-    likely = [cut for cut in range(len(nats)) if nats[cut] < min(nats) + math.log(10)]
-    return middle[:likely[0]]
+    cut = 0
+    while nats[cut] >= min(nats) + math.log(10):
+        cut += 1
+    return answer[:cut]
 
 
 # ---- repairing
 @torch.inference_mode()
-def repair(model, objective, noisy, hp, g, **sampling):  # any number of ids -> yields bytes
+def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any length -> yields bytes
     T = hp.block_size
+    n = objective.n_bytes(T, hp)                # maximum number of clean bytes in a row
+    limit = None
     use = find_use(objective, "repair")
-    n = objective.n_bytes(T, hp)
-    limit = use.max_bytes(hp) if use.max_bytes else None        # may also return None
+    if use.max_bytes:
+        limit = use.max_bytes(hp)
     longest = min(n, limit) if limit else T - 1 - n             # noise may make a text longer
     for piece in cut_after_spaces(noisy, longest):
-        ids = to_row([i for i in piece if i != EOT] + [SEP], hp)                    # a copied EOT would end the row
-        P = ids.size(1)
-        max_new_tokens = min(T + 1 - P, n + 1)  # the longest target in training
-        written = map(int, generate(model, ids, max_new_tokens, T, g, P, None, objective.positions, hp, **sampling))
-        yield from (i for i in written if i != EOT)
+        piece = [i for i in piece if i != EOT]  # the model would copy an EOT, which ends the row
+        row = to_row(piece + [SEP], hp)
+        prefix = row.size(1)
+        get_positions = position_function(objective, prefix, hp)
+        for byte in generate(model, row, n + 1, T, g, prefix, None, get_positions, **sampling):     # + 1: for EOT
+            if byte != EOT:
+                yield int(byte)
 
 
 def cut_after_spaces(ids, n):  # -> yields pieces of up to n ids
-    """The pieces are about equally long and end after white space where possible, but not right before a hole."""
-    while ids:
-        end = math.ceil(len(ids) / math.ceil(len(ids) / n))
-        if len(ids) > n:
-            ends = [i for i in range(n // 4 + 1, n + 1) if ids[i - 1] in SPACES and ids[i] != MASK]
-            end = min(ends, key=lambda i: abs(i - end), default=end)
+    """Cuts a long text into pieces of about equal length, after white space where possible, but not before a hole."""
+    while len(ids) > n:
+        n_pieces = math.ceil(len(ids) / n)
+        ideal = math.ceil(len(ids) / n_pieces)
+        ends = [i for i in range(n // 4 + 1, n + 1) if ids[i - 1] in SPACES and ids[i] != MASK]
+        end = min(ends, key=lambda i: abs(i - ideal), default=ideal)
         yield ids[:end]
         ids = ids[end:]
+    if ids:
+        yield ids
 
 
-# ---- texts, in and out
+# ---- reading and printing texts
 def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always the name of a file
     path = value.removeprefix("FILE:")
     if path == value and flag != "corpus":
@@ -414,12 +466,14 @@ def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always 
         fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
 
 
-def read_masks(text):  # bytes -> ids, with MASKs in place of the markers
-    first, *rest = re.split(MASKS, text)        # text, number of bytes in the marker, text, ...
-    ids = list(first)
-    for n, text in zip(rest[::2], rest[1::2]):
-        ids += [MASK] * int(n or 1) + list(text)
-    return ids
+def read_masks(text):  # bytes such as b"a[MASK:2]" -> ids [97, MASK, MASK]
+    ids = []
+    end = 0                                     # of the last marker
+    for marker in re.finditer(MASKS, text):
+        ids += text[end:marker.start()]
+        ids += [MASK] * int(marker[1] or 1)
+        end = marker.end()
+    return ids + list(text[end:])
 
 
 def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
@@ -437,140 +491,156 @@ def printable(text):  # on a terminal, escapes control characters as \x1b and dr
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", text.replace("\r", ""))
 
 
-def highlight(ids, is_new, plain=("", "")):  # -> str
-    """On a terminal new characters are in reverse video, elsewhere between the strings of `plain`. A character of
-    several bytes is new if one of them is."""
-    character = list(itertools.accumulate(not 0x80 <= i < 0xc0 for i in ids))       # number of each byte's character
-    new = set(itertools.compress(character, is_new))
+def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
+    """Highlights new characters: on a terminal in reverse video, elsewhere between the two strings of `plain`. A
+    character of several bytes is new if one of them is."""
     before, after = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
+    # in UTF-8, the first byte of a character is never in 0x80 .. 0xbf, and all others are
+    starts = [i for i, byte in enumerate(ids) if i == 0 or not 0x80 <= byte < 0xc0]
     out = ""
-    for part_is_new, part in itertools.groupby(zip(ids, character), lambda pair: pair[1] in new):
-        text = to_text([i for i, _ in part])
-        out += before + text + after if part_is_new else text
-    return out
+    highlighted = False
+    for start, end in zip(starts, [*starts[1:], len(ids)]):     # a character
+        if any(is_new[start:end]) != highlighted:
+            highlighted = not highlighted
+            out += before if highlighted else after
+        out += to_text(ids[start:end])
+    return out + after if highlighted else out
 
 
-def stream(prompt, steps):  # ids, an iterator of ids -> the ids that it yielded
+def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that it yielded
     """Prints the prompt, then bytes as they come, a character once all its bytes are there. The line between the two
     goes to standard error: a terminal, a notebook and a log show it, while a pipe or a file gets only the text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    text = decoder.decode(bytes(i for i in prompt if i != EOT))
-    print(printable(text), end="", flush=True)
+
+    def show(new):  # ids -> the characters that they complete
+        text = decoder.decode(bytes(i for i in new if i != EOT))
+        print(printable(text), end="", flush=True)
+        return text
+    text = show(prompt)
     if text:
         note("the model continues:", start="" if text.endswith("\n") else "\n")
-    ids = []
-    for i in map(int, steps):
-        ids.append(i)
-        text = decoder.decode(bytes([i] if i != EOT else []))
-        print(printable(text), end="", flush=True)
-    print(decoder.decode(b"", final=True), flush=True)
-    return ids
+    written = []
+    for i in ids:
+        written.append(int(i))
+        show(written[-1:])
+    print(decoder.decode(b"", final=True), flush=True)          # the rest, if the last character is incomplete
+    return written
 
 
 def note(text, start=""):  # prints what is not part of the answer, to standard error
     print(f"{start}--- {text}", file=sys.stderr, flush=True)
 
 
-def keep_within(ids, n):  # -> the last n ids; notes what is dropped
+def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
     if len(ids) > n:
         note(f"reads only the last {n} of {len(ids)} bytes of the prompt, to leave space in the block")
     return ids[-n:]
 
 
-# ---- modes: (model, objective, its use of that mode, hp, args, g) -> prints one sample
-# args: a Namespace of all flags, with defaults; texts are ids or bytes, None if they were not given. args.given: the
-# names of the flags that were given; args.sampling: temperature, top_k and top_p, if they were given
+# ---- modes: (model, objective, use, hp, args, g) -> prints one sample
+# use: the objective's use of that mode. args: all flags, with their defaults. --prompt is a list of ids (in infill_mode
+# bytes), the other texts are bytes or lists of bytes; a text that was not given is None. Further fields of args:
+#     given           names of the flags that were given
+#     sampling        the arguments of `distribution` that were given
+#     hole_sampling   all its arguments, for holes and repairs
 def continue_mode(model, objective, use, hp, args, g):
     T = hp.block_size
-    limit = args.max_new_tokens
     sampling = dict(temperature=TEMPERATURE) | args.sampling
     text = args.prompt or [EOT]                 # an empty prompt is the start of a document
-    prompt = text
-    if use.both_ways:                           # one block holds the prompt and, in up to half of it, what follows
-        prompt = keep_within(text, max(1, text_space(use, T) - min(limit, T // 2)))
     draft = use.drafter(hp) if use.drafter and args.speculate else None
     if draft:
         stats = []
-        written = stream(text, generate_drafted(model, draft, prompt, limit, T, g, stats, args.compile, **sampling))
+        ids = generate_drafted(model, draft, text, args.max_new_tokens, T, g, stats, args.compile, **sampling)
+        written = stream(text, ids)
         note(f"{len(written) / max(1, len(stats)):.2f} bytes per forward pass")
         return
-    ids = to_row([*use.before, *prompt, *use.after], hp)
-    prefix = ids.size(1) if use.both_ways else 0
-    written = stream(text, generate(model, ids, limit, T, g, prefix, compile=args.compile, **sampling))
-    if prefix and len(written) < limit and written[-1] != EOT:
+    if not use.both_ways:
+        row = to_row([*use.before, *text, *use.after], hp)
+        stream(text, generate(model, row, args.max_new_tokens, T, g, compile=args.compile, **sampling))
+        return
+    # one block holds the prompt and, in up to half of it, what follows
+    prompt = keep_last(text, max(1, text_space(use, T) - min(args.max_new_tokens, T // 2)))
+    row = to_row([*use.before, *prompt, *use.after], hp)
+    prefix = row.size(1)
+    written = stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
+    if len(written) < args.max_new_tokens and written[-1] != EOT:
         note(f"the block of {T} is full")
 
 
 def continue_blocks_mode(model, objective, use, hp, args, g):
     prompt = args.prompt or [EOT]               # an empty prompt is the start of a document
     T = objective.n_bytes(hp.block_size, hp)
-    n = min(use.length(hp), T)
+    length = min(use.length(hp), T)
     order = args.order or use.orders[0]
     sampling = DIFFUSION_SAMPLING | args.sampling
-    stream(prompt, generate_blocks(model, prompt, args.max_new_tokens, T, n, g, args.steps, order, **sampling))
+    stream(prompt, generate_blocks(model, prompt, args.max_new_tokens, T, length, g, args.steps, order, **sampling))
 
 
 def fill_mode(model, objective, use, hp, args, g):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt without holes."""
     T = hp.block_size
     prompt = args.prompt
-    first = 0                                   # index in the prompt of the first byte that the model reads
+    n_skipped = 0                               # bytes at the start of the prompt that the model does not read
     sampling = args.hole_sampling
-    if MASK not in prompt:
-        if not use.trained_at_any_rate:
-            fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
-        near = keep_within(prompt, T // 2)
-        first = len(prompt) - len(near)
-        space = T - len(near)
-        if args.max_new_tokens > space:
-            note(f"writes only {space} bytes, which fill the block of {T}")
-        prompt = prompt + [MASK] * min(args.max_new_tokens, space)
+    if MASK in prompt:
+        if "max_new_tokens" in args.given:
+            fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
+    elif not use.trained_at_any_rate:
+        fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
+    else:
+        n_read = len(keep_last(prompt, T // 2))
+        n_skipped = len(prompt) - n_read
+        n_new = min(args.max_new_tokens, T - n_read)
+        if n_new < args.max_new_tokens:
+            note(f"writes only {n_new} bytes, which fill the block of {T}")
+        prompt = prompt + [MASK] * n_new
         sampling = DIFFUSION_SAMPLING | args.sampling
-    elif "max_new_tokens" in args.given:
-        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
-    filled = row = to_row(prompt[first:], hp)
+    row = filled = to_row(prompt[n_skipped:], hp)
     order = args.order or use.orders[0]
     for filled in unmask_long(model, row, T, g, use, steps=args.steps, order=order, **sampling):
         if args.show:
             print(f"--- pass\n{to_text(filled[0])}", flush=True)
-    print(highlight(prompt[:first] + filled[0].tolist(), [i == MASK for i in prompt]))
+    print(highlight(prompt[:n_skipped] + filled[0].tolist(), [i == MASK for i in prompt]))
 
 
 def infill_mode(model, objective, use, hp, args, g):
     T = hp.block_size
-    limit = args.max_new_tokens
+    # 1. the texts around the holes, one more than there are holes
     if args.prompt is None:
-        pieces = [[*(args.prefix or [])], [*(args.suffix or [])]]               # the texts around the holes
+        texts = [list(args.prefix or []), list(args.suffix or [])]
     elif args.prefix is None and args.suffix is None:
-        pieces = [[*piece] for piece in re.split(HOLES, args.prompt)]
+        texts = [list(text) for text in re.split(HOLES, args.prompt)]
     else:
         fail("--prompt: already contains the text around its holes. Try it without --prefix and --suffix")
-    holes = len(pieces) - 1
-    if not 1 <= holes <= len(use.stop_ids):
-        fail(f"--prompt: has {holes} holes, {objective.name} fills 1 to {len(use.stop_ids)}. Try one <extra_id_0>")
-    near = pieces                               # the parts of them that the model reads
-    if holes == 1:                              # only the bytes nearest to the hole, if the text is long
-        half = max(1, (T - 8 - min(limit, T // 3)) // 2)        # 8: space for special ids
-        near = [pieces[0][-half:], pieces[1][:half]]
-    if near != pieces:
-        note(f"reads only the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it")
-    expected = limit // holes if "max_new_tokens" in args.given else HOLE_BYTES     # number of bytes of a hole
-    ids, P = use.prompt(near, expected, hp)
-    if len(ids) + holes > T:
-        fail(f"--prompt: takes {len(ids)} positions, which leaves no space in a block of {T}. Try a shorter text")
-    answers, ended = infill(model, objective, hp, ids, P, holes, limit, g, **args.hole_sampling)
-    if holes == 1:
+    n_holes = len(texts) - 1
+    if not 1 <= n_holes <= len(use.stop_ids):
+        fail(f"--prompt: has {n_holes} holes, {objective.name} fills 1 to {len(use.stop_ids)}. Try one <extra_id_0>")
+    # 2. the parts of them that the model reads: around a single hole, only the bytes nearest to it
+    near = texts
+    if n_holes == 1:
+        half = max(1, (T - 8 - min(args.max_new_tokens, T // 3)) // 2)              # 8: space for special ids
+        near = [texts[0][-half:], texts[1][:half]]
+        if near != texts:
+            note(f"reads only the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it")
+    # 3. the answers
+    expected = args.max_new_tokens // n_holes if "max_new_tokens" in args.given else HOLE_BYTES
+    prompt, prefix = use.prompt(near, expected, hp)
+    if len(prompt) + n_holes > T:
+        fail(f"--prompt: takes {len(prompt)} positions, which leaves no space in a block of {T}. Try a shorter text")
+    answers, ended = infill(model, objective, hp, prompt, prefix, n_holes, args.max_new_tokens, g, **args.hole_sampling)
+    if n_holes == 1:
         trimmed = trim_to_suffix(model, objective, hp, near[0], answers[0], near[1])
         ended = ended or trimmed != answers[0]  # an answer that was trimmed has ended
         answers = [trimmed]
-    out = list(pieces[0])
-    is_new = [False] * len(out)
-    for answer, piece in zip(answers, pieces[1:]):
-        out += answer + piece
-        is_new += [True] * len(answer) + [False] * len(piece)
-    print(highlight(out, is_new), flush=True)
+    # 4. the whole text
+    ids = texts[0]
+    is_new = [False] * len(ids)
+    for answer, text in zip(answers, texts[1:]):
+        ids = ids + answer + text
+        is_new += [True] * len(answer) + [False] * len(text)
+    print(highlight(ids, is_new), flush=True)
     if not ended:
-        note(f"the answer did not end by itself within {limit} bytes and the block of {T}")
+        note(f"the answer did not end by itself within {args.max_new_tokens} bytes and the block of {T}")
 
 
 def repair_mode(model, objective, use, hp, args, g):
@@ -579,18 +649,19 @@ def repair_mode(model, objective, use, hp, args, g):
 
 def mark_mode(model, objective, use, hp, args, g):  # marks suspicious bytes, and lists the ten most suspicious ones
     rows = [to_row(piece, hp) for piece in cut_after_spaces(args.prompt, hp.block_size)]
-    p = torch.cat([use.predict(model, row)[0] for row in rows]).sigmoid().cpu()
+    p = torch.cat([use.predict(model, row)[0] for row in rows]).sigmoid().cpu()     # (n,): that a byte is wrong
     print(highlight(args.prompt, p > 0.5, ("«", "»")))
     print("--- the most suspicious bytes, with the probability that each is wrong:")
     text = bytes(args.prompt).decode("utf-8", "surrogateescape")
-    character = [k for k, c in enumerate(text) for _ in c.encode("utf-8", "surrogateescape")]       # of each byte
+    character_of = []                           # index in text of each byte's character
+    for k, character in enumerate(text):
+        character_of += [k] * len(character.encode("utf-8", "surrogateescape"))
     for i in p.argsort(descending=True)[:10].tolist():
-        k = character[i]
-        line = text.count("\n", 0, k) + 1
-        start = text.rfind("\n", 0, k) + 1      # of the line
-        after = text[k:k + 9].partition("\n")[0][1:]            # nothing after the end of the line
-        context = repr(f"{text[max(start, k - 8):k]}«{text[k]}»{after}")[1:-1]      # control characters as \x1b
-        print(f"line {line}, column {k - start + 1}: {context}  {float(p[i]):.2f}")
+        k = character_of[i]
+        *lines, before = text[:k].split("\n")   # the lines above, and the start of this one
+        after = text[k:k + 9].partition("\n")[0][1:]            # up to 8 characters of the rest of the line
+        context = repr(f"{before[-8:]}«{text[k]}»{after}")[1:-1]                    # control characters as \x1b
+        print(f"line {len(lines) + 1}, column {len(before) + 1}: {context}  {float(p[i]):.2f}")
 
 
 def follow_mode(model, objective, use, hp, args, g):  # prints the probability that --suffix follows --prefix
@@ -609,7 +680,7 @@ def search_mode(model, objective, use, hp, args, g):  # prints the three lines o
 
 
 def seam_mode(model, objective, use, hp, args, g):  # rotates a text back to where the model finds its first byte
-    ids = keep_within(args.prompt, hp.block_size)
+    ids = keep_last(args.prompt, hp.block_size)
     p = use.predict(model, to_row(ids, hp))[0].softmax(0)
     seam = int(p.argmax())
     print(f"--- the text starts at byte {seam} (probability {float(p[seam]):.2f}):\n{to_text(ids[seam:] + ids[:seam])}")
@@ -641,39 +712,48 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
 
 
 def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
-    """Among the uses whose mode reads all of these texts (if there is none, among all uses): the first whose marker is
-    in the prompt, else the first that needs no marker, else the first."""
+    """Chooses among the uses whose mode reads all of these texts, or among all uses if there is none. For a prompt: the
+    first whose marker is in it, or else the first that needs no marker. Otherwise the first."""
     all_uses = [(m, use) for m in members for use in m.objective.uses]
-    uses = [(m, use) for m, use in all_uses if set(texts) <= set(MODES[use.mode].flags)] or all_uses
-    modes = [uses[0][1].mode]
-    if "prompt" in texts:
-        marked = [mode for mode, marker in MARKERS.items() if re.search(marker, texts["prompt"])]
-        unmarked = [use.mode for _, use in uses if use.mode not in ("infill", "fill")]
-        modes = marked + unmarked + modes
-    return next((m, use) for mode in modes for m, use in uses if use.mode == mode)
+    uses = [(m, use) for m, use in all_uses if set(texts) <= set(MODES[use.mode].flags)]
+    uses = uses or all_uses
+    if "prompt" not in texts:
+        return uses[0]
+    for mode, marker in MARKERS.items():
+        for m, use in uses:
+            if use.mode == mode and re.search(marker, texts["prompt"]):
+                return m, use
+    for m, use in uses:
+        if use.mode not in ("infill", "fill"):
+            return m, use
+    return uses[0]
 
 
-def refuse_flag(flag, objective, mode):  # reports a flag that the Mode does not read, instead of ignoring it
+def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode does not read
     if flag not in FLAGS["texts"] or any(flag in MODES[use.mode].flags for use in objective.uses):
         fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
-    name = next(name for name, other in MODES.items() if flag in other.flags)
-    able = [other.name for other in OBJECTIVES.values() if find_use(other, name)]
-    fail(f"--{flag}: {objective.name} does not {MODES[name].task}; train {' or '.join(able)} for that")
+    # no use of the objective reads this text: name the objectives that do
+    reader = next(name for name, other in MODES.items() if flag in other.flags)
+    able = [other.name for other in OBJECTIVES.values() if find_use(other, reader)]
+    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}; train {' or '.join(able)} for that")
 
 
-def demonstration(mode, held_out, T):  # -> texts in place of flags: held-out bytes, corrupted as the mode needs them
+def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, corrupted as the mode needs them
     text = held_out[:T // 2].tolist()
     half = len(text) // 2
     noisy = [ord("x") if i % 20 == 9 else byte for i, byte in enumerate(text)]
+    masked = [MASK if i % 7 == 3 else byte for i, byte in enumerate(text)]
     texts = {
-        "fill": dict(prompt=[MASK if i % 7 == 3 else byte for i, byte in enumerate(text)]),
+        "continue": dict(prompt=text),
+        "continue_blocks": dict(prompt=text),
+        "fill": dict(prompt=masked),
         "infill": dict(prefix=text[:half], suffix=text[half + 4:]),
         "repair": dict(prompt=noisy),
         "mark": dict(prompt=noisy),
         "follow": dict(prefix=text[:half], suffix=text[half:]),
         "search": dict(query=text, corpus=bytes(held_out.tolist())),
         "seam": dict(prompt=text[half:] + text[:half]),
-    }.get(mode, dict(prompt=text))
+    }[mode]
     print(f"held-out text:\n{to_text(text)}")
     for flag, ids in texts.items():
         if flag != "corpus" and ids != text:
@@ -688,7 +768,6 @@ def main(argv=None):
     path = args.out_dir or newest_run()
     model, hp, ckpt = load_run(path, args.device, args.dtype)
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
-    members = get_members(hp)
     m, use = choose_use(choose_members(hp, args.objective), texts)
     objective = m.objective
     mode = MODES[use.mode]
@@ -696,10 +775,10 @@ def main(argv=None):
         refuse_flag(flag, objective, mode)
     if args.order and args.order not in use.orders:
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
+    member = "" if objective.name == hp.objective else f", used as {objective.name}"
+    note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     if "prompt" in texts and use.mode != "infill":              # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if use.mode in MARKERS else list(texts["prompt"])
-    member = f", used as {objective.name}" if len(members) > 1 else ""
-    note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     if not texts:
         texts = demonstration(use.mode, ckpt["held_out"], hp.block_size)
     for flag in mode.required:

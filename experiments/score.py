@@ -37,25 +37,30 @@ BOUND_ROWS = 4                                  # number of rows of such a batch
 
 @torch.inference_mode()
 def score_exact(model, data, T, stride):  # (n,) uint8 -> bits, left to right
-    """Scores a text in windows of up to T bytes of context. Window i scores bytes i * stride + 1 .. (i + 1) * stride.
-    With stride = T the windows are disjoint, and the first byte that a window scores has one byte of context. The first
-    byte of the text counts as 8 bits."""
+    """Scores a text in windows. A window scores `stride` bytes, and holds up to T bytes before its last byte. For T = 4
+    and stride = 2, these are the windows of a text of 8 bytes, with the scored bytes in brackets:
+
+        0 [1 2]     0 1 2 [3 4]     2 3 4 [5 6]     4 5 6 [7]
+
+    With stride = T, the first byte that a window scores has one byte of context. The first byte of the text counts as 8
+    bits."""
     bits = 8.0
-    for at in tqdm(range(0, len(data) - 1, stride), disable=None, leave=False):
-        start = max(0, at + stride - T)
-        x = data[start:at + stride + 1].long().to(model.embed.weight.device)[None]  # (1, n + 1)
+    for first in tqdm(range(1, len(data), stride), disable=None, leave=False):      # first: the first scored byte
+        end = first + stride
+        start = max(0, end - 1 - T)
+        x = data[start:end].long().to(model.embed.weight.device)[None]              # (1, n + 1)
         logits = model.logits(model(x[:, :-1], 0))[0]
-        nats = F.cross_entropy(logits, x[0, 1:], reduction="none")                  # (n,)
-        bits += float(nats[at - start:].cpu().double().sum()) / math.log(2)
+        nats = F.cross_entropy(logits, x[0, 1:], reduction="none")                  # (n,), of bytes start + 1 and on
+        bits += float(nats[first - start - 1:].cpu().double().sum()) / math.log(2)
     return bits
 
 
 @torch.inference_mode()
 def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left to right
     """Scores a text with a model that fills MASKs, by the chain rule: predicts each byte from the bytes before it in
-    its window, while it and all bytes after it are MASKs. A window holds up to T bytes and scores the last T / 2. So
-    every byte has at least T / 2 bytes of context, except at the start of the text. For T = 4, these are the windows of
-    a text of 8 bytes, with the scored bytes in brackets:
+    its window, while it and all bytes after it are MASKs. A window holds up to T bytes and scores the last T / 2 of
+    them, so that every byte has at least T / 2 bytes of context, except at the start of the text. For T = 4, these are
+    the windows of a text of 8 bytes, with the scored bytes in brackets:
 
         0 [1 2]     1 2 [3 4]     3 4 [5 6]     4 5 6 [7]
 
@@ -66,8 +71,8 @@ def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left t
         start = max(0, end - T)
         window = data[start:end].long().to(model.embed.weight.device)
         i = torch.arange(len(window), device=window.device)
-        for scored in i[first - start:].split(MAX_ROWS):
-            rows = window.where(i < scored[:, None], MASK)      # one row for each scored byte
+        for scored in i[first - start:].split(MAX_ROWS):        # indices in the window; one row for each
+            rows = window.where(i < scored[:, None], MASK)
             logits = sample.fill_logits(model, rows, use)[range(len(rows)), scored, :N_BYTES]
             nats = F.cross_entropy(logits.cpu().double(), window[scored].cpu(), reduction="sum")
             bits += float(nats) / math.log(2)
@@ -134,11 +139,11 @@ def main(argv=None):  # -> exit code
         print_bits(bits, len(data), f"left to right, windows of {T}, stride {T // 2}")
     fill = find_use(objective, "fill")
     if fill:
-        n = sample.text_space(fill, T)
-        start = data[:FILLED_BYTES]
-        bits = score_by_filling(model, start, n, fill)
-        print_bits(bits, len(start), f"left to right by filling MASKs, the first {len(start):,} bytes, windows of {n}, "
-                                     f"stride {n // 2}")
+        size = sample.text_space(fill, T)
+        data = data[:FILLED_BYTES]
+        bits = score_by_filling(model, data, size, fill)
+        print_bits(bits, len(data), f"left to right by filling MASKs, the first {len(data):,} bytes, "
+                                    f"windows of {size}, stride {size // 2}")
     return 0
 
 
