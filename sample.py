@@ -169,9 +169,9 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, get_po
 
 
 def position_function(objective, prefix, hp):  # -> the get_positions of `generate`
-    if objective.positions is None:
+    if objective.numbering is None:
         return None
-    return lambda ids: objective.positions(ids, ids.new_full((len(ids),), prefix), hp)
+    return lambda ids: objective.numbering(ids, ids.new_full((len(ids),), prefix), hp)
 
 
 def make_fast_step(step, ids, device, compile):
@@ -269,16 +269,16 @@ def fill_logits(model, ids, use, cache=None):  # ids (N, n) with MASKs -> (N, n,
         h = read_block(model, ids, cache)
         cache.length -= ids.size(1)
         return model.logits(h)
-    before = ids.new_tensor(use.before).expand(len(ids), -1)
-    after = ids.new_tensor(use.after).expand(len(ids), -1)
+    before = ids.new_tensor(use.left_ids).expand(len(ids), -1)
+    after = ids.new_tensor(use.right_ids).expand(len(ids), -1)
     row = torch.cat((before, ids, after), dim=1)
     h = model(row, row.size(1))
-    first = len(use.before) - use.shift         # the position that predicts the first byte
+    first = len(use.left_ids) - use.shift         # the position that predicts the first byte
     return model.logits(h[:, first:first + ids.size(1)])
 
 
 def text_space(use, T):  # -> maximum number of bytes of a text in a row of T positions
-    return T - len(use.before) - len(use.after)
+    return T - len(use.left_ids) - len(use.right_ids)
 
 
 @torch.inference_mode()
@@ -555,12 +555,12 @@ def continue_mode(model, objective, use, hp, args, g):
         note(f"{len(written) / max(1, len(stats)):.2f} bytes per forward pass")
         return
     if not use.both_ways:
-        row = to_row([*use.before, *text, *use.after], hp)
+        row = to_row([*use.left_ids, *text, *use.right_ids], hp)
         stream(text, generate(model, row, args.max_new_tokens, T, g, compile=args.compile, **sampling))
         return
     # one block holds the prompt and, in up to half of it, what follows
     prompt = keep_last(text, max(1, text_space(use, T) - min(args.max_new_tokens, T // 2)))
-    row = to_row([*use.before, *prompt, *use.after], hp)
+    row = to_row([*use.left_ids, *prompt, *use.right_ids], hp)
     prefix = row.size(1)
     written = stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
     if len(written) < args.max_new_tokens and written[-1] != EOT:

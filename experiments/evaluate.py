@@ -66,14 +66,14 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
 
 def left_logits(model, objective, hp, x, a, m):  # the same, given only the left side
     use = find_use(objective, "continue")
-    prompts = [[*use.before, *row, *use.after] for row in x[:, :a].tolist()]
+    prompts = [[*use.left_ids, *row, *use.right_ids] for row in x[:, :a].tolist()]
     return target_logits(model, objective, hp, prompts, len(prompts[0]) if use.both_ways else 0, x[:, a:a + m])
 
 
 def target_logits(model, objective, hp, prompts, P, middle):  # N lists of ids, their prefix, (N, m) -> (N, m, V)
     """Predicts the middles after prompts of equal length."""
     row = torch.cat((middle.new_tensor(prompts), middle[:, :-1]), dim=1)            # the last id predicts nothing here
-    positions = objective.positions(row, row.new_full((len(row),), P), hp) if objective.positions else None
+    positions = objective.numbering(row, row.new_full((len(row),), P), hp) if objective.numbering else None
     h = model(row, P, positions=positions)
     return model.logits(h[:, -middle.size(1):])
 
@@ -219,7 +219,7 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
     ids = x[:, :PROMPT]
     if order == LEFT_TO_RIGHT:
         use = find_use(objective, "continue")
-        row = torch.tensor([[*use.before, *prompt, *use.after] for prompt in ids.tolist()])
+        row = torch.tensor([[*use.left_ids, *prompt, *use.right_ids] for prompt in ids.tolist()])
         prefix = row.size(1) if use.both_ways else 0
         written = sample.generate(model, row, n - PROMPT, hp.block_size, g, prefix, temperature=temperature)
         ids = torch.cat((ids, torch.stack(list(written), dim=1)), dim=1)

@@ -63,8 +63,8 @@ def test_a_byte_of_a_middle_is_predicted_from_the_sides_and_the_middle_before_it
     for i in range(m if use else 0):
         assert changed(a + i) == [j > i for j in range(n)]
         assert all(changed(a - 1)) and changed(a + m) == [mode != "continue"] * n
-    if use and objective.positions and mode == "infill":
-        assert not torch.allclose(predict(x), predict(x, dataclasses.replace(objective, positions=None)))
+    if use and objective.numbering and mode == "infill":
+        assert not torch.allclose(predict(x), predict(x, dataclasses.replace(objective, numbering=None)))
 
 
 def test_bits_of_bytes_do_not_depend_on_how_a_hole_ends():
@@ -89,7 +89,7 @@ def test_bits_with_the_end_are_those_of_all_that_infilling_writes(name):
     bits = 0.0
     for right in [*([i] for i in x[0, a:a + m].tolist()), [*{use.stop_ids[0], EOT}]]:
         now = torch.tensor([row])
-        at = objective.positions(now, torch.tensor([P]), hp) if objective.positions else None
+        at = objective.numbering(now, torch.tensor([P]), hp) if objective.numbering else None
         bits -= math.log2(net.logits(net(now, P, positions=at))[0, -1].softmax(0)[right].sum())
         row = row + right
     logits = evaluate.infill_logits(net, objective, hp, x, a, m)

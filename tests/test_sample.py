@@ -273,7 +273,7 @@ def test_filling_leaves_no_mask_and_changes_nothing_else(order, steps, masked):
 
 @pytest.mark.parametrize("use", [IN_PLACE, Fill((EOT,), shift=1), FRAMED], ids=["in place", "shifted", "framed"])
 def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_leftmost(use):
-    before, after, shift = list(use.before), list(use.after), use.shift
+    before, after, shift = list(use.left_ids), list(use.right_ids), use.shift
     net = randomized().requires_grad_(False)
     x = ids(T)
     holes = [2, 6, 9]
@@ -383,7 +383,7 @@ def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
             [written], ended = sample.infill(net, objective, hp, asked, P, 1, 9, rng(seed), **how)
             row = torch.tensor([asked + written])
             prefix = torch.tensor([P])
-            at = objective.positions(row, prefix, hp) if objective.positions else None
+            at = objective.numbering(row, prefix, hp) if objective.numbering else None
             logits = net.logits(net(row, prefix, positions=at))[0, len(asked) - 1:]
             likely = logits.softmax(-1)[:, list({end, EOT})].sum(-1) >= sample.END_THRESHOLD
             assert likely[:len(written) + ended].tolist() == [False] * len(written) + [True] * ended
