@@ -1337,7 +1337,7 @@ def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Mem
             close = difflib.get_close_matches(name, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
             fail(f"--objective {name}: unknown. Try {close[0]}")
     try:
-        weights = [float(part.partition(":")[2] or 1) for part in hp.objective.split(",")]
+        weights = [float(part.partition(":")[2]) if ":" in part else 1.0 for part in hp.objective.split(",")]
     except ValueError:
         weights = [0.0]                         # refused by the next lines
     if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):

@@ -104,8 +104,8 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
 # ---- generic: no position reads its target
 def hidden_targets(objective, batch):
     """-> (B, T) bool each: targets of causal positions (with a mask: targets that are the next id), and other targets
-    that the objective claims to hide. Some targets may be in sight, as in BERT, which leaves a tenth unchanged and
-    replaces a tenth. But if most targets are in sight, or if the loss gives bits per byte, the objective claims to hide
+    that the objective claims to hide. Some targets may be unmasked, as in BERT, which leaves a tenth unchanged and
+    replaces a tenth. But if most targets are unmasked, or if the loss gives bits per byte, the objective claims to hide
     these, too, unless target_hidden is False."""
     inp = batch["inp"]
     tgt = batch["tgt"]
@@ -116,11 +116,11 @@ def hidden_targets(objective, batch):
         causal = has_target & (prefixes(batch) < inp.size(1))[:, None]
     fills = find_use(objective, "fill")
     shift = fills.shift if fills else 0
-    in_sight = has_target & ~causal & F.pad(inp < O.N_BYTES, (0, shift))[:, shift:]
-    hides_all = objective.bpb in ("loss", "bound") or 2 * in_sight.sum() > has_target.sum()
+    unmasked = has_target & ~causal & F.pad(inp < O.N_BYTES, (0, shift))[:, shift:]
+    hides_all = objective.bpb in ("loss", "bound") or 2 * unmasked.sum() > has_target.sum()
     if objective.target_hidden and hides_all:
         return causal, has_target & ~causal
-    return causal, has_target & ~causal & ~in_sight
+    return causal, has_target & ~causal & ~unmasked
 
 
 def reachable(batch):
@@ -426,7 +426,7 @@ def prefix_whose_last_byte_predicts_itself(x, g, hp):
 
 
 READS_ITS_TARGET = {                            # objective, what is wrong, does the entropy test notice it?
-    "in sight": ("all_tokens", dict(target_hidden=True), True),
+    "unmasked targets": ("all_tokens", dict(target_hidden=True), True),
     "a bound": ("mdlm", dict(corrupt=mdlm_that_masks_too_little), True),
     "its own clean block": ("bd3lm", dict(corrupt=bd3lm_that_reads_its_clean_block), True),
     "clean bytes before others of its block": ("bd3lm", dict(corrupt=bd3lm_whose_ngrams_read_its_clean_block), False),
