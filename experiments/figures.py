@@ -14,7 +14,7 @@ from objectives import IGNORE_INDEX, OBJECTIVES, get_members
 from run import get_config, run_program
 import torch
 
-FLAGS = {"out": Flag("assets/rows.png", "file to draw into")}
+FLAGS = {"out": Flag("docs/rows.png", "file to draw into")}
 T = 32
 B = 8
 TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"

@@ -377,8 +377,8 @@ def test_a_prompt_is_laid_out_as_in_training(name):
 
 
 # ---- custom objectives
-def add_forks():  # the examples of README.md and assets/EXERCISES.md
-    for name in ("README.md", "assets/EXERCISES.md"):
+def add_forks():  # the examples of README.md and docs/EXTENDING.md
+    for name in ("README.md", "docs/EXTENDING.md"):
         text = (pathlib.Path(O.__file__).parent / name).read_text(encoding="utf-8")
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
             if "OBJECTIVES[" in block:

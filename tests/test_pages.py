@@ -16,7 +16,7 @@ from experiments.flags import parse_own_flags, parse_with_train_flags
 
 ROOT = os.path.dirname(run.__file__)
 PROGRAM = r"python (train\.py|sample\.py|-m experiments\.\w+)"
-PAGES = ["README.md", *(os.path.join("assets", name) for name in sorted(os.listdir(os.path.join(ROOT, "assets")))
+PAGES = ["README.md", *(os.path.join("docs", name) for name in sorted(os.listdir(os.path.join(ROOT, "docs")))
                         if name.endswith(".md"))]
 
 
