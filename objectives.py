@@ -1212,9 +1212,10 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
     cache in sampling. uniform_from is 0 here, so every number of masked bytes is equally likely throughout.
 
     A byte of a block of m bytes, k of them masked, has weight m / k, divided by B * n. The loss is an upper bound on
-    -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p(x), as clm's. sample.py fills a block
-    from the left, one byte a pass. Departures: the authors first train with one block, and draw masking rates from a
-    part of (0, 1)."""
+    -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p(x), as clm's. Departures:
+    - The authors first train with one block, then draw masking rates from a part of (0, 1), chosen by the variance.
+    - Their first token is never masked. Ours is predicted from nothing.
+    - sample.py fills a block from the left, one byte a pass. They fill a random MASK a pass."""
     n = x.size(1)
     masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp)
     noisy = x.masked_fill(masked, MASK)
