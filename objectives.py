@@ -545,6 +545,12 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     return dict(inp=inp, tgt=tgt, prefix=P, positions=span_positions(inp, P, hp))
 
 
+def ul2_bytes(T, hp):
+    for rate, mean in ((hp.span_rate, hp.span_mean), UL2_X_RATE_AND_MEAN):
+        fit_spans(T - 1, rate, mean)                            # fails if the spans do not fit
+    return T - 2                                                # T + 1 ids minus MODE_S, SEP, EOT
+
+
 def ul2_prompt(pieces, expected, hp):
     mode = MODE_X if expected > 16 else MODE_R
     return span_prompt(pieces, expected, hp, [mode])
@@ -552,8 +558,8 @@ def ul2_prompt(pieces, expected, hp):
 
 OBJECTIVES["ul2"] = dataclasses.replace(
     OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
-    use_help="fill holes, continue", n_bytes=lambda T, hp: T - 2,       # T + 1 ids minus MODE_S, SEP, EOT
-    min_rows=4, uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
+    use_help="fill holes, continue", n_bytes=ul2_bytes, min_rows=4,
+    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
 
 
 # ---- fim: fill in the middle
