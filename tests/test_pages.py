@@ -95,3 +95,13 @@ def test_a_bad_command_is_noticed():
         [command] = cut_commands(bad)
         with pytest.raises(SystemExit):
             check(*command)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_functions_that_a_page_quotes_are_those_of_the_code(page):
+    source = Path(ROOT, "objectives.py").read_text("utf-8")
+    for block in Path(ROOT, page).read_text("utf-8").split("```python\n")[1:]:
+        quoted = block.split("```")[0].strip()
+        name = re.match(r"def (\w+)", quoted)
+        if name and f"\ndef {name[1]}(" in source:
+            assert quoted in source, f"{page} quotes an older version of {name[1]}"
