@@ -488,7 +488,8 @@ def test_losses_have_the_papers_weights_and_start_at_chance(name):
 
 
 @pytest.mark.parametrize("name, T, changes", [
-    ("span", 64, dict(span_rate=0.9)), ("span", 3000, dict(span_mean=1.0)), ("ul2", 32, dict(batch_size=3)), ("ul2", 64, dict(span_rate=0.9)),
+    ("span", 64, dict(span_rate=0.9)), ("span", 3000, dict(span_mean=1.0)), ("ul2", 32, dict(batch_size=3)),
+    ("ul2", 64, dict(span_rate=0.9)),
     ("bart", 64, dict(bart_noise="mask,mask")), ("bart", 64, dict(bart_noise="hide")),
     ("nsp", 32, dict(batch_size=1)), ("contrastive", 32, dict(batch_size=1)),
     ("hybrid", 32, dict(batch_size=1)),
