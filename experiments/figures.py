@@ -1,6 +1,7 @@
 """Draw a training row of every objective, and who attends to whom in it. The rows are made by the objectives' own code.
 
     pip install matplotlib && python -m experiments.figures
+    python -m experiments.figures --objectives clm,mlm,span,hybrid --out docs/rows-short.png
 
 B rows, T positions
 """
@@ -14,7 +15,10 @@ from objectives import IGNORE_INDEX, OBJECTIVES, get_members
 from run import get_config, run_program
 import torch
 
-FLAGS = {"out": Flag("docs/rows.png", "file to draw into")}
+FLAGS = {
+    "out": Flag("docs/rows.png", "file to draw into"),
+    "objectives": Flag("", "separated by commas; without it all"),
+}
 T = 32
 B = 8
 TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"
@@ -102,9 +106,10 @@ def legend_texts(rows):  # -> lines of text that explain every symbol in the row
     symbols = {cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids}
     words = [f"{to_symbol(i)} {meaning}" for i, meaning in MEANINGS.items() if to_symbol(i) in symbols]
     half = (len(words) + 1) // 2
-    return ["   ".join(words[:half]), "   ".join(words[half:]),
-            "black line: two texts that do not attend to each other   at the right: which position (down) attends to "
-            "which (across)"]
+    last = "at the right: which position (down) attends to which (across)"
+    if any(len(row.lines[0][1]) > len(row.mask) for row in rows):
+        last = "black line: two texts that do not attend to each other   " + last
+    return ["   ".join(words[:half]), "   ".join(words[half:]), last]
 
 
 def draw_row(axis, row, rectangle):
@@ -152,7 +157,10 @@ def draw(rows, path):
 
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.figures", __doc__, FLAGS, argv)
-    draw([row for name in OBJECTIVES for row in rows_of(name)], flags.out)
+    names = flags.objectives.split(",") if flags.objectives else list(OBJECTIVES)
+    if not set(names) <= set(OBJECTIVES):
+        fail(f"--objectives {flags.objectives}: has an unknown name. Try some of {','.join(OBJECTIVES)}")
+    draw([row for name in names for row in rows_of(name)], flags.out)
     print(flags.out)
     return 0
 

@@ -36,6 +36,10 @@ def test_the_picture_is_drawn(tmp_path):
     assert os.path.getsize(tmp_path / "rows.png") > 5000
 
 
+def test_unknown_objectives_are_refused(refuses):
+    refuses("unknown name", figures.main, ["--objectives", "clm,clmm"])
+
+
 def names_in_code(source):  # text of a program -> [(line, name)]
     """Finds strings that are an objective's name, or several with commas between them. Prose does not count: comments,
     docstrings, texts with other words in them, and what is passed to Flag and fail, which may give examples."""
