@@ -8,6 +8,7 @@ same rows into more micro-batches does not change them.
 B rows, n bytes in a window, N bytes in a split of a source, S sources
 """
 import bz2
+import codecs
 import contextlib
 import ctypes
 import lzma
@@ -32,6 +33,12 @@ VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
 ID_SYMBOLS = {-100: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ",
               MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ",
               **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
+# what each symbol means, and the ASCII character that replaces it on a console that lacks it
+SYMBOL_MEANINGS = {
+    "█": ("MASK", "#"), "∅": ("EOT", "0"), "‖": ("SEP", "|"), "Ⓒ": ("CLS", "C"), "Ⓟ": ("PRE", "P"), "Ⓢ": ("SUF", "S"),
+    "Ⓜ": ("MID", "M"), "ⓡ": ("MODE_R", "r"), "ⓢ": ("MODE_S", "s"), "ⓧ": ("MODE_X", "x"),
+    **{symbol: ("sentinels", str(i)) for i, symbol in enumerate("①②③④⑤⑥⑦⑧⑨", start=1)}, "░": ("PAD", "_"),
+    "⇥": ("tab", ">"), "⏎": ("newline", "/"), "�": ("a byte outside printable ASCII", "~"), "·": ("no loss", ".")}
 
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
@@ -61,6 +68,14 @@ def fail(message):
 # ---- bytes and ids
 def to_symbol(i):  # id -> the character that stands for it when a row is printed
     return ID_SYMBOLS.get(i, chr(i) if 32 <= i < 127 else "�")
+
+
+def replace_missing(error):  # an error handler of str.encode: characters that a console lacks -> ASCII characters
+    missing = error.object[error.start:error.end]
+    return "".join(SYMBOL_MEANINGS.get(c, ("", "?"))[1] for c in missing), error.end
+
+
+codecs.register_error("replace_missing", replace_missing)
 
 
 def to_bytes(t):  # (N,) uint8 on the CPU -> bytes; t.numpy() would need NumPy
@@ -246,4 +261,5 @@ def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard 
     for name, compressed in (("zlib", zlib.compress(text, 9)), ("bz2", bz2.compress(text)),
                              ("lzma", lzma.compress(text))):
         bits.append(f"{name} {8 * len(compressed) / len(text):.3f}")
-    return f"{', '.join(bits)} bits/byte on {len(text):,} of {len(data):,} bytes as one stream"
+    part = "" if len(text) == len(data) else f" on the first {len(text):,} bytes"
+    return f"{', '.join(bits)} bits/byte as one stream{part}"

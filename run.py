@@ -11,6 +11,7 @@ import glob
 import itertools
 import json
 import os
+import shlex
 import signal
 import sys
 import zipfile
@@ -172,7 +173,7 @@ def get_config(argv):
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
                 fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag] or 'none'}. "
-                     f"Try without it, or --init_from {given['out_dir']} for a new run")
+                     f"Try without it, or --init_from {shlex.quote(given['out_dir'])} for a new run")
     elif given.get("init_from"):
         saved = parent_settings(load_checkpoint(given["init_from"]), given)
 
@@ -578,7 +579,7 @@ def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal),
 # ---- a program
 def run_program(main):  # exits with main's code; without a traceback on Ctrl-C, a closed pipe or a full GPU
     with contextlib.suppress(AttributeError):   # a notebook's stdout has no such method
-        sys.stdout.reconfigure(errors="replace")                # prints "?" for characters that a console lacks
+        sys.stdout.reconfigure(errors="replace_missing")        # of data.py, for characters that a console lacks
     try:
         code = main()
         sys.stdout.flush()                      # if this fails in Python's own flush at exit, it prints a traceback

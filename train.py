@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -19,8 +20,8 @@ from argparse import Namespace
 from collections import namedtuple
 from functools import partial
 
-from data import MASK, PAD, SENTINEL, check_sizes, compressor_bits, fail, make_rng, open_corpus, read_windows
-from data import sample_windows, to_seed, to_symbol
+from data import MASK, PAD, SENTINEL, SYMBOL_MEANINGS, check_sizes, compressor_bits, fail, make_rng, open_corpus
+from data import read_windows, sample_windows, to_seed, to_symbol
 from model import NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, Member, add_weights, document_mask, get_members
 from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals, choose_out_dir, copy_tensors
@@ -37,6 +38,9 @@ MOMENTUM = 0.9                                  # of Muon; at width 128 better t
 NS_STEPS = 4                                    # iterations of Newton-Schulz; at width 128 as good as 5
 NGRAM_WARMUP = 2_500_000                        # maximum number of positions over which the n-gram drop rate grows
 BYTES_PER_ROW = 4                               # bytes of text that a row of the n-gram table can memorize
+# threads wait for each other by spinning, so one that has to share its core delays them all
+SLOW_NOTE = ("note: training is now less than half as fast as before. Another program seems to use the processor; "
+             "one thread (OMP_NUM_THREADS=1) may be faster then")
 
 
 # ---- batches
@@ -417,40 +421,48 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
     hp = s.hp
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in s.sources]:              # names may differ
         fail(f"--data {' '.join(hp.data)}: its bytes or weights are not those of the run in {hp.out_dir}. "
-             f"Try the same data, or --init_from {hp.out_dir}")
+             f"Try the same data, or --init_from {shlex.quote(hp.out_dir)}")
     if hp.max_iters < ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned:
-        print(f"resuming with {hp.max_iters} steps instead of {planned}; learning rate and drop rate follow")
+        print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
     copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
     copy_tensors(optimizer_tensors(s), ckpt["optimizer"], hp.resume)
     return {key: ckpt[key] for key in ("step", "seconds", "best", "best_step", "val", "metrics_bytes")}
 
 
 # ---- what a run prints and logs
-def show_rows(name, batch, width=96):  # name: of the objective
-    """Prints 256 positions of one row of each kind: inputs, targets below them, and the label if there is one. Kinds
-    differ in attention, causal or not, and in the control id that starts the row, if any. Of the rows of a kind the one
-    with the fewest PADs is shown."""
+def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
+    """Draws 256 positions of one row of each kind: inputs, targets below them, and the label if there is one. Kinds
+    differ in attention, causal or not, and in the control ids that start the row, at most two. Of the rows of a kind
+    the one with the fewest PADs is drawn. If a row holds two texts, inp is (B, 2, T), and each has its own lines."""
     inp = batch["inp"].flatten(1)
     prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
     rows = {}                                   # {kind: number of a row}
     for b in (inp == PAD).sum(1).argsort(stable=True).tolist():
-        first = int(inp[b, 0])
-        control = first if MASK < first < SENTINEL else None
-        rows.setdefault((int(prefix[b]) == 0, control), b)
+        controls = tuple(i for i in inp[b, :2].tolist() if MASK < i < SENTINEL)
+        rows.setdefault((int(prefix[b]) == 0, controls), b)
+    lines = []
     for b in rows.values():
-        lines = {}                              # {key: text}
+        texts = []                              # (key, text)
         for key in [key for key in batch if key == "inp" or key.endswith("tgt") and batch[key].dim() == 2]:
             is_ids = key in ("inp", "tgt")      # other targets may be labels
-            ids = batch[key][b].flatten()[:256].tolist()
-            lines[key] = "".join(to_symbol(i) if is_ids or i < 0 else str(i) for i in ids)
-        for start in range(0, len(lines["inp"]), width):
-            for key, line in lines.items():
-                print(f"  {name} {key}   {line[start:start + width]}")
+            for ids in batch[key][b].reshape(-1, batch[key].size(-1))[:, :256].tolist():
+                texts.append((key, "".join(to_symbol(i) if is_ids or i < 0 else str(i) for i in ids)))
+        for start in range(0, len(texts[0][1]), width):
+            lines += [f"  {name} {key}   {text[start:start + width]}" for key, text in texts]
         if "labels" in batch:
-            print(f"  {name} label {int(batch['labels'][b])}")
+            lines.append(f"  {name} label {int(batch['labels'][b])}")
+    return lines
+
+
+def explain_symbols(text):  # -> "█ MASK, ①② sentinels", the symbols that occur in the text
+    symbols = {}                                # {meaning: symbols}
+    for symbol, (meaning, _) in SYMBOL_MEANINGS.items():
+        if symbol in text:
+            symbols[meaning] = symbols.get(meaning, "") + symbol
+    return ", ".join(f"{found} {meaning}" for meaning, found in symbols.items())
 
 
 def announce(s, metrics, status):  # prints what is trained, and logs it in the first line of metrics.jsonl
@@ -467,13 +479,15 @@ def announce(s, metrics, status):  # prints what is trained, and logs it in the 
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members, hp)
         sizes = f"{len(source['train']):,} bytes to train on, {len(source['val']):,} to validate on"
-        print(f"--data {source['name']}: {sizes}; {source['weight']:.1%} of rows, {passes:.2g} passes")
+        print(f"--data {source['name']}: {sizes}; {source['weight']:.1%} of rows, {passes:.3g} passes")
     if status["step"] == 0:
-        print("rows of the first batch, one of each kind, one character for each position:")
-        print("█ MASK, ∅ EOT, ‖ SEP, ① a sentinel, ░ PAD, � a byte that is not a character, · no loss")
+        lines = []
         for member in s.members:
             load_step_inputs(s, member, 0)
-            show_rows(member.objective.name, make_batch(member, s.corpus, "train", s.windows, s.g))
+            lines += draw_rows(member.objective.name, make_batch(member, s.corpus, "train", s.windows, s.g))
+        rows = "\n".join(lines)
+        print("rows of the first batch, one of each kind, one character for each position:")
+        print(f"{explain_symbols(rows)}\n{rows}")
     sys.stdout.flush()
 
 
@@ -492,14 +506,22 @@ def describe(step, record):  # -> a line for a record of evaluate
     return line
 
 
-def log_step(member, metrics, status, step, loss, norm, seconds):  # -> two texts to show: loss and speed, time left
+def format_time(seconds):  # 8426 -> "2 h 20 min", 506 -> "8 min 26 s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def log_step(member, metrics, status, step, loss, norm, seconds):  # -> loss and speed, time left (texts), positions/s
     hp = member.hp
     speed = (step + 1 - status["step"]) / (seconds - status["seconds"])             # steps/s since the last evaluation
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
     write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
                          "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
                          "seconds": round(seconds, 3)})
-    return f"training loss {loss:.3f}, {positions:,} positions/s", tqdm.format_interval((hp.max_iters - step) / speed)
+    return f"training loss {loss:.3f}, {positions:,} positions/s", format_time((hp.max_iters - step) / speed), positions
 
 
 def finish(s):  # after training: prints what compressors reach on the validation text, and a sample of the model
@@ -511,7 +533,7 @@ def finish(s):  # after training: prints what compressors reach on the validatio
     print(flush=True)
     import sample  # here, since training does not need it
     sample.main(["--out_dir", out_dir, "--device", s.hp.device])
-    print(f"\ndone: {out_dir}/ckpt.pt. More samples: python sample.py --out_dir {out_dir}")
+    print(f"\ndone: {out_dir}/ckpt.pt. More samples: python sample.py --out_dir {shlex.quote(out_dir)}")
 
 
 # ---- a run
@@ -566,11 +588,13 @@ def end_run(s, status, metrics, stop, is_stopped):  # is_stopped: before the las
         save(s, metrics, "ckpt.pt", status | {"step": bad_step})                    # the weights before that step
         barrier()                               # no process ends before the file is written
         if not RANK:
-            print(f"error: loss or gradient not finite at step {bad_step}; {out_dir} holds the weights before it. "
-                  f"Try --init_from {out_dir} with a lower --learning_rate or --dtype float32", file=sys.stderr)
+            print(f"error: loss or gradient is not finite at step {bad_step}; {out_dir} holds the weights before it. "
+                  f"Try --init_from {shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32",
+                  file=sys.stderr)
         return 1
     if is_stopped:
-        say(f"stopped at step {status['step']}, saved. Resume with: python train.py --resume --out_dir {out_dir}", stop)
+        say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
+            f"{shlex.quote(out_dir)}", stop)
         return 128 + (stop[0] if stop else signal.SIGTERM)      # empty if another process got the signal
     if status["val"] > status["best"]:
         print(f"validation loss was lowest at step {status['best_step']}: {status['best']:.4f} nats, now "
@@ -591,6 +615,8 @@ def train(hp):  # -> exit code, State
         announce(s, metrics, status)
         start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
         last_line = status["seconds"]
+        best_speed = 0                          # positions/s
+        is_note_due = hp.device == "cpu" and torch.get_num_threads() > 1            # on a slow run, once
         # one extra iteration, which only evaluates and saves; without a terminal there is no bar
         bar = tqdm(range(first_step, hp.max_iters + 1), total=hp.max_iters, initial=first_step,
                    disable=True if RANK else None, unit="step", dynamic_ncols=True)
@@ -621,11 +647,16 @@ def train(hp):  # -> exit code, State
                 if int(s.first_nonfinite_step) >= 0:
                     break
                 seconds = time.perf_counter() - start
-                line, left = log_step(member, metrics, status, step, float(loss), float(norm), seconds)
+                line, left, speed = log_step(member, metrics, status, step, float(loss), float(norm), seconds)
                 bar.set_postfix_str(line)
                 if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
                     last_line = seconds
                     say(f"step {step:6d} | {line}, {left} left", stop)
+                if seconds > status["seconds"] + 5:             # the speed is an average over 5 seconds or more
+                    best_speed = max(best_speed, speed)
+                    if is_note_due and speed < best_speed / 2:
+                        is_note_due = False
+                        say(SLOW_NOTE, stop)
         return end_run(s, status, metrics, stop, is_stopped and step < hp.max_iters), s
 
 

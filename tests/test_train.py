@@ -1,11 +1,13 @@
 """Training: optimizers, runs that must be equal, CUDA graphs, what a run prints and saves, how it stops."""
 import dataclasses
+import io
 import itertools
 import json
 import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,10 +24,10 @@ from torch.testing import assert_close
 
 import model
 import train
-from data import make_rng, open_corpus, to_symbol
+from data import ID_SYMBOLS, SYMBOL_MEANINGS, make_rng, open_corpus, to_symbol
 from model import StackedLinear
 from objectives import OBJECTIVES, get_members, member_names
-from run import SETTINGS, build, get_config, load_checkpoint
+from run import SETTINGS, build, get_config, load_checkpoint, run_program
 
 HOME = os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
@@ -585,14 +587,37 @@ def test_validation_keeps_documents_apart_as_training_does(text):
         assert ("mask" in val and "before" in val) == s.hp.doc_mask
 
 
-def test_one_row_of_each_kind_is_shown_with_its_label(text, capsys):
-    for name, n_rows in (("clm", 1), ("hybrid", 2), ("ul2", 3), ("rotation", 1)):
+def test_one_row_of_each_kind_is_shown_with_its_label(text):
+    """fim: plain text, and rearranged rows that start with the prefix or with the suffix. contrastive: two texts."""
+    for name, n_rows in (("clm", 1), ("hybrid", 2), ("ul2", 3), ("rotation", 1), ("fim", 3), ("contrastive", 2)):
         s = start("--data", text, "--objective", name, "--batch_size", "16")
         batch = batch_of(s, 0)
-        capsys.readouterr()
-        train.show_rows(name, batch)
-        out = capsys.readouterr().out
-        assert out.count(f"{name} inp") == n_rows and ("label" in out) == ("labels" in batch)
+        lines = train.draw_rows(name, batch)
+        assert sum(f"{name} inp" in line for line in lines) == n_rows, name
+        assert any("label" in line for line in lines) == ("labels" in batch)
+    for line, ids in zip(lines, batch["inp"][0].tolist()):
+        assert line == f"  {name} inp   {''.join(map(to_symbol, ids))}"
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_legend_explains_exactly_the_symbols_that_are_shown(name, text, capsys):
+    write("bytes.txt", "tab\t, é\n".encode() * 500)
+    fit("bytes.txt", "a", "--objective", name, "--max_iters", "0")
+    out = capsys.readouterr().out
+    legend = re.search(r"one character for each position:\n(.*)\n", out)[1]
+    rows = "".join(line for line in out.splitlines() if line.startswith("  "))
+    assert {*legend} - {*map(chr, range(128))} == {*rows} - {*map(chr, range(128))}
+    assert {"⇥", "�", "⏎"} & {*legend} and {*ID_SYMBOLS.values()} <= {*SYMBOL_MEANINGS}
+
+
+@pytest.mark.parametrize("encoding, mask", [("ascii", "#"), ("cp1252", "#"), ("cp437", "█"), ("utf-8", "█")])
+def test_a_console_without_the_symbols_gets_other_characters(encoding, mask, text, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        run_program(lambda: fit(text, "a", "--objective", "mlm", "--max_iters", "0"))
+    printed = out.buffer.getvalue().decode(encoding)
+    assert f"{mask} MASK" in printed and printed.count(mask) > 5 and "?" not in printed
 
 
 def test_a_line_of_validation_shows_each_figure_once():
@@ -603,6 +628,30 @@ def test_a_line_of_validation_shows_each_figure_once():
     assert train.describe(3, record).endswith("clm loss 1.0000 nats, perplexity 2.72, 1.4427 bits/byte")
     record = dict(data="a.txt", objective="mdlm", loss=1.0, bpb=1.4427, figures={})
     assert train.describe(3, record).endswith("mdlm loss 1.0000 nats, <= 1.4427 bits/byte")
+
+
+def test_times_are_hours_minutes_and_seconds():
+    for seconds, want in ((8426, "2 h 20 min"), (3600, "1 h 0 min"), (506.4, "8 min 26 s"), (59.6, "1 min 0 s"),
+                          (0, "0 s")):
+        assert train.format_time(seconds) == want
+
+
+@pytest.mark.parametrize("threads, seconds, n_notes", [(2, [1] * 15 + [10] * 5 + [1] * 25 + [10] * 15, 1),
+                                                       (2, [1, 1, 1, 1.9] * 10, 0), (2, [10] * 30, 0),
+                                                       (1, [1] * 15 + [10] * 5, 0)])
+def test_a_run_that_slows_down_says_once_that_the_processor_is_used(threads, seconds, n_notes, text, monkeypatch,
+                                                                    capsys):
+    """seconds: of each step; between evaluations every 20 steps."""
+    clock = [0.0]
+    taken = iter(seconds)
+
+    def pass_time(*args):
+        clock[0] += next(taken)
+    monkeypatch.setattr(train, "optimizer_step", pass_time)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    fit(text, "a", "--max_iters", str(len(seconds)), "--eval_interval", "20")
+    assert capsys.readouterr().out.count("OMP_NUM_THREADS=1") == n_notes
 
 
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.bpb == "causal"])
@@ -715,7 +764,7 @@ def test_a_non_finite_step_ends_the_run_with_the_weights_before_it(where, log, s
     monkeypatch.setitem(OBJECTIVES, "clm", dataclasses.replace(clm, loss=poisoned))
     fit(text, "a", "--max_iters", "12", "--eval_interval", "5", "--log_interval", str(log), code=1)
     err = capsys.readouterr().err
-    assert "error: loss or gradient not finite at step 7" in err and err.count("\n") == 1 and sum(calls) == seen
+    assert "error: loss or gradient is not finite at step 7" in err and err.count("\n") == 1 and sum(calls) == seen
     assert load_checkpoint("a")["step"] == 7
     resume("a")
     fit(text, "b", "--max_iters", "12", "--eval_interval", "5", "--log_interval", str(log))
@@ -770,6 +819,23 @@ def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch,
     assert load_checkpoint("stopped")["step"] == at
     resume("stopped")
     assert_same_run("whole", "stopped")
+
+
+def test_printed_commands_quote_a_folder_with_a_space(text, monkeypatch, capsys, refuses):
+    out = os.path.join("my runs", "a b")
+    on_step(1, lambda: os.kill(os.getpid(), signal.SIGINT), monkeypatch)
+    fit(text, out, "--max_iters", "3", code=130)
+    line = re.search("python train.py (--resume.*)", capsys.readouterr().out)[1]
+    assert shlex.split(line) == ["--resume", "--out_dir", out]
+    quoted = f"--init_from '{out}'"
+    write("other.txt", Path(text).read_bytes()[1:])
+    refuses(quoted, train.main, ["--resume", "--out_dir", out, "--data", "other.txt"])
+    refuses(quoted, train.main, ["--resume", "--out_dir", out, "--seed", "9"])
+    monkeypatch.setattr("sample.main", lambda argv: None)
+    train.finish(start("--data", text, "--out_dir", out))
+    assert capsys.readouterr().out.endswith(f"python sample.py --out_dir '{out}'\n")
+    fit(text, "bad runs", "--learning_rate", "1e30", "--max_iters", "5", code=1)
+    assert "--init_from 'bad runs' with" in capsys.readouterr().err
 
 
 def command(text, out, *flags):  # train.py as a process of its own
