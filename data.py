@@ -145,7 +145,7 @@ def read_stdlib():  # -> {path: contents} of the sources of Python's standard li
 
 
 def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: contents} sorted by path, number of skipped files
-    """Skips empty, binary (with a NUL), duplicate and unreadable files, and ignores hidden files and folders of runs.
+    """Skips empty, binary (with a NUL), duplicate and unreadable files. Ignores hidden files, and folders with a run.
     All contents are held in memory. If a corpus is too large for that, join its files into one file."""
     paths = []
     for root, dirs, files in os.walk(folder):
@@ -180,8 +180,8 @@ def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, with a
 
 
 def spread_tenth(documents):  # [bytes] -> [bool], True for the documents to hold out
-    """Goes through the documents and holds one out if the number of bytes held out so far is then closer to a tenth of
-    the bytes seen so far. Of documents of equal sizes, these are the 6th, the 16th, the 26th, ..."""
+    """Goes through the documents, and holds one out if this brings the number of bytes held out so far closer to a
+    tenth of the bytes seen so far. Of documents of equal sizes, these are the 6th, the 16th, the 26th, ..."""
     is_val = []
     n_seen = 0
     n_held_out = 0

@@ -199,8 +199,8 @@ def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None,
 def context_ids(idx, history):  # ids idx (B, T), the W - 1 ids before them (B, W - 1) -> (B, T, W)
     """Returns the last W ids of each position, from its own id backwards. With W = 3, the ids 5 6 7 after 3 4 give
     [5 4 3], [6 5 4] and [7 6 5]. Attention and the layers that read these ids are the only ones that mix positions.
-    These ids are never after their position, so every prefix allows them. A custom mask may forbid some; then the
-    batch passes `before` in their place."""
+    The ids are that of the position and earlier ones, which every prefix allows. A custom mask may forbid some of them;
+    then the batch passes `before` instead."""
     return torch.cat((history, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
 
 
@@ -214,8 +214,8 @@ def causal_conv(context, embedding, weight):  # ids (B, T, W), embedding (V, C),
 
 
 def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): row in the table of each n-gram that ends at a position
-    """The code of an n-gram is a polynomial of its ids, modulo 2^64, with the multiplier HASH_MULTIPLIER. If this were
-    10, the last 1, 2 and 3 of the ids 1 2 3 would have the codes 3 + 1 = 4, 40 + 2 + 1 = 43 and 430 + 1 + 1 = 432.
+    """The code of an n-gram is a polynomial of its ids, modulo 2^64, with the multiplier HASH_MULTIPLIER. With the
+    multiplier 10, the n-grams 9, 8 9 and 7 8 9 have the codes 9 + 1 = 10, 100 + 8 + 1 = 109 and 1090 + 7 + 1 = 1098.
     The row is a remainder of this code. Each n-gram length has `rows` rows of its own in the table."""
     code = torch.zeros_like(context[..., 0])                                        # (B, T)
     codes = []                                  # one for each length in NGRAMS
@@ -243,13 +243,13 @@ class NgramEmbedding(nn.Module):
     The hash of an n-gram selects a row of a table. The rows of the N lengths are concatenated and projected to width C.
     Transformer.forward adds the result e before the first block, and norm(e) times a learned gain before each block.
     The table is initialized to zero. N-grams with an id of NGRAM_IDS or above, such as a sentinel, count as zero,
-    because these ids join unrelated pieces of text. Training drops a share of the lookups, as in dropout. Which ones
-    depends only on the row of the table, the position and the seed.
+    because these ids join unrelated pieces of text. Training drops a share of the lookups, as in dropout. Whether a
+    lookup is dropped depends only on its row of the table, its position and the seed.
 
     The table is a buffer, not a parameter: an optimizer would update all of its rows, but a step reads only a few.
     Instead, backward passes store the gradients of the lookups in `lookups`, and `update` applies and discards them.
-    They do so only if keep_lookups is True, as train.py sets it, because without calls of `update` the list would grow
-    forever. If it is False, the table does not change."""
+    Only train.py switches this on, by keep_lookups: in a program that never calls `update` the list would grow forever.
+    Without it, the table does not change."""
 
     def __init__(self, config):
         super().__init__()
@@ -269,7 +269,7 @@ class NgramEmbedding(nn.Module):
         T = context.size(1)
         row = hash_ngrams(context, self.rows)                                       # (B, T, N)
         is_valid = context < NGRAM_IDS                                              # (B, T, W)
-        scale = torch.stack([is_valid[..., :n].all(2) for n in NGRAMS], dim=2)      # (B, T, N): True or False
+        scale = torch.stack([is_valid[..., :n].all(2) for n in NGRAMS], dim=2)      # (B, T, N) bool, used as 0 and 1
         if self.training:
             position = torch.arange(T, device=row.device)[:, None]                  # (T, 1)
             is_kept = hash_uniform(row * T + position, self.seed) >= self.drop      # (B, T, N)
@@ -314,7 +314,7 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        nn.init.normal_(self.embed.weight, std=0.3)             # a norm follows; small weights only learn faster
+        nn.init.normal_(self.embed.weight, std=0.3)             # small weights learn faster, and a norm follows
         self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, config.n_embd) * 0.3)
         nn.init.ones_(self.conv_weight[0])      # the weight of the current id
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -328,7 +328,7 @@ class Transformer(nn.Module):
         prefix: number of first positions that all positions attend to; int or (B,); 0: causal, T: bidirectional
         mask: replaces the prefix; (B or 1, T, T) bool, True where a query may attend to a key
         positions: (B, T) for RoPE; default: 0, 1, 2, ..., or with a cache, the positions that follow the cached ones
-        before: (B, T, W - 1) ids before each position, for convolution and n-grams, nearest first; default: the row's
+        before: (B, T, W - 1) ids before each position, nearest first, for convolution and n-grams; default: from idx
         cache: a Cache, to which idx is appended; cannot be combined with mask or before"""
         if before is not None:
             context = torch.cat((idx[..., None], before), dim=2)                    # (B, T, W)

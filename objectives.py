@@ -187,8 +187,8 @@ def seq2seq(source, keep, target, keep_target, T):  # source, keep (B, U); targe
 # ---- shared: flags, their defaults, sizes
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
 SHARP_ATTENTION = {"attn_scale": 2.0}           # sharper attention learns long-range lookups sooner
-# On a CPU, 4 heads instead of 2 are better for bart and nsp, make ul2's answers end more often, and are equal for span
-# and contrastive. On a GPU, 6 is the default of all objectives.
+# 4 heads on a CPU, where the default is 2: better for bart, nsp and ul2, as good for span and contrastive. 6 is the
+# default of all objectives on a GPU
 NARROW_HEADS = {"n_head": {"cpu": 4, "cuda": 6}}
 
 
@@ -204,8 +204,8 @@ class Continue:
     both_ways: bool = False                     # does the prompt attend to itself in both directions?
     left_ids: tuple = ()                        # ids before the prompt
     right_ids: tuple = ()                       # ids after the prompt
-    # (hp) -> None or draft, where draft(model, states (m, C)) returns logits (m, heads, V) of the bytes after the next
-    # one (see generate_drafted)
+    # drafter(hp) returns None, or a function draft(model, states (m, C)) -> logits (m, k, V) of the k bytes after the
+    # next one, which the extra heads predict (see generate_drafted)
     drafter: Callable | None = None
 
 
@@ -241,7 +241,7 @@ class Infill:
 class Repair:
     """Writes the clean version of a noisy text. Its rows are made by seq2seq."""
     mode = "repair"
-    max_bytes: Callable | None = None           # (hp) -> maximum number of bytes to repair at once, or None: a full row
+    max_bytes: Callable | None = None           # (hp) -> maximum number of bytes to repair at once; None: a full row
 
 
 @dataclass(frozen=True)
@@ -268,20 +268,18 @@ class Objective:
     corrupt: Callable                           # (x (B, n), g, hp) -> batch
     help: str                                   # for --help: what is predicted from what
     use_help: str                               # for --help: what the model is used for
-    # for --help. experiments.evaluate reads the states of a "causal" objective causally, of all others in both
-    # directions; experiments.gpu_check tries one objective of each attention
-    attention: str
+    attention: str                              # for --help; experiments.evaluate reads "causal" models with prefix 0
 
     # training
     # (T, hp) -> n, the number of raw bytes that fill a row of T positions; fails if the settings allow no row
     n_bytes: Callable = lambda T, hp: T + 1     # default: every position predicts the next byte
     min_rows: int = 1                           # minimum number of rows in a step (a micro-batch if compares_rows)
     heads: Callable = lambda config, hp: {}     # (config, hp) -> {name: module}: additional heads, in model.heads
-    # (model, batch, hp) -> loss, {name: figure to print with it}; "nll" is also printed as a perplexity. For a loss of
-    # several terms see nsp_loss, which adds one with a value per position and one with a value per row
+    # (model, batch, hp) -> loss, {name: figure to print with it}; "nll" is also printed as a perplexity. nsp_loss shows
+    # a loss with two terms, one for each position and one for each row
     loss: Callable = token_loss
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
-    flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; no name of a key of the batch
+    flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; not named as a batch key
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, or {device: default}
     supports_doc_mask: bool = False             # keeps the order of the text, so that --doc_mask makes sense
 
@@ -474,8 +472,8 @@ def span_corruption(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix
     - 30% of the bytes are noise, since T5's 15% teach less per row.
     - The mean span is 6 bytes. T5's is 3 tokens, ByT5's (Xue et al. 2022) 20 bytes.
     - T5's code always starts with a kept token and ends with noise. Here all placements are equally likely. Since spans
-      do not touch, the ends of a row are noise less often.
-    - Sentinels count up. As in T5's code but not in the paper's figure, none follows the last span.
+      do not touch, the ends of a row are noise less often than its middle.
+    - No sentinel follows the last span. T5's code has none either, but the paper's figure shows one.
     - GLM (Du et al. 2022) gives each byte of a span two positions, that of its hole and one inside the span. Here the
       bytes count on from the position of their sentinel. A span that is longer than the reserved numbers shares some
       with the text after it."""
@@ -593,8 +591,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
     The two cuts are uniform over all places, so each section is a third on average. A row is rearranged with
     probability fim_rate, and then as SPM (the paper's variant 2) with probability fim_spm_rate; other rows stay plain
-    text. In half of the rearranged rows, and if the batch is one row, the text fills the row; in the others it is
-    shorter, and bytes of the previous row follow EOT (see random_lengths)."""
+    text. Half of the rearranged texts fill their row. The others are shorter, and bytes of the previous row follow
+    their EOT (see random_lengths). If the batch is one row, its text fills it."""
     B = len(x)
     n = x.size(1) - 4                                                               # room for four control ids
     length = random_lengths(B, 1 if B > 1 else n, n, g)                             # (B, 1): bytes to rearrange
@@ -636,12 +634,12 @@ def mtp(x, g, hp):  # x (B, T + mtp_heads) -> inp, tgt (B, T), future_tgt (B, T,
         tgt          h e   c a      of head 1, the model's byte head
         future_tgt   e   c a t      of head 2, and so on; loss at all T positions for each head
 
-    loss = nats of head 1 + mtp_weight / (mtp_heads - 1) * sum of the nats of the other heads. This is DeepSeek-V3's
-    loss (one module, whose weight falls to .1); with 4 heads, --mtp_weight 3 gives Gloeckle's. With mtp_heads 1, both
-    kinds equal clm. Under --doc_mask only head 1 predicts a byte of the next document.
+    loss = nats of head 1 + mtp_weight / (mtp_heads - 1) * sum of the nats of the other heads. DeepSeek-V3 trains one
+    module with weight .3, later .1. Gloeckle's loss is the plain sum: with 4 heads, --mtp_weight 3. With mtp_heads 1,
+    both kinds equal clm. Under --doc_mask only head 1 predicts a byte of the next document.
 
-    mtp_kind parallel (Gloeckle): head j applies the byte head to norm(h + W_j h). Departure: the paper's heads are one
-    transformer layer each, and the trunk has as many layers less. On MBPP its linear heads score nearly the same.
+    mtp_kind parallel (Gloeckle): head j applies the byte head to norm(h + W_j h). Departure: the paper's heads are
+    transformer layers, taken from the trunk. On MBPP, its experiment with linear heads scores nearly the same.
     mtp_kind sequential (DeepSeek-V3): see sequential_logits. sample.py does not draft with these modules, since each
     draft is another pass, and on a CPU drafts cost as much as they save."""
     T = x.size(1) - hp.mtp_heads
@@ -785,7 +783,7 @@ OBJECTIVES["electra"] = Objective(
 
 # ---- bart: denoising. A noisy text is the source, the clean text is the target
 # A noise takes ids, keep (B, U) and the number of bytes to change k (B, 1). It returns ids, keep (B, U'); U' is larger
-# if it inserts ids. permute and infill are applied first, so their bytes to keep are the first ones of the row.
+# if it inserts ids. permute and infill are applied first: for them, the bytes to keep are the first ones of the row.
 def pick_bytes(ids, keep, k, g):  # -> (B, U) bool: k random bytes of each row, except those that became a MASK before
     free = keep & (ids < N_BYTES)
     key = torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)
@@ -818,13 +816,13 @@ def random_poisson(mean, shape, g):  # -> long, from 0 to 63
 
 
 def infill_lengths(k, n_draws, mean, g):  # k (B, 1) -> lengths of spans, which of them to use (bool), (B, n_draws) each
-    """Uses spans of Poisson lengths until they cover k bytes. Each span adds one MASK; at most k are used, so that no
-    row gets longer. The example goes on in place_infills and infill_noise; k is 3:
+    """Uses spans of Poisson lengths until they cover k bytes. Each span adds one MASK. At most k spans are used, so
+    that no row gets longer. The example goes on in place_infills and infill_noise; k is 3:
 
         drawn     2 0 4 1
         left      3 1 1 0     bytes that the spans before it do not cover
         length    2 0 1 0     the third span is cut to fit
-        use       1 1 1 0     the two non-empty spans, and as many empty ones as keep the number at k, in order
+        use       1 1 1 0     the two spans that are not empty, and the first empty ones, up to k spans in all
     """
     drawn = random_poisson(mean, (len(k), n_draws), g)
     left = (k - (drawn.cumsum(1) - drawn)).clamp(min=0)
@@ -867,7 +865,7 @@ def infill_noise(ids, keep, k, g, hp):
         kept     1 1 0 0 1 1 1 1  1  0  0      the noisy text is a [M] [M] d e f [M]
     """
     n = ids.size(1)
-    n_draws = 8 + int(hp.bart_rate * n + 1)     # k + 8 or more lengths of mean 2 or more practically always cover k
+    n_draws = 8 + int(hp.bart_rate * n + 1)     # at least k + 8 draws with a mean of at least 2: enough to cover k
     length, use = infill_lengths(k, n_draws, hp.poisson_lambda, g)
     stays, start, used = place_infills(keep, length, use, g)
     byte_key = 2 * torch.arange(n, device=g.device).expand_as(ids) + 1
@@ -913,8 +911,8 @@ NOISES_WITH_RATE = ("infill", "mask", "delete", "replace", "insert")       # the
 
 
 def bart_counts(length, hp, g):  # bytes of each row (B, 1) -> how many of them each of NOISES_WITH_RATE changes (B, 1)
-    """Uniform over the numbers of bytes from bart_rate_min to bart_rate, which the noises share, but at least 1. With
-    100 bytes, rates from 0 to .3 and two noises: over 1 .. 15."""
+    """The rates are divided by the number of these noises. The count is uniform between the numbers of bytes that the
+    two rates give, each at least 1. With 100 bytes, rates from 0 to .3 and two noises, it is uniform over 1 .. 15."""
     n_noises = max(1, len(set(NOISES_WITH_RATE) & set(hp.bart_noise.split(","))))
     most = (length * (hp.bart_rate / n_noises) + 0.5).long().clamp(min=1)
     least = (length * (hp.bart_rate_min / n_noises) + 0.5).long().clamp(min=1).minimum(most)
@@ -948,7 +946,8 @@ def bart(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
 
         fairseq                                                here
         spans begin at words, count words and may overlap      begin anywhere, count bytes and never overlap
-        a tenth become a random token, some are empty          all become MASK, few are empty if a row has little noise
+        a tenth of the spans become a random token             all become MASK
+        some spans are empty                                   few are empty if a row has little noise
         sentences end with a full stop                         end with a newline, or the white space after a stop
         texts are rotated by 0 or more                         by 1 or more"""
     B, n = x.shape
@@ -1004,8 +1003,8 @@ def nsp(x, g, hp):  # x (B, 2 n_text + NSP_GAP) -> inp, tgt (B, T), labels (B,)
         inp     CLS t [M] e SEP c a t SEP      attention: bidirectional; the first text, then the second
         label   1 if the second follows        predicted at CLS; 0 in half of the rows
 
-    Each text has n_text bytes; they are NSP_GAP bytes apart in both classes, so that neither their length nor a split
-    word reveals the answer. In negative rows, nsp_negatives "random" takes the second text of another row, and "swap"
+    Both texts always have n_text bytes. In the window they are NSP_GAP bytes apart, so that no split word reveals a
+    positive pair. In negative rows, nsp_negatives "random" takes the second text of another row, and "swap"
     exchanges the two texts (sentence order prediction, ALBERT, Lan et al. 2020). The loss is mlm's, plus nsp_weight
     times that of the answer. Departures:
     - BERT takes the second text from another document. Here the other row may be from the same one.
@@ -1047,7 +1046,7 @@ def nsp_loss(model, batch, hp):
 
 def predict_follows(model, first, second, hp):  # two lists of ids -> 0-D log-odds that the second follows the first
     n_text = (hp.block_size - 3) // 2
-    if len(second) > n_text:                         # it will be truncated, so skip a gap, as in training
+    if len(second) > n_text:                    # it is long enough to skip a gap, as in training
         second = second[NSP_GAP:]
     row = torch.tensor([[CLS, *first[-n_text:], SEP, *second[:n_text], SEP]], device=model.embed.weight.device)
     return model.heads["nsp"](model(row, row.size(1))[:, 0])[0]
@@ -1240,7 +1239,7 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
                 before=torch.cat((before_noisy, ids_before(x)), dim=1), positions=i.repeat(2).expand(len(x), -1))
 
 
-# twice the positions, for as many clean bytes as in other objectives; small blocks gain nothing from a constant rate
+# the two copies take twice the positions; a constant rate at the start (uniform_from) does not help small blocks
 BD3LM_DEFAULTS = {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}, "uniform_from": 0.0}
 OBJECTIVES["bd3lm"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion",
@@ -1255,8 +1254,8 @@ def rotation(x, g, hp):  # x (B, T) -> inp (B, T), labels (B,)
     """Rotation: finds where the first byte of a rotated window is, one of T positions. BART (Lewis et al. 2020)
     reconstructs rotated documents; here the model only points.
 
-        window   t h e   c a t          attention: bidirectional
-        inp      c a t t h e            label 3: the position of the window's first byte
+        window   a b c d e f g          attention: bidirectional
+        inp      e f g a b c d          label 3: the position of the window's first byte
 
     The rotation is uniform over 0..T - 1."""
     B, T = x.shape
@@ -1288,8 +1287,8 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
         inp   t  h  e   c    tgt   h e   c a      causal row
 
     A share hybrid_ratio of the rows is masked: at least one row, never all. The first byte is never masked, since no
-    position predicts it; under --doc_mask, the first byte of a document is predicted without reading that document (by
-    the EOT before it). The loss is hybrid_ratio times the mean over the targets of masked rows, plus 1 - hybrid_ratio
+    position predicts it. Under --doc_mask, the EOT of a document predicts the first byte of the next document, which it
+    does not attend to. The loss is hybrid_ratio times the mean over the targets of masked rows, plus 1 - hybrid_ratio
     times that of causal rows. Departures:
     - A quarter of the rows is masked. The authors mask 15 of 16.
     - Single bytes are masked, not short spans, at a constant rate. Theirs falls from .3 to .15.
@@ -1305,8 +1304,8 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     noisy_tgt = F.pad(noisy_tgt[:, 1:], (0, 1), value=IGNORE_INDEX)                 # shifted, as in clm
     inp = noisy.where(is_masked[:, None], x[:, :-1])
     tgt = noisy_tgt.where(is_masked[:, None], x[:, 1:])
-    kind_weight = torch.where(is_masked, hp.hybrid_ratio, 1 - hp.hybrid_ratio)      # (B,): of all rows of a kind
-    n_targets = torch.where(is_masked, n_masked * k, (B - n_masked) * T)            # (B,): in all rows of a kind
+    kind_weight = torch.where(is_masked, hp.hybrid_ratio, 1 - hp.hybrid_ratio)      # (B,): of all rows of the kind
+    n_targets = torch.where(is_masked, n_masked * k, (B - n_masked) * T)            # (B,): in all rows of the kind
     weight = kind_weight / n_targets
     return dict(inp=inp, tgt=tgt, prefix=torch.where(is_masked, T, 0), weight=weight[:, None].expand(B, T))
 

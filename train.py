@@ -97,8 +97,8 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of the n-gram lookup
 
         growth * (1 - (1 - ngram_drop) / (1 + repetitions) ** (2 / 3))
 
-    repetitions: passes of the whole run after the first one, in which the table would memorize the text. If the text is
-        longer than the table can memorize, they count in proportion.
+    repetitions: passes of the whole run after the first, in which the table could recite what it has memorized; times
+        the share of the text that fits into the table.
     growth: rises from 0 to 1 over the first two passes or NGRAM_WARMUP positions, whichever ends first, because a new
         table has memorized nothing yet. With --init_from it is 1.
 
@@ -267,8 +267,8 @@ def prepare(corpus, hp):  # -> State before the first step
 
 def member_of_step(members, step):  # -> the member that this step trains
     """The members divide [0, 1) in proportion to their weights, and each step trains the member whose part contains u.
-    Any stretch of steps spreads its u evenly, so each member has its share of it. Two members of equal weight have the
-    parts [0, 0.5) and [0.5, 1): u is 0, 0.62, 0.24, 0.85 in the first steps, which train the members 0, 1, 0, 1."""
+    In any stretch of steps u is spread evenly, so each member gets its share of the steps. Two members of equal weight
+    have the parts [0, 0.5) and [0.5, 1): u is 0, 0.62, 0.24, 0.85 in the first steps, which train 0, 1, 0, 1."""
     u = step * INVERSE_GOLDEN_RATIO % 1
     end = 0.0                                   # of the part of the member
     for member in members:
@@ -367,7 +367,7 @@ def mean_loss(member, model, batches):  # -> mean loss, {name: mean figure} over
     return loss, {name: statistics.fmean(float(figures[name]) for _, figures in results) for name in names}
 
 
-def bits_per_byte(member, model, source, loss):  # loss: of the member, in nats -> as Objective.bpb says, or None
+def bits_per_byte(member, model, source, loss):  # the member's loss in nats -> bits, or None if they are not defined
     if member.objective.bpb is None:
         return None
     if member.objective.bpb == "causal":        # evaluate the model on clm's rows
@@ -381,7 +381,7 @@ def evaluate(model, members, corpus):  # -> records, loss
     """Evaluates each member on the validation text of each source. Returns a list of records, one for each pair, and
     the mean of their losses, weighted by the shares of source and member. A record holds the names of source and
     member, the mean "loss" in nats, the mean "figures" that the loss function returns besides, and "bpb", bits per
-    byte. Each window of clm starts with one byte of context."""
+    byte. clm does not predict the first byte of a window, which has no context."""
     model.eval()
     records = []
     total = 0.0
@@ -578,10 +578,10 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     if status["val"] < status["best"]:
         status["best"] = status["val"]
         status["best_step"] = status["step"]
-        save(s, metrics, "best.pt", status)     # before ckpt.pt: a run killed in between evaluates and saves again
+        save(s, metrics, "best.pt", status)     # first: a run killed in between resumes from the older ckpt.pt
 
 
-def end_run(s, status, metrics, stop, is_stopped):  # is_stopped: before the last step -> exit code
+def end_run(s, status, metrics, stop, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
     out_dir = s.hp.out_dir
     bad_step = int(s.first_nonfinite_step)
     if bad_step >= 0:
