@@ -1,9 +1,10 @@
 """The vocabulary, the corpus, windows of clean bytes, and the command-line flags and errors that all files share.
 
-The ids of a file are its bytes: no tokenizer, no preparation. Large files are memory-mapped; the files of a folder are
-joined in memory. Byte 0 (NUL) is also EOT, the end of a document. The windows of a training step depend only on the
-corpus, the seed, the step, and their number and length. So resuming a run, evaluating it more often, or dividing the
-same rows into more micro-batches does not change them.
+The ids of a file are its bytes: no tokenizer, no preparation. Only .jsonl files are parsed: each line is a JSON object,
+and its "text" is a document. Large files are memory-mapped; the documents of a folder or a .jsonl file are joined in
+memory. Byte 0 (NUL) is also EOT, the end of a document. The windows of a training step depend only on the corpus, the
+seed, the step, and their number and length. So resuming a run, evaluating it more often, or dividing the same rows into
+more micro-batches does not change them.
 
 B rows, n bytes in a window, N bytes in a split of a source, S sources
 """
@@ -11,6 +12,7 @@ import bz2
 import codecs
 import contextlib
 import ctypes
+import json
 import lzma
 import mmap
 import os
@@ -19,6 +21,7 @@ import sysconfig
 import warnings
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 # torch warns at import if NumPy is missing, and later about read-only mapped files; so import this file before torch
 warnings.filterwarnings("ignore", "Failed to initialize NumPy|The given buffer is not writable")
@@ -43,6 +46,7 @@ SYMBOL_MEANINGS = {
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
+NUL_CHECK_BYTES = 1 << 20                       # bytes at the start of a file in which NULs are counted
 COMPRESSED_BYTES = 1 << 24                      # maximum number of bytes to compress
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
@@ -121,32 +125,47 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a 
     return path, weight
 
 
-def read_source(path):  # a file, a folder or "stdlib" -> train (N,), val (N,) uint8
+def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8
     if path == "stdlib":
         return split_documents([*read_stdlib().values()])
-    if os.path.isdir(path):
-        documents, n_skipped = read_folder(path)
-        print(f"--data {path}: {len(documents):,} files; {n_skipped:,} empty, binary, duplicate or unreadable")
+    if not os.path.isdir(path) and not os.path.isfile(path) and not Path(path).is_fifo():
+        fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
+    if os.path.isdir(path) or path.endswith(".jsonl"):
+        documents, n_skipped = read_folder(path) if os.path.isdir(path) else read_documents(path, [path])
+        print(f"--data {path}: {len(documents):,} documents; {n_skipped:,} files or lines skipped: empty, binary, "
+              'duplicate, unreadable or without a "text"')
         return split_documents([*documents.values()])
-    if not os.path.isfile(path) or os.path.getsize(path) == 0:
-        fail(f"--data {path}: missing, empty or not a regular file. Try the path of a text file or a folder")
     try:
-        with open(path, "rb") as f:
-            if os.path.getsize(path) < MAPPED_BYTES:
-                return split_file(from_bytes(f.read()))
-            mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)              # takes no private memory
-            return split_file(torch.frombuffer(mapped, dtype=torch.uint8))
+        data = read_file(path)
     except OSError as e:
         fail(f"--data {path}: cannot be read ({e}). Try another file")
+    check_text(path, data)
+    return split_file(data)
+
+
+def read_file(path):  # a file or a pipe -> (N,) uint8
+    with open(path, "rb") as f:
+        if os.path.getsize(path) < MAPPED_BYTES:                # or a pipe, whose size is 0
+            return from_bytes(f.read())
+        return torch.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)   # no copy
+
+
+def check_text(path, data):  # fails if data (N,) is empty or looks like UTF-16; looks at the start of a large file
+    if not len(data):
+        fail(f"--data {path}: is empty (a pipe can be read only once). Try another file")
+    start = data[:NUL_CHECK_BYTES]
+    has_utf16_mark = to_bytes(start[:2]) in (b"\xff\xfe", b"\xfe\xff")
+    if has_utf16_mark or int((start == EOT).sum()) > len(start) / 10:
+        fail(f"--data {path}: is UTF-16 or binary, but --data wants UTF-8, or any encoding without NULs, as a NUL "
+             "ends a document. Try iconv -f utf-16 -t utf-8")
 
 
 def read_stdlib():  # -> {path: contents} of the sources of Python's standard library, without its tests
     return read_folder(sysconfig.get_paths()["stdlib"], ".py", SKIPPED_FOLDERS)[0]
 
 
-def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: contents} sorted by path, number of skipped files
-    """Skips empty, binary (with a NUL), duplicate and unreadable files. Ignores hidden files, and folders with a run.
-    All contents are held in memory. If a corpus is too large for that, join its files into one file."""
+def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_documents returns of its files
+    """Sorts the files by path. Ignores hidden files, and folders with a run."""
     paths = []
     for root, dirs, files in os.walk(folder):
         if {"ckpt.pt", "best.pt"} & set(files):
@@ -155,15 +174,43 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> {path: contents} s
         dirs[:] = [name for name in dirs if name not in skipped_folders and not name.startswith(".")]
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     paths = sorted(filter(os.path.isfile, paths), key=lambda p: p.replace(os.sep, "/"))         # no pipes, no sockets
-    path_of = {}                                # {contents: path}
+    return read_documents(folder, paths)
+
+
+def read_documents(source, paths):  # -> {path or path:line number: text}, number of skipped files and lines
+    """A file is a document, and so is each line of a .jsonl file. Skips empty, binary (with a NUL), duplicate and
+    unreadable ones. All texts are held in memory. If a corpus is too large for that, join its files into one file."""
+    name_of = {}                                # {text: name}
+    n = 0
     for path in paths:
+        texts = {path: b""}
         with contextlib.suppress(OSError), open(path, "rb") as f:
-            text = f.read()
+            if path.endswith(".jsonl"):
+                texts = {f"{path}:{i}": parse_line(line) for i, line in enumerate(f, 1)}
+            else:
+                texts = {path: f.read()}
+        n += len(texts)
+        for name, text in texts.items():
             if text and b"\0" not in text:
-                path_of.setdefault(text, path)
-    if not path_of:
-        fail(f"--data {folder}: contains no text file (a file with a NUL byte is not text). Try another folder")
-    return {path: text for text, path in path_of.items()}, len(paths) - len(path_of)
+                name_of.setdefault(text, name)
+    if not name_of and source.endswith(".jsonl"):
+        fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
+    if not name_of:
+        fail(f"--data {source}: contains no text file (a file with a NUL byte, such as UTF-16, is skipped). "
+             "Try another folder, or iconv -f utf-16 -t utf-8")
+    return {name: text for text, name in name_of.items()}, n - len(name_of)
+
+
+def parse_line(line):  # of a .jsonl file -> the bytes of its "text"; none if it is not a JSON object with such a string
+    try:
+        item = json.loads(line.decode("utf-8-sig"))             # of bytes, loads would guess the encoding
+    except (ValueError, RecursionError):
+        return b""
+    text = item.get("text") if isinstance(item, dict) else None
+    if not isinstance(text, str):
+        return b""
+    # a NUL would end the document; half of a surrogate pair becomes "?"
+    return text.replace("\0", "").encode("utf-8", "replace")
 
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, with a NUL after each document

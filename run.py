@@ -34,7 +34,7 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders or stdlib; give each a :weight, or none, for weights by size"),
+        "data": Flag(["stdlib"], "files (of .jsonl the texts), folders or stdlib; give each a :weight, or none"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
         "init_from": Flag("", "run to start from: its latest weights, its objective unless another is given, a new "

@@ -4,8 +4,9 @@
     python -m experiments.compress --out_dir out/clm --file book.txt.nptx       writes book.txt again
 
 Shows that bits per byte are real: writes a file of about that size and restores the text from it. To decompress, you
-need the same weights, and a machine on which the model computes the same bits. The file holds checksums of the text and
-of the weights. The text is cut into S streams, which are coded at the same time.
+need the same weights, and a model that computes the same bits: the same machine, device and version of torch. The file
+holds the number of threads, on which these bits depend too, and checksums of the text and of the weights. The text is
+cut into S streams, which are coded at the same time.
 
 S streams; T = block_size positions of the model
 """
@@ -29,7 +30,11 @@ FLAGS = {
 PRECISION = 16                                  # the frequencies of all 256 bytes add up to 2^PRECISION
 STREAMS = 64                                    # maximum number of streams
 STREAM_BYTES = 4096                             # minimum length of a stream: each starts without context
-HEADER = "<4sIIQI"                              # b"nPTX", checksum of the text, of the weights, bytes, streams
+MAGIC = b"nPT2"                                 # the last character is the version of the format
+HEADER = "<4sIIQIB"                             # MAGIC, checksum of the text, of the weights, bytes, streams, threads
+MAX_THREADS = 255                               # that the header can hold
+NOT_RESTORED = ("its text cannot be restored: the file is damaged, or the model rounds differently here, as on another "
+                "machine, on another device or in another version of torch")
 
 
 @torch.inference_mode()
@@ -65,6 +70,8 @@ def compress(model, text, T):  # bytes -> bytes
         is 2 bits longer. 403104 % 65536 = 9888 lies from 8192 to 8192 + 16384, which tells the decoder the byte
     """
     S = min(STREAMS, max(1, len(text) // STREAM_BYTES))
+    threads = min(MAX_THREADS, torch.get_num_threads())
+    torch.set_num_threads(threads)              # as decompress does; this fixes MKL's number, too
     frequencies = byte_frequencies(model, S, T)
     freq = next(frequencies)
     symbols = []                                # of each step: f (S,), before (S,)
@@ -81,19 +88,21 @@ def compress(model, text, T):  # bytes -> bytes
         words += (state[is_full] & 0xFFFF).flip(0).tolist()
         state = state.where(~is_full, state >> 16)
         state = (state // freq << PRECISION) + state % freq + before
-    header = struct.pack(HEADER, b"nPTX", zlib.crc32(text), weights_checksum(model), len(text), S)
+    header = struct.pack(HEADER, MAGIC, zlib.crc32(text), weights_checksum(model), len(text), S, threads)
     return header + struct.pack(f"<{S}q{len(words)}H", *state.tolist(), *reversed(words))
 
 
 def decompress(model, blob, T):  # bytes -> bytes
-    """Raises ValueError or struct.error if blob is damaged, or was made with another model."""
-    magic, checksum, weights, n, S = struct.unpack_from(HEADER, blob)
+    """Raises ValueError or struct.error if blob is damaged, or was made with another model. Sets the number of
+    threads to that of `compress`, because the number of parts of a sum decides how it is rounded."""
+    magic, checksum, weights, n, S, threads = struct.unpack_from(HEADER, blob)
     body = blob[struct.calcsize(HEADER):]
-    if magic != b"nPTX" or not 0 < S <= STREAMS:
-        raise ValueError("was not compressed by this program")
+    if magic != MAGIC or not 0 < S <= STREAMS or not threads:
+        raise ValueError("was not compressed by this version of the program")
     numbers = struct.unpack(f"<{S}q{(len(body) - 8 * S) // 2}H", body)
     if weights != weights_checksum(model):
         raise ValueError("was compressed with another model")
+    torch.set_num_threads(threads)
     state, words = torch.tensor(numbers).split((S, len(numbers) - S))
     frequencies = byte_frequencies(model, S, T)
     freq = next(frequencies)
@@ -108,14 +117,14 @@ def decompress(model, blob, T):  # bytes -> bytes
         is_low = state < 1 << 31
         n_low = int(is_low.sum())
         if len(words) < n_low:
-            raise ValueError("is damaged")
+            raise ValueError(NOT_RESTORED)
         state[is_low] = state[is_low] << 16 | words[:n_low]
         words = words[n_low:]
         columns.append(byte)
         freq = frequencies.send(byte[:, 0])
     text = to_bytes(torch.cat(columns, dim=1).flatten()[:n].byte())
     if zlib.crc32(text) != checksum:
-        raise ValueError("is damaged, or was written on a machine on which the model rounds differently")
+        raise ValueError(NOT_RESTORED)
     return text
 
 

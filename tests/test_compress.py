@@ -16,6 +16,13 @@ with open(compress.__file__, "rb") as source:
     CODE = source.read()
 
 
+@pytest.fixture(autouse=True)
+def restore_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("text", [b"", b"a", b"\0\0\0\0", RANDOM, CODE[:277], CODE[:1601]],
                          ids=["empty", "one byte", "NULs", "random", "two streams", "16 streams"])
 def test_a_text_is_restored(text, monkeypatch):
@@ -29,6 +36,24 @@ def test_the_file_is_as_short_as_the_probabilities_promise():
     logp = MODEL.logits(MODEL(x[:, :-1]))[0].double().log_softmax(-1)
     want = -float(logp.gather(1, x[0, 1:, None]).sum()) / torch.log(torch.tensor(2.0)) / 8
     assert want - 1 < len(compress.compress(MODEL, CODE[:500], 1000)) < want * 1.01 + 50
+
+
+@pytest.mark.parametrize("first, second", [(1, 2), (2, 1)])
+def test_a_text_is_restored_whatever_the_number_of_threads(first, second):
+    model = randomized(n_embd=256, n_outputs=256).eval().requires_grad_(False)      # rounds differently with 1 and 2
+    torch.set_num_threads(first)
+    blob = compress.compress(model, CODE[:12], T)
+    torch.set_num_threads(second)
+    assert compress.decompress(model, blob, T) == CODE[:12]
+
+
+def test_other_rounding_is_not_called_damage_alone_and_an_older_format_is_named(monkeypatch):
+    blob = compress.compress(MODEL, CODE[:80], T)
+    with pytest.raises(ValueError, match="version of the program"):
+        compress.decompress(MODEL, b"nPTX" + blob[4:], T)
+    monkeypatch.setattr(MODEL, "logits", lambda h: torch.zeros(len(h), 256))        # other probabilities
+    with pytest.raises(ValueError, match="damaged, or the model rounds differently.*machine.*device.*version of torch"):
+        compress.decompress(MODEL, blob, T)
 
 
 def test_damage_and_another_model_are_found():

@@ -1,5 +1,8 @@
+import json
 import os
+import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,7 +57,8 @@ def test_a_folder_keeps_each_text_once_and_holds_out_every_tenth_document(tmp_pa
     (tmp_path / "b/zz_copy.txt").write_text("document 3")
     (tmp_path / "binary.bin").write_bytes(b"a\0b")
     [s] = open_corpus([str(tmp_path)])
-    assert capsys.readouterr().out.endswith(": 20 files; 3 empty, binary, duplicate or unreadable\n")
+    assert capsys.readouterr().out.endswith(
+        ': 20 documents; 3 files or lines skipped: empty, binary, duplicate, unreadable or without a "text"\n')
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
     kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
     assert data.to_bytes(s["train"]) == b"".join(kept)
@@ -74,6 +78,90 @@ def test_a_folder_holds_out_whole_documents_with_about_a_tenth_of_the_bytes_if_p
     assert data.to_bytes(val) == b"".join(documents[i] + b"\0" for i in held)
     assert data.to_bytes(train) == b"".join(d + b"\0" for i, d in enumerate(documents) if i not in held)
     assert 0.05 < len(val) / len(text) < 0.2
+
+
+def jsonl_lines():  # -> lines of a .jsonl file, the 20 documents that they hold, the number of other lines
+    texts = [f"document {i}, é" for i in range(20)]
+    good = [json.dumps({"id": i, "text": text}).encode() for i, text in enumerate(texts)]
+    good[0] = b"\xef\xbb\xbf" + good[0]                            # a byte order mark, as Windows writes
+    good[5] = json.dumps({"text": "docu\0ment 5, é\0"}).encode()
+    good[6] = b'{"text": "half a pair: \\ud83d"}'
+    texts[6] = "half a pair: ?"
+    bad = [b"", b"text", b'{"text": "cut', b'["text"]', b'"text"', b"null", b"3", b'{"text": 3}', b'{"text": null}',
+           b'{"text": ""}', b'{"txt": "a"}', b'{"text": "\xff"}', b"[" * 100_000, b"1" * 5000, good[7]]
+    return good[:9] + bad + good[9:], [text.encode() for text in texts], len(bad)
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_the_documents_of_a_jsonl_file_are_its_texts(where, tmp_path, capsys):
+    lines, texts, n_bad = jsonl_lines()
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    [s] = open_corpus([str(tmp_path / "a.jsonl" if where == "file" else tmp_path)])
+    assert f": 20 documents; {n_bad} files or lines skipped: " in capsys.readouterr().out
+    assert data.to_bytes(s["val"]) == texts[9] + b"\0" + texts[19] + b"\0"
+    assert data.to_bytes(s["train"]) == b"".join(t + b"\0" for i, t in enumerate(texts) if i not in (9, 19))
+
+
+def test_a_folder_mixes_files_and_jsonl_and_keeps_each_text_once(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    documents, n_skipped = data.read_folder(str(tmp_path))
+    assert documents == {str(tmp_path / "a.txt"): b"one", str(tmp_path / "b.jsonl:2"): b"two"} and n_skipped == 1
+
+
+UTF16_LINES = [('{"text": "жук"}\n' * 3).encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-16-be")]
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON", b'{"body": "x"}\n' * 3, *UTF16_LINES])
+def test_a_jsonl_file_without_a_text_is_refused(content, text, tmp_path, refuses):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    refuses('{"text": "..."}', open_corpus, ["a.jsonl"])
+
+
+@pytest.mark.parametrize("mapped_bytes", [1, 1 << 26])
+@pytest.mark.parametrize("encoding, letters", [("utf-16", "abc "), ("utf-16-le", "abc "), ("utf-16-be", "abc "),
+                                               ("utf-32", "жук "), ("utf-16", "жук")])
+def test_utf16_is_refused(encoding, letters, mapped_bytes, text, tmp_path, monkeypatch, refuses):
+    monkeypatch.setattr(data, "MAPPED_BYTES", mapped_bytes)
+    (tmp_path / "a.txt").write_bytes((letters * 100).encode(encoding))
+    refuses("iconv -f utf-16 -t utf-8", open_corpus, ["a.txt"])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.txt").write_bytes("text".encode("utf-16"))
+    refuses("iconv -f utf-16 -t utf-8", open_corpus, ["folder"])
+
+
+def test_nuls_between_documents_and_other_encodings_are_read(tmp_path):
+    for content in ((b"x" * 9 + b"\0") * 100, ("жук " * 100).encode("cp1251"), "\ufeffжук".encode() * 100):
+        (tmp_path / "a.txt").write_bytes(content)
+        [s] = open_corpus([str(tmp_path / "a.txt")])
+        assert s["size"] == len(content)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name, content", [("pipe", b"a" * 100_000), ("a.jsonl", b'{"text": "abc"}\n'), ("pipe", b"")])
+def test_a_pipe_is_read_to_its_end(name, content, text, refuses):
+    os.mkfifo(name)
+    writer = threading.Thread(target=Path(name).write_bytes, args=(content,), daemon=True)
+    writer.start()                              # waits until the pipe is opened
+    if not content:
+        refuses("can be read only once", open_corpus, [name])
+    else:
+        [s] = open_corpus([name])
+        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == (b"abc\0" if "jsonl" in name else content)
+    writer.join()
+
+
+@pytest.mark.parametrize("path", ["missing", "missing.jsonl", os.devnull])
+def test_what_is_no_file_is_refused(path, text, refuses):
+    refuses("neither a file", open_corpus, [path])      # a run that read a pipe is resumed without it in this way, too
+
+
+def test_the_page_shows_how_to_convert_other_formats(text, tmp_path):
+    page = Path(data.__file__).with_name("docs").joinpath("EXTENDING.md").read_text("utf-8")
+    code = re.search(r"</a>Converting data.*?```python\n(.*?)```", page, re.S)[1]
+    (tmp_path / "articles.csv").write_text('title,body\n1,"a\n""b"""\n2,é\n', "utf-8")
+    exec(code, {})
+    assert (tmp_path / "articles.txt").read_bytes() == 'a\n"b"\0é\0'.encode()
 
 
 def test_the_standard_library_is_real_text_without_tests():
