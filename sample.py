@@ -16,9 +16,12 @@
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 A prompt may contain holes: [MASK] is a hole of one byte (bart: of any length), [MASK:4] a hole of 4 bytes, and
 <extra_id_0> a hole of any length. All models read across the ends of documents, even if trained with --doc_mask.
+Texts go to standard output. Notes go to standard error, as does the line that marks where the model's text begins, so
+that a pipe or a file gets only the text. A terminal highlights what was filled in.
 """
 # N samples, n ids of a text, T = block_size, V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
+import bisect
 import codecs
 import math
 import re
@@ -39,6 +42,7 @@ DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for te
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
+SEARCH_ROWS = 64                                # maximum number of lines that are embedded at once
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::(\d{1,6}))?\]"
 HOLES = rb"<extra_id_\d+>"
@@ -114,9 +118,11 @@ def sample_byte(logits, g, stop_id=None, **sampling):  # (N, V) -> ids (N,)
     p_end = p[:, stop_id]
     if stop_id != EOT:
         p_end = p_end + p[:, EOT]
-    logits = logits.clone()
-    logits[:, EOT] = -torch.inf
-    return draw(distribution(logits, **sampling), g).masked_fill(p_end >= END_THRESHOLD, stop_id)
+    return draw(distribution(without_eot(logits), **sampling), g).masked_fill(p_end >= END_THRESHOLD, stop_id)
+
+
+def without_eot(logits):  # (..., V) -> the same logits, with which EOT is never sampled
+    return logits.index_fill(-1, torch.tensor(EOT, device=logits.device), -torch.inf)
 
 
 # ---- continuing
@@ -282,10 +288,10 @@ def text_space(use, T):  # -> maximum number of bytes of a text in a row of T po
 
 
 @torch.inference_mode()
-def unmask(model, ids, g, use, steps=0, order="confident", cache=None, **sampling):
+def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=False, **sampling):
     """Fills the MASKs of ids (N, n), and yields ids after each pass. Other ids do not change. steps: number of passes;
     0: one for each MASK, or 64 in orders ancestral and analytic. Each pass predicts all MASKs, and keeps the sampled
-    bytes of those that `choose_masks` chooses."""
+    bytes of those that `choose_masks` chooses. may_end: EOT may be written, which ends a text but not a hole."""
     if not steps:
         steps = 64 if order in ("ancestral", "analytic") else int((ids == MASK).sum(1).max())
     for passes_left in range(steps, 0, -1):
@@ -293,7 +299,8 @@ def unmask(model, ids, g, use, steps=0, order="confident", cache=None, **samplin
         if not is_mask.any():
             return
         logits = fill_logits(model, ids, use, cache)            # (N, n, V)
-        sampled = draw(distribution(logits, **sampling), g).to(ids.device)          # (N, n)
+        allowed = logits if may_end else without_eot(logits)
+        sampled = draw(distribution(allowed, **sampling), g).to(ids.device)         # (N, n)
         chosen = choose_masks(order, is_mask, logits, sampled, passes_left, g)
         ids = torch.where(is_mask & chosen, sampled, ids)
         yield ids
@@ -369,7 +376,7 @@ def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order=
         # 3. fill the next block; the prompt may end inside it
         begun = ids[start + n_complete:]
         block = torch.tensor([begun + [MASK] * (length - len(begun))], device=device)
-        *_, block = unmask(model, block, g, Fill(), steps or length, order, cache=cache, **sampling)
+        *_, block = unmask(model, block, g, Fill(), steps or length, order, cache=cache, may_end=True, **sampling)
         new = block[0, len(begun):].tolist()
         for i in new[:end - len(ids)]:
             ids.append(i)
@@ -431,7 +438,9 @@ def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any l
     if use.max_bytes:
         limit = use.max_bytes(hp)
     longest = min(n, limit) if limit else T - 1 - n             # noise may make a text longer
-    for piece in cut_after_spaces(noisy, longest):
+    pieces = list(cut_after_spaces(noisy, longest))
+    # on a terminal, the text that appears shows the progress
+    for piece in tqdm(pieces, disable=True if sys.stdout.isatty() else None, leave=False):
         piece = [i for i in piece if i != EOT]  # the model would copy an EOT, which ends the row
         row = to_row(piece + [SEP], hp)
         prefix = row.size(1)
@@ -443,15 +452,17 @@ def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any l
 
 def cut_after_spaces(ids, n):  # -> yields pieces of up to n ids
     """Cuts a long text into pieces of about equal length, after white space where possible, but not before a hole."""
-    while len(ids) > n:
-        n_pieces = math.ceil(len(ids) / n)
-        ideal = math.ceil(len(ids) / n_pieces)
-        ends = [i for i in range(n // 4 + 1, n + 1) if ids[i - 1] in SPACES and ids[i] != MASK]
+    start = 0
+    while len(ids) - start > n:
+        n_pieces = math.ceil((len(ids) - start) / n)
+        ideal = start + math.ceil((len(ids) - start) / n_pieces)
+        ends = range(start + n // 4 + 1, start + n + 1)
+        ends = [i for i in ends if ids[i - 1] in SPACES and ids[i] != MASK]
         end = min(ends, key=lambda i: abs(i - ideal), default=ideal)
-        yield ids[:end]
-        ids = ids[end:]
-    if ids:
-        yield ids
+        yield ids[start:end]
+        start = end
+    if start < len(ids):
+        yield ids[start:]
 
 
 # ---- reading and printing texts
@@ -541,6 +552,7 @@ def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
 # use: the objective's use of that mode. args: all flags, with their defaults. --prompt is a list of ids (in infill_mode
 # bytes), the other texts are bytes or lists of bytes; a text that was not given is None. Further fields of args:
 #     given           names of the flags that were given
+#     from_file       was --prompt read from a file?
 #     sampling        the arguments of `distribution` that were given
 #     hole_sampling   all its arguments, for holes and repairs
 def continue_mode(model, objective, use, hp, args, g):
@@ -580,27 +592,31 @@ def fill_mode(model, objective, use, hp, args, g):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt without holes."""
     T = hp.block_size
     prompt = args.prompt
-    n_skipped = 0                               # bytes at the start of the prompt that the model does not read
     sampling = args.hole_sampling
-    if MASK in prompt:
+    has_hole = MASK in prompt
+    if has_hole:
         if "max_new_tokens" in args.given:
             fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     elif not use.trained_at_any_rate:
         fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
     else:
-        n_read = len(keep_last(prompt, T // 2))
-        n_skipped = len(prompt) - n_read
-        n_new = min(args.max_new_tokens, T - n_read)
+        prompt = keep_last(prompt, T // 2)
+        n_new = min(args.max_new_tokens, T - len(prompt))
         if n_new < args.max_new_tokens:
             note(f"writes only {n_new} bytes, which fill the block of {T}")
         prompt = prompt + [MASK] * n_new
         sampling = DIFFUSION_SAMPLING | args.sampling
-    row = filled = to_row(prompt[n_skipped:], hp)
+    row = filled = to_row(prompt, hp)
     order = args.order or use.orders[0]
-    for filled in unmask_long(model, row, T, g, use, steps=args.steps, order=order, **sampling):
+    for filled in unmask_long(model, row, T, g, use, steps=args.steps, order=order, may_end=not has_hole, **sampling):
         if args.show:
             print(f"--- pass\n{to_text(filled[0])}", flush=True)
-    print(highlight(prompt[:n_skipped] + filled[0].tolist(), [i == MASK for i in prompt]))
+    ids = filled[0].tolist()
+    if has_hole:
+        print(highlight(ids, [i == MASK for i in prompt]))
+    else:
+        new = ids[prompt.index(MASK):] if MASK in prompt else []
+        stream(args.prompt, new[:new.index(EOT)] if EOT in new else new)
 
 
 def infill_mode(model, objective, use, hp, args, g):
@@ -647,21 +663,36 @@ def repair_mode(model, objective, use, hp, args, g):
     stream([], repair(model, objective, args.prompt, hp, g, **args.hole_sampling))
 
 
-def mark_mode(model, objective, use, hp, args, g):  # marks suspicious bytes, and lists the ten most suspicious ones
-    rows = [to_row(piece, hp) for piece in cut_after_spaces(args.prompt, hp.block_size)]
-    p = torch.cat([use.predict(model, row)[0] for row in rows]).sigmoid().cpu()     # (n,): that a byte is wrong
-    print(highlight(args.prompt, p > 0.5, ("«", "»")))
-    print("--- the most suspicious bytes, with the probability that each is wrong:")
-    text = bytes(args.prompt).decode("utf-8", "surrogateescape")
-    character_of = []                           # index in text of each byte's character
-    for k, character in enumerate(text):
-        character_of += [k] * len(character.encode("utf-8", "surrogateescape"))
-    for i in p.argsort(descending=True)[:10].tolist():
-        k = character_of[i]
-        *lines, before = text[:k].split("\n")   # the lines above, and the start of this one
-        after = text[k:k + 9].partition("\n")[0][1:]            # up to 8 characters of the rest of the line
-        context = repr(f"{before[-8:]}«{text[k]}»{after}")[1:-1]                    # control characters as \x1b
-        print(f"line {len(lines) + 1}, column {len(before) + 1}: {context}  {float(p[i]):.2f}")
+def mark_mode(model, objective, use, hp, args, g):
+    """Marks suspicious bytes and lists the ten most suspicious words. Of a file that is longer than a block, lists all
+    words with a mark, and nothing else."""
+    prompt = args.prompt
+    pieces = tqdm(list(cut_after_spaces(prompt, hp.block_size)), disable=None, leave=False)
+    p = torch.cat([use.predict(model, to_row(piece, hp))[0].sigmoid().cpu() for piece in pieces])
+    p = p.tolist()                              # of each byte, that it is wrong
+    is_marked = [x > 0.5 for x in p]
+    words = sorted(find_words(prompt, is_marked), key=lambda word: -max(p[word]))
+    if args.from_file and len(prompt) > hp.block_size:
+        words = [word for word in words if any(is_marked[word])]
+        note(f"{len(words)} suspicious words, as line:column, with the probability that they are wrong:")
+    else:
+        words = words[:10]
+        print(highlight(prompt, is_marked, ("«", "»")))
+        print("--- the most suspicious words, as line:column, with the probability that they are wrong:")
+    newlines = [i for i, byte in enumerate(prompt) if byte == ord("\n")]
+    for word in words:
+        worst = max(range(word.start, word.stop), key=p.__getitem__)                # its most suspicious byte
+        n_lines = bisect.bisect_left(newlines, worst)           # lines above it
+        line_start = newlines[n_lines - 1] + 1 if n_lines else 0
+        column = len(bytes(prompt[line_start:worst + 1]).decode("utf-8", "replace"))
+        text = highlight(prompt[word], is_marked[word], ("«", "»")).replace("\n", "\\n")
+        print(f"{n_lines + 1}:{column}: {text}  {p[worst]:.2f}")
+
+
+def find_words(ids, is_marked):  # -> slices of ids: words of up to 40 characters; marked white space belongs to a word
+    solid = bytes(ord("x") if mark and i in SPACES else i for i, mark in zip(ids, is_marked))
+    character = rb"\S[\x80-\xbf]*"             # in UTF-8, only its first byte is outside 0x80 .. 0xbf
+    return [slice(*word.span()) for word in re.finditer(rb"(?:%b){1,40}" % character, solid)]
 
 
 def follow_mode(model, objective, use, hp, args, g):  # prints the probability that --suffix follows --prefix
@@ -670,13 +701,34 @@ def follow_mode(model, objective, use, hp, args, g):  # prints the probability t
 
 
 def search_mode(model, objective, use, hp, args, g):  # prints the three lines of --corpus nearest to --query
-    lines = [(number, line) for number, line in enumerate(args.corpus.splitlines(), 1) if line.strip()]
-    texts = tqdm([args.query, *(line for _, line in lines)], disable=None, leave=False)
-    vectors = torch.cat([use.predict(model, to_row([*text[:hp.block_size]], hp)) for text in texts])    # (N + 1, C)
+    numbers = {}                                # {line: its number}; of equal lines that of the first
+    for number, line in enumerate(args.corpus.splitlines(), 1):
+        if line.strip():
+            numbers.setdefault(line[:hp.block_size], number)
+    if not numbers:
+        fail("--corpus: has no line of text. Try another file")
+    lines = list(numbers)
+    vectors = embed_texts(model, use, [bytes(args.query[:hp.block_size]), *lines], hp)
     similarity = vectors[1:] @ vectors[0]
     for i in similarity.argsort(descending=True)[:3].tolist():
-        number, line = lines[i]
-        print(f"--- similarity {float(similarity[i]):.3f}, line {number}:\n{to_text(line[:hp.block_size])}")
+        print(f"--- similarity {float(similarity[i]):.3f}, line {numbers[lines[i]]}:\n{to_text(lines[i])}")
+
+
+def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
+    """Texts of one length are embedded together. Texts of different lengths would need padding, which these models,
+    whose rows are read in both directions, would read."""
+    with_length = {}                            # {length: indices of the texts}
+    for i, text in enumerate(texts):
+        with_length.setdefault(len(text), []).append(i)
+    vectors = {}                                # {index: embedding (C,)}
+    with tqdm(total=len(texts), disable=None, leave=False) as bar:
+        for same in with_length.values():
+            for first in range(0, len(same), SEARCH_ROWS):
+                batch = same[first:first + SEARCH_ROWS]
+                x = torch.tensor([list(texts[i]) for i in batch], device=hp.device)
+                vectors.update(zip(batch, use.predict(model, x)))
+                bar.update(len(batch))
+    return torch.stack([vectors[i] for i in range(len(texts))])
 
 
 def seam_mode(model, objective, use, hp, args, g):  # rotates a text back to where the model finds its first byte
@@ -738,6 +790,16 @@ def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode
     fail(f"--{flag}: {objective.name} does not {MODES[reader].task}; train {' or '.join(able)} for that")
 
 
+def note_unread_holes(prompt, objective, use):  # a note if the prompt has markers of holes that this use reads as text
+    for marker in (MASKS, HOLES):
+        found = re.search(marker, prompt)
+        if found and MARKERS.get(use.mode) != marker:
+            modes = [mode for mode in MARKERS if MARKERS[mode] == marker]
+            able = [other.name for other in OBJECTIVES.values() if any(find_use(other, mode) for mode in modes)]
+            note(f"{objective.name} does not fill holes here: it reads {found[0].decode()} as text. "
+                 f"These fill such holes: {', '.join(able)}")
+
+
 def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, corrupted as the mode needs them
     text = held_out[:T // 2].tolist()
     half = len(text) // 2
@@ -751,7 +813,7 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
         "repair": dict(prompt=noisy),
         "mark": dict(prompt=noisy),
         "follow": dict(prefix=text[:half], suffix=text[half:]),
-        "search": dict(query=text, corpus=bytes(held_out.tolist())),
+        "search": dict(query=text[:half], corpus=bytes(held_out[half:].tolist())),  # does not contain the query
         "seam": dict(prompt=text[half:] + text[:half]),
     }[mode]
     print(f"held-out text:\n{to_text(text)}")
@@ -777,6 +839,7 @@ def main(argv=None):
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     member = "" if objective.name == hp.objective else f", used as {objective.name}"
     note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
+    note_unread_holes(texts.get("prompt", b""), objective, use)
     if "prompt" in texts and use.mode != "infill":              # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if use.mode in MARKERS else list(texts["prompt"])
     if not texts:
@@ -786,6 +849,7 @@ def main(argv=None):
             fail(f"--{flag}: is missing or empty. Try some text")
     vars(args).update(dict.fromkeys(FLAGS["texts"]) | texts)
     args.given = set(given)
+    args.from_file = given.get("prompt", "").startswith("FILE:")
     args.sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
     # holes and repairs take the most likely bytes, unless several samples are wanted
     args.hole_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 else 0.0) | args.sampling

@@ -7,6 +7,7 @@
 
 B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
 """
+import copy
 import dataclasses
 import itertools
 import math
@@ -23,7 +24,7 @@ from functools import partial
 from data import MASK, PAD, SENTINEL, SYMBOL_MEANINGS, check_sizes, compressor_bits, fail, make_rng, open_corpus
 from data import read_windows, sample_windows, to_seed, to_symbol
 from model import NGRAMS, StackedLinear
-from objectives import CAUSAL, EVAL_ROWS, OBJECTIVES, Member, add_weights, document_mask, get_members
+from objectives import CAUSAL, EVAL_ROWS, N_BYTES, OBJECTIVES, Member, add_weights, document_mask, get_members
 from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals, choose_out_dir, copy_tensors
 from run import draw_losses, get_config, join_processes, load_checkpoint, open_metrics, run_program, save_checkpoint
 from run import say, settings_to_save, start_from, sum_over_processes, use_device, write_line
@@ -368,11 +369,16 @@ def mean_loss(member, model, batches):  # -> mean loss, {name: mean figure} over
 
 
 def bits_per_byte(member, model, source, loss):  # the member's loss in nats -> bits, or None if they are not defined
+    """A text has only bytes, so they alone share the probability, even if the byte head also predicts special ids."""
     if member.objective.bpb is None:
         return None
     if member.objective.bpb == "causal":        # evaluate the model on clm's rows
-        clm = Member(CAUSAL, 1.0, member.hp.block_size + 1, member.hp)
-        loss, _ = mean_loss(clm, model, validation_batches(clm, source))
+        member = Member(CAUSAL, 1.0, member.hp.block_size + 1, member.hp)
+    elif model.config.n_outputs == N_BYTES:
+        return loss / math.log(2)
+    byte_model = copy.copy(model)               # shares the weights
+    byte_model.logits = lambda h: model.logits(h)[..., :N_BYTES]
+    loss, _ = mean_loss(member, byte_model, validation_batches(member, source))
     return loss / math.log(2)
 
 

@@ -40,11 +40,11 @@ def plant(text, canaries, n, g):  # bytes, (N, LENGTH), copies of each -> bytes 
 @torch.no_grad()
 def measure(model, canaries):  # (N, LENGTH) -> bits per letter, share predicted, canaries recited
     x = F.pad(canaries, (1, 0), value=ord("\n"))                # as in the text, where each begins a line
-    logits = model.logits(model(x[:, :-1], 0))[:, PROMPT:]      # (N, LENGTH - PROMPT, V)
+    logits = model.logits(model(x[:, :-1], 0))[:, PROMPT:, :N_BYTES]                # (N, LENGTH - PROMPT, 256)
     answer = canaries[:, PROMPT:]
     bits = float(F.cross_entropy(logits.flatten(0, 1), answer.flatten())) / math.log(2)
     # each letter is predicted from the right letters before it; if all are correct, the model recites the canary
-    correct = logits[..., :N_BYTES].argmax(-1) == answer
+    correct = logits.argmax(-1) == answer
     return bits, float(correct.float().mean()), int(correct.all(1).sum())
 
 

@@ -49,7 +49,7 @@ def score_exact(model, data, T, stride):  # (n,) uint8 -> bits, left to right
         end = first + stride
         start = max(0, end - 1 - T)
         x = data[start:end].long().to(model.embed.weight.device)[None]              # (1, n + 1)
-        logits = model.logits(model(x[:, :-1], 0))[0]
+        logits = model.logits(model(x[:, :-1], 0))[0, :, :N_BYTES]                  # (n, 256)
         nats = F.cross_entropy(logits, x[0, 1:], reduction="none")                  # (n,), of bytes start + 1 and on
         bits += float(nats[first - start - 1:].cpu().double().sum()) / math.log(2)
     return bits

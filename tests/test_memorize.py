@@ -31,6 +31,13 @@ def test_a_canary_is_recited_only_if_all_its_letters_are_predicted():
                                                    pytest.approx(143 / 144), 2)
 
 
+def test_special_ids_do_not_compete_with_the_letters():
+    net = randomized().requires_grad_(False)
+    bits, *_ = memorize.measure(net, CANARIES)
+    net.head.weight[:, 256:] *= 9
+    assert memorize.measure(net, CANARIES)[0] == bits
+
+
 @pytest.mark.slow
 def test_canaries_that_were_read_often_are_predicted_better(text, capsys, monkeypatch, refuses):
     monkeypatch.setattr(memorize, "TIMES", (0, 3, 12))

@@ -281,7 +281,9 @@ def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_le
 
     def best(x):  # -> probability and byte of each position
         row = torch.tensor([[*before, *x[0].tolist(), *after]])
-        return net.logits(net(row, row.size(1)))[0, len(before) - shift:, :256].softmax(-1).max(-1)
+        logits = net.logits(net(row, row.size(1)))[0, len(before) - shift:, :256]
+        p, byte = logits.softmax(-1)[:, 1:].max(-1)             # a hole gets no EOT
+        return p, byte + 1
     for order, priority in (("confident", lambda p, i: p[i]), ("left", lambda p, i: -i)):
         expected = x.clone()
         while (expected == MASK).any():
@@ -291,6 +293,16 @@ def test_order_confident_fills_the_most_certain_byte_first_and_order_left_the_le
             expected[0, i] = byte[i]
         [*_, state] = sample.unmask(net, x, rng(), use, order=order, **GREEDY)
         assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize("order", ["left", "confident", "ancestral", "analytic"])
+def test_a_hole_gets_no_eot_however_likely_it_is(order):
+    """Only a text that is continued may get it."""
+    net = Stub(lambda ids: four(FOUR).expand(*ids.shape, -1).index_fill(-1, torch.tensor(EOT), 9.0))
+    x = torch.full((3, T), MASK)
+    for may_end in (False, True):
+        [*_, state] = sample.unmask(net, x, rng(), IN_PLACE, order=order, may_end=may_end)
+        assert ((state == EOT).any() == may_end) and (state < 256).all()
 
 
 def test_order_confident_ranks_by_the_probability_of_the_sampled_byte():
@@ -459,7 +471,8 @@ LONG = "x" * 99
 HOLE = "a<extra_id_0>b"
 SIDES = ["--prefix", "a", "--suffix", "b"]
 FILES = {"book.txt": b"import argparse\n" * 40, "lines.txt": b"a\n\nccc\nbb\n",
-         "holes.txt": b"\xffa[MASK]\n"}
+         "holes.txt": b"\xffa[MASK]\n", "void.txt": b" \n\n", "equal.txt": b"bb\na\nbb\nccc\nbb\n",
+         "typos.txt": "naïve café\n".encode() + b"fine\n" * 9 + b"ab!cd a! x\ny" + b"z" * 50 + b"!\n"}
 
 
 @pytest.fixture(scope="module")
@@ -537,7 +550,7 @@ def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, caps
 def test_the_table_lists_the_flags_that_a_mode_reads(name):
     mode = sample.MODES[name]
     source = inspect.getsource(mode.function).replace("args.hole_sampling", "args.sampling")
-    read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given"}
+    read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given", "from_file"}
     if "sampling" in read:
         read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
     assert read == set(mode.flags)
@@ -699,23 +712,24 @@ def test_a_terminal_gets_no_control_character_and_sees_what_is_new(name, prompt,
 
 
 def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
-    """A rotated text starts at its seam. The nearest lines come first. Suspicious characters are marked as a whole and
-    listed with line and column."""
+    """A rotated text starts at its seam. The nearest lines come first. Suspicious characters are marked as a whole, and
+    their words are listed with line and column. A suspicious space or newline belongs to a word."""
     replace_prediction(monkeypatch, "rotation", lambda model, x: (x == ord("f")) * 9.0)
     assert "\nfabcde\n" in "\n" + stdout(capsys, "rotation", "--prompt", "defabc")
     replace_prediction(monkeypatch, "electra", lambda model, x: (x > 127) * 4.0 - 2)
     out = stdout(capsys, "electra", "--prompt", "one\nnaïve café" + "x" * 30)
     assert out.startswith("one\nna«ï»ve caf«é»x")
-    assert out.count("  0.88\n") == 4, "both bytes of two characters are listed"
-    assert "line 2, column 3: na«ï»ve caféx  0.88\n" in out
-    assert "line 2, column 10: aïve caf«é»xxxxxxxx  0.88\n" in out
-    replace_prediction(monkeypatch, "electra", lambda model, x: (x < 32) * 4.0 - 2)
-    out = stdout(capsys, "electra", "--prompt", os.fsdecode(b"ab\ncd\x1b\xff"))
-    assert r"line 1, column 3: ab«\n»  0.88" in out and r"line 2, column 3: cd«\x1b»\udcff  0.88" in out
+    listed = f"\n2:3: na«ï»ve  0.88\n2:10: caf«é»{'x' * 30}  0.88\n1:1: one  0.12\n"
+    assert out.endswith(listed)
+    replace_prediction(monkeypatch, "electra", lambda model, x: (x < 33) * 4.0 - 2)
+    out = stdout(capsys, "electra", "--prompt", os.fsdecode(b"ab\nc d\xff"))
+    assert out.endswith("\n1:3: ab«\\n»c« »d\ufffd  0.88\n")
     replace_prediction(monkeypatch, "contrastive",
                        lambda model, x: F.normalize(torch.tensor([x.size(1), 2.0]), dim=0).expand(len(x), 2))
     out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "lines.txt")
     assert re.findall(r"line (\d:\n.*)", out) == ["4:\nbb", "3:\nccc", "1:\na"]
+    out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "equal.txt")
+    assert re.findall(r"line (\d:\n.*)", out) == ["1:\nbb", "4:\nccc", "2:\na"], "equal lines are one result"
     replace_prediction(monkeypatch, "nsp", lambda *args: torch.tensor(-2.0))
     assert f"follows the first with probability {1 / (1 + math.exp(2)):.3f}" in stdout(capsys, "nsp", *SIDES)
 
@@ -727,6 +741,71 @@ def test_every_byte_of_a_long_text_is_marked(n, runs, capsys, monkeypatch):
     text = ("abcde" * n)[:n - 1] + "b"
     assert stdout(capsys, "electra", "--prompt", text).startswith(text.replace("b", "«b»").replace("»«", ""))
     assert bytes(torch.cat(windows).tolist()) == text.encode() and max(map(len, windows)) <= 32
+
+
+def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, capsys, monkeypatch):
+    """The most suspicious come first. A word is cut after 40 characters."""
+    replace_prediction(monkeypatch, "electra", lambda model, x: (x == ord("!")) * 4.0 + (x == 0xc3) * 5.0 - 2)
+    out, err = output(capsys, "electra", "--prompt", "FILE:typos.txt")
+    tail = "z" * 11
+    assert out == f"1:3: na«ï»ve  0.95\n1:10: caf«é»  0.95\n11:3: ab«!»cd  0.88\n11:8: a«!»  0.88\n" \
+                  f"12:52: {tail}«!»  0.88\n"
+    assert "5 suspicious words" in err
+    with open("short.txt", "wb") as f:
+        f.write(b"ok a!")
+    assert stdout(capsys, "electra", "--prompt", "FILE:short.txt").startswith("ok a«!»\n---"), "fits a block"
+
+
+@pytest.mark.parametrize("name, flags, n", [
+    ("electra", ["--prompt", "FILE:typos.txt"], 5), ("bart", ["--prompt", "FILE:typos.txt"], 9),
+    ("contrastive", ["--query", "a", "--corpus", "equal.txt"], 4)])
+def test_reading_a_file_shows_progress_up_to_its_end(name, flags, n, runs, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "tqdm", functools.partial(sample.tqdm, mininterval=0))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    err = output(capsys, name, *flags).err
+    assert re.search(rf"100%\S* {n}/{n} ", err), err
+
+
+def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs, given):
+    model, hp, _ = sample.load_run("out/contrastive", "cpu", "float32")
+    randomize(model)
+    g = make_rng("lines")
+    texts = [bytes(ids(1 + i % 7, seed=i)[0].tolist()) for i in torch.randperm(200, generator=g).tolist()]
+    use = find_use(OBJECTIVES["contrastive"], "search")
+    alone = torch.cat([use.predict(model, torch.tensor([list(text)])) for text in texts])
+    given.clear()
+    torch.testing.assert_close(sample.embed_texts(model, use, texts, hp), alone, rtol=1e-5, atol=1e-6)
+    assert len(given) == 7 and max(len(rows) for rows, _ in given) <= sample.SEARCH_ROWS
+
+
+def test_a_demonstration_searches_a_text_that_does_not_contain_the_query(runs, capsys):
+    texts = sample.demonstration("search", torch.arange(1, 100), 32)
+    assert bytes(texts["query"]) + texts["corpus"] == bytes(range(1, 100)) and len(texts["query"]) == 8
+
+
+def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys, monkeypatch):
+    """Of a model that writes in any order. What follows EOT is not printed. A line on standard error marks where the
+    model's text begins."""
+    content = torch.tensor([*b"..aa", EOT, *b"b" * 27])
+    monkeypatch.setattr(sample, "fill_logits", lambda model, ids, *args: certain(content[:ids.size(1)])[None])
+    able = [name for name, o in OBJECTIVES.items() for use in o.uses if use.mode == "fill" and use.trained_at_any_rate]
+    assert able
+    for name in able:
+        out, err = output(capsys, name, "--prompt", "é", "--max_new_tokens", "9")
+        assert out == "éaa\n" and err.endswith("\n--- the model continues:\n")
+        out = stdout(capsys, name, "--prompt", "..[MASK:6]", "--temperature", "0")
+        assert out == "..aa\x01bbb\n", "of the other bytes the first is taken: all are equally likely"
+
+
+@pytest.mark.parametrize("run, prompt, told, able", [
+    ("clm", "a[MASK:3]", "clm does not fill holes here: it reads [MASK:3] as text", ["mlm", "bart"]),
+    ("clm", HOLE, "reads <extra_id_0> as text", ["span", "fim"]), ("mlm", "[MASK]" + HOLE, "<extra_id_0>", ["span"]),
+    ("mlm", "a[MASK:3]", "", []), ("fim", HOLE, "", []), ("bart", "[MASK]", "", []), ("clm", "[MASK", "", [])])
+def test_a_note_says_if_a_hole_is_read_as_text_and_which_objectives_fill_it(run, prompt, told, able, runs, capsys):
+    err = output(capsys, run, "--prompt", prompt).err
+    assert told in err and ("as text" in err) == bool(told)
+    if told:
+        assert set(able) <= {*err.partition("fill such holes: ")[2].partition("\n")[0].split(", ")}
 
 
 def test_of_a_mixture_any_member_may_be_used(runs, capsys):
@@ -753,6 +832,7 @@ def test_every_use_can_be_asked_for(runs, capsys):
 BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
     ("mlm", ["--prompt", "no hole"], "[MASK]"), ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
+    ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
     ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search; train contrastive for that"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
     ("mlm", ["--prompt", "a[MASK:0]"], "[MASK"), ("mlm", ["--prompt", "[MASK]", "--order", "analytic"], "or left"),
