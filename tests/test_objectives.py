@@ -3,6 +3,7 @@
 They know no objective by name. What they may assume is a field of Objective.
 """
 import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -74,6 +75,26 @@ def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
     assert len(counts) == 1 and len({*draws}) == 1
 
 
+@every
+def test_a_batch_does_not_depend_on_the_batches_drawn_before(name, n_draws=300):
+    """A run that is resumed draws its next batch first, so `corrupt` may keep no counter or cache."""
+    hp = settings(name, 24)
+    x = clean_windows(hp, 4)
+    corrupt = OBJECTIVES[name].corrupt
+    batch = corrupt(x, make_rng("first"), hp)
+    g = make_rng("others")
+    for _ in range(n_draws):
+        corrupt(x, g, hp)
+    why = "the same windows, generator and settings gave another batch later: keep no state between calls of corrupt"
+    assert equal(batch, corrupt(x, make_rng("first"), hp)), why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_batch_does_not_depend_on_thousands_of_batches_drawn_before(name):
+    test_a_batch_does_not_depend_on_the_batches_drawn_before(name, 5000)
+
+
 def pack_what_fits(ids, keep, width, pack_left=O.pack_left):
     assert keep.sum(1).max() <= width, "full rows are truncated"
     return pack_left(ids, keep, width)
@@ -86,7 +107,7 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
         shapes = set()
         for seed in range(8):
             with mock.patch.object(O, "pack_left", pack_what_fits):
-                _, batch, hp = make(name, T=size, seed=seed)
+                _, batch, hp = make(name, T=size, seed=seed, progress=torch.tensor(seed / 7))
             shapes.add(str({k: v if isinstance(v, int) else (v.shape, v.dtype) for k, v in batch.items()}))
             assert all(k == "prefix" if isinstance(v, int) else v.size(0) == 4 for k, v in batch.items())
             assert batch["inp"].min() >= 0 and batch["inp"].max() < 512
@@ -98,7 +119,7 @@ def test_batches_have_constant_shapes_valid_ids_and_rows_that_fit(name):
             assert "positions" not in batch or objective.numbering or "mask" in batch, "sample.py cannot know positions"
             if objective.numbering:             # sample.py computes the same numbers
                 assert torch.equal(batch["positions"], objective.numbering(batch["inp"], batch["prefix"], hp))
-        assert len(shapes) == 1
+        assert len(shapes) == 1, f"shapes depend on hp.progress or on the draws: {shapes}. Draw the most, use a share"
 
 
 # ---- generic: no position reads its target
@@ -138,6 +159,16 @@ def reachable(batch):
     return reach.float() @ context.float() > 0
 
 
+def further_targets(batch):
+    """-> {name: (B, T), or (B,) for one answer per row}: the labels, and all targets except tgt, head by head."""
+    found = {}
+    for key, value in batch.items():
+        if key == "labels" or key.endswith("tgt") and key != "tgt":
+            heads = value.flatten(2).unbind(2) if value.dim() > 2 else [value]
+            found.update({f"{key} {i}": head for i, head in enumerate(heads)})
+    return found
+
+
 def shown(batch, again):  # -> (B, T) bool: did a position's input change, including the ids before it?
     changed = again["inp"] != batch["inp"]
     return changed | (again["before"] != batch["before"]).any(2) if "before" in batch else changed
@@ -170,6 +201,35 @@ def test_no_position_reads_its_target(name):
         assert not read.any(), f"byte {j} is a target and can be read: set target_hidden=False if it may be"
         asked |= target
     assert asked.any(1).all(), "a row predicts no byte"
+
+
+@every
+def test_no_further_target_and_no_label_can_be_read(name):
+    """As above, for the other targets of a batch. If a byte changes the answer of a row, such as a label, it must not
+    change any input of this row."""
+    hp = settings(name, T)
+    objective = OBJECTIVES[name]
+    x = clean_windows(hp, 4)
+    batch = objective.corrupt(x, make_rng("byte"), hp)
+    answers = further_targets(batch)
+    if not answers or not objective.target_hidden:
+        pytest.skip("has no further targets, or allows that they are read")
+    B = len(x)
+    reads = {}                                  # (B, answers per row, inputs of a row): what an answer depends on
+    for key, answer in answers.items():
+        if answer.dim() == 1:
+            reads[key] = torch.ones(B, 1, batch["inp"][0].numel(), dtype=torch.bool)
+        else:
+            causal, hidden = hidden_targets(objective, batch | {"tgt": answer})
+            reads[key] = reachable(batch) & (causal | hidden)[..., None]
+    for j in range(x.size(1)):
+        other = x.clone()
+        other[:, j] = x[:, j] % 255 + 1
+        again = objective.corrupt(other, make_rng("byte"), hp)
+        for key, answer in further_targets(again).items():
+            changed = (answer != answers[key]).view(B, -1, 1)
+            read = changed & reads[key] & shown(batch, again).view(B, 1, -1)
+            assert not read.any(), f"byte {j} decides {key} and can be read: set target_hidden=False if it may be"
 
 
 @every
@@ -211,7 +271,7 @@ ENTROPY = math.log(255)                         # nats of a byte that is drawn u
 
 def check_entropy(name, **changes):
     """A figure that is log V for an untrained model is assumed to be a likelihood, or a bound on one. After training,
-    it must not be below the entropy."""
+    it must not be below the entropy. Nor may a loss that depends on labels be below the entropy of the labels."""
     hp = settings(name, SMALL_T, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
                                         max_iters=100, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
@@ -219,22 +279,23 @@ def check_entropy(name, **changes):
     s = train.prepare(corpus, hp)
     [m] = s.members
     batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}") for i in range(4)]
-    if "tgt" not in batches[0]:
+    labels = [batch["labels"] for batch in batches if "labels" in batch and objective.target_hidden]
+    if "tgt" not in batches[0] and not labels:
         pytest.skip("predicts no ids")
 
     @torch.no_grad()
-    def figures():
+    def figures(batches=batches):
         loss, others = train.mean_loss(m, s.model, batches)
         return others | {"loss": loss}
     log_V = math.log(objective.n_outputs)
     likelihoods = [key for key, nats in figures().items() if nats == pytest.approx(log_V, abs=1e-4)]
-    for batch in batches:                       # skips special ids, which the position may reveal
+    for batch in batches if "tgt" in batches[0] else []:        # skips special ids, which the position may reveal
         causal, hidden = hidden_targets(objective, batch)
         kept = hidden | causal if objective.target_hidden else hidden
         is_byte = (batch["tgt"] > EOT) & (batch["tgt"] < O.N_BYTES)
         batch["tgt"] = batch["tgt"].where(kept & is_byte, IGNORE_INDEX)
     before = figures()                          # log V for each hidden byte
-    if not any(before[key] for key in likelihoods):
+    if not any(before[key] for key in likelihoods) and not labels:
         pytest.skip("has no likelihood of hidden bytes")
     for step in range(hp.max_iters):
         train.load_step_inputs(s, m, step)
@@ -244,6 +305,15 @@ def check_entropy(name, **changes):
     for key in likelihoods:
         nats = after[key] / before[key] * log_V
         assert nats > ENTROPY - 0.02, f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for bytes that cannot be predicted"
+    if labels:
+        others = figures([batch | {"labels": batch["labels"].roll(1, 0)} for batch in batches])
+        loss, found = objective.loss(s.model, batches[0], m.hp)
+        _, counts = torch.cat(labels).unique(return_counts=True)
+        entropy = float(torch.distributions.Categorical(counts).entropy())
+        for key, figure in (found | {"loss": loss}).items():
+            if figure.requires_grad and others[key] != after[key] and before[key] > entropy - 0.01:
+                why = "below the entropy of labels that random bytes cannot reveal: set target_hidden=False if they may"
+                assert after[key] > entropy - 0.05, f"{key} is {after[key]:.3f}, {why}"
 
 
 @every
@@ -271,6 +341,24 @@ def test_losses_of_micro_batches_add_up_to_that_of_the_batch(name):
     torch.testing.assert_close(sum(loss for loss, _ in losses), whole, rtol=1e-5, atol=1e-5, msg=why)
     for key, figure in figures.items():
         torch.testing.assert_close(sum(found[key] for _, found in losses), figure, rtol=1e-5, atol=1e-5, msg=why)
+
+
+@every
+def test_every_figure_that_depends_on_the_blocks_trains_them(name):
+    """A second loss whose head reads detached states would train only the head. Figures without a gradient, such as an
+    accuracy, are free, and so are those of a network that does not depend on the model's blocks."""
+    objective, net, batch, hp = case(name)
+    other = copy.deepcopy(net)
+    randomize(other.blocks, 2)
+    loss, figures = objective.loss(net, batch, hp)
+    other_loss, other_figures = objective.loss(other, batch, hp)
+    other_figures = other_figures | {"loss": other_loss}
+    for key, figure in (figures | {"loss": loss}).items():
+        if not figure.requires_grad or torch.equal(figure, other_figures[key]):
+            continue
+        gradients = torch.autograd.grad(figure, [*net.blocks.parameters()], retain_graph=True, allow_unused=True)
+        why = f"{key} depends on the blocks, but passes them no gradient: detach the figure if its head may read only"
+        assert any(gradient is not None and gradient.any() for gradient in gradients), why
 
 
 @every
@@ -444,6 +532,62 @@ def test_a_target_that_is_read_would_be_noticed(name, wrong, learns):
     if learns:
         with pytest.raises(AssertionError, match="that cannot be predicted"):
             test_on_random_bytes_no_likelihood_falls_below_the_entropy(name)
+
+
+def nsp_with_its_label_in_the_row(x, g, hp):
+    batch = O.nsp(x, g, hp)
+    batch["inp"][:, 0] = CLS + batch["labels"]
+    return batch
+
+
+def clm_with_a_label_from_its_bytes(x, g, hp):
+    return O.clm(x, g, hp) | {"labels": x[:, 5] % 2}
+
+
+def mtp_whose_second_target_is_its_input(x, g, hp):
+    batch = O.mtp(x, g, hp)
+    return batch | {"future_tgt": torch.stack((batch["tgt"], batch["inp"]), dim=2)}
+
+
+def nsp_loss_of_detached_states(model, batch, hp):
+    loss, figures = O.token_loss(model, batch, hp)
+    follows = model.heads["nsp"](O.hidden_states(model, batch)[:, 0].detach())
+    nats = F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="none") @ batch["row_weight"]
+    return loss + nats, figures | {"nsp": nats}
+
+
+def mlm_that_masks_less_over_time(x, g, hp):
+    chosen = O.random_positions(len(x), x.size(1), 9 - int(4 * hp.progress), g)
+    return dict(inp=x, tgt=x, prefix=x.size(1), chosen=chosen)
+
+
+def clm_with_a_counter():
+    calls = []
+
+    def corrupt(x, g, hp):
+        calls.append(1)
+        batch = O.clm(x, g, hp)
+        return batch if len(calls) < 250 else batch | {"tgt": batch["tgt"].masked_fill(batch["tgt"] == 65, 66)}
+    return corrupt
+
+
+@pytest.mark.parametrize("name, wrong, test, why", [
+    ("nsp", dict(corrupt=nsp_with_its_label_in_the_row),
+     test_on_random_bytes_no_likelihood_falls_below_the_entropy, "cannot reveal"),
+    ("clm", dict(corrupt=clm_with_a_label_from_its_bytes), test_no_further_target_and_no_label_can_be_read,
+     "can be read"),
+    ("mtp", dict(corrupt=mtp_whose_second_target_is_its_input), test_no_further_target_and_no_label_can_be_read,
+     "can be read"),
+    ("nsp", dict(loss=nsp_loss_of_detached_states), test_every_figure_that_depends_on_the_blocks_trains_them,
+     "nsp depends on the blocks"),
+    ("mlm", dict(corrupt=mlm_that_masks_less_over_time), test_batches_have_constant_shapes_valid_ids_and_rows_that_fit,
+     "hp.progress"),
+    ("clm", dict(corrupt=clm_with_a_counter()), test_a_batch_does_not_depend_on_the_batches_drawn_before, "no state")])
+@mock.patch.dict(OBJECTIVES)
+def test_other_faults_of_an_objective_would_be_noticed(name, wrong, test, why):
+    OBJECTIVES[name] = dataclasses.replace(OBJECTIVES[name], **wrong)
+    with pytest.raises(AssertionError, match=why):
+        test(name)
 
 
 # ---- each objective: what is drawn, and its figures
