@@ -304,7 +304,7 @@ def check_entropy(name, **changes):
     after = figures()
     for key in likelihoods:
         nats = after[key] / before[key] * log_V
-        assert nats > ENTROPY - 0.02, f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for bytes that cannot be predicted"
+        assert nats > ENTROPY - 0.02, f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for random bytes: a leak, or no likelihood"
     if labels:
         others = figures([batch | {"labels": batch["labels"].roll(1, 0)} for batch in batches])
         loss, found = objective.loss(s.model, batches[0], m.hp)
@@ -461,7 +461,8 @@ def test_a_prompt_is_laid_out_as_in_training(name):
         n = P or T                              # all of a causal row may be a prompt
         text = row[:n - len(use.left_ids) - len(use.right_ids)]
         is_like_training.append(use.both_ways == (0 < P < T) and inp[:n] == [*use.left_ids, *text, *use.right_ids])
-    assert any(is_like_training), "no row starts with an unchanged text, as a prompt does"
+    assert any(is_like_training), ("no row starts with an unchanged text, as a prompt does: give Continue the ids that "
+                                   "surround it in training, or leave Continue out of `uses`")
 
 
 # ---- custom objectives
