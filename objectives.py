@@ -281,6 +281,8 @@ class Objective:
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; not named as a batch key
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, or {device: default}
+    # (hp) -> {flag: the flag that leaves it without effect}; these flags are refused if they are given
+    unused: Callable = lambda hp: {}
     supports_doc_mask: bool = False             # keeps the order of the text, so that --doc_mask makes sense
 
     # evaluation and use
@@ -294,7 +296,9 @@ class Objective:
     # True promises that inputs hide the targets, except chosen bytes left unchanged (10% in mlm, 15% in electra).
     # False: the tests skip the check that inputs hide the targets
     target_hidden: bool = True
-    uses: tuple = ()                            # the first one is the default mode of sample.py
+    uses: tuple = ()                            # the first one is the default mode of sample.py; (): sample.py has none
+    # other names, in lower case with _ instead of -; --objective refuses them and suggests this objective
+    aliases: tuple = ()
 
 
 OBJECTIVES = {}                                 # {name: Objective}, in the order of this file
@@ -312,7 +316,8 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", uses=(Continue(),))
+    supports_doc_mask=True, bpb="loss", uses=(Continue(),),
+    aliases=("gpt", "gpt2", "causal", "causal_lm", "autoregressive", "next_token"))
 CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" are evaluated on its rows
 
 
@@ -343,7 +348,7 @@ def mlm_bytes(T, hp):
 
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
-    n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),),
+    n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),), aliases=("bert", "roberta", "masked", "masked_lm"),
     flags=MASK_RATE | {
         "mask_token": Flag(0.8, "share of these positions that become MASK", 0.0, 1.0),
         "mask_random": Flag(0.1, "share of these positions that become a random byte; the rest stay as is", 0.0, 1.0)})
@@ -369,7 +374,7 @@ def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
 OBJECTIVES["prefix"] = Objective(
     "prefix", corrupt=prefix_lm, help="a suffix from a prefix read both ways", use_help="read a prompt, continue",
     attention="prefix", flags={"prefix_max": Flag(0.5, "longest prefix, as a share of the block", 0.001, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(both_ways=True),))
+    supports_doc_mask=True, bpb="causal", uses=(Continue(both_ways=True),), aliases=("prefixlm", "prefix_lm"))
 
 
 # ---- span: span corruption. Spans of a text become sentinels, and the model writes the spans
@@ -500,7 +505,7 @@ OBJECTIVES["span"] = Objective(
     flag_defaults=SHARP_ATTENTION | NARROW_HEADS,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
            "span_mean": Flag(6.0, "mean length of a span in bytes; at most the noise bytes of a row", 1.0)},
-    numbering=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
+    numbering=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),), aliases=("t5", "byt5", "span_corruption"))
 
 
 # ---- ul2: a mixture of denoisers
@@ -557,7 +562,8 @@ def ul2_prompt(pieces, expected, hp):
 OBJECTIVES["ul2"] = dataclasses.replace(
     OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
     use_help="fill holes, continue", n_bytes=ul2_bytes, min_rows=4,
-    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))))
+    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))),
+    aliases=("mixture_of_denoisers",))
 
 
 # ---- fim: fill in the middle
@@ -619,7 +625,8 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    uses=(Infill(fim_prompt, (EOT,)), Continue()))
+    unused=lambda hp: {} if hp.fim_rate else {"fim_spm_rate": "--fim_rate 0"},
+    uses=(Infill(fim_prompt, (EOT,)), Continue()), aliases=("fill_in_the_middle", "santacoder", "starcoder"))
 
 
 # ---- mtp: multi-token prediction
@@ -715,7 +722,9 @@ OBJECTIVES["mtp"] = Objective(
     flags={"mtp_heads": Flag(4, "number of bytes predicted at each position", 1),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),))
+    unused=lambda hp: {} if hp.mtp_heads > 1 else dict.fromkeys(("mtp_kind", "mtp_weight"), "--mtp_heads 1"),
+    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),),
+    aliases=("multi_token", "multi_token_prediction"))
 
 
 # ---- electra: replaced token detection
@@ -778,7 +787,8 @@ OBJECTIVES["electra"] = Objective(
     flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0),
                        "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
     flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15},
-    uses=(Predict("mark", lambda model, x: score_positions(model, x, "replaced")),))
+    uses=(Predict("mark", lambda model, x: score_positions(model, x, "replaced")),),
+    aliases=("rtd", "replaced_token_detection"))
 
 
 # ---- bart: denoising. A noisy text is the source, the clean text is the target
@@ -979,6 +989,14 @@ def bart_piece_bytes(hp):  # -> maximum number of bytes to repair at once, or No
     return None if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
 
 
+def unused_bart_flags(hp):
+    noises = set(hp.bart_noise.split(","))
+    flags = [] if "infill" in noises else ["poisson_lambda"]
+    if not noises & set(NOISES_WITH_RATE):
+        flags += ["bart_rate", "bart_rate_min"]
+    return dict.fromkeys(flags, f"--bart_noise {hp.bart_noise}")
+
+
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use_help="repair a text", attention="prefix",
     n_bytes=bart_bytes,
@@ -989,7 +1007,8 @@ OBJECTIVES["bart"] = Objective(
     # short rows are learned sooner; n-grams lower the loss, but with them the model loses its place sooner
     flag_defaults=(SHARP_ATTENTION | NARROW_HEADS
                    | {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 256}, "ngram_rows": 0}),
-    numbering=bart_positions, target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes),))
+    unused=unused_bart_flags, numbering=bart_positions, target_hidden=False,
+    uses=(Repair(max_bytes=bart_piece_bytes),), aliases=("denoising", "denoising_autoencoder"))
 
 
 # ---- nsp: next sentence prediction
@@ -1060,7 +1079,8 @@ OBJECTIVES["nsp"] = Objective(
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | NARROW_HEADS | {"mask_rate": 0.15},
-    uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))))
+    uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))),
+    aliases=("next_sentence", "next_sentence_prediction", "albert", "sop", "sentence_order_prediction"))
 
 
 # ---- contrastive: InfoNCE over crops
@@ -1104,7 +1124,7 @@ OBJECTIVES["contrastive"] = Objective(
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
     flag_defaults=NARROW_HEADS | {"batch_size": 32},            # the other rows are the negatives
-    compares_rows=True, uses=(Predict("search", embed),))
+    compares_rows=True, uses=(Predict("search", embed),), aliases=("contriever", "infonce", "info_nce"))
 
 
 # ---- mdlm: masked diffusion
@@ -1164,13 +1184,20 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
                 prefix=x.size(1))
 
 
+def unused_diffusion_flags(hp):
+    if hp.init_from:                            # progress is 1 throughout
+        return dict.fromkeys(("mask_rate", "uniform_from"), "--init_from")
+    return {} if hp.uniform_from else {"mask_rate": "--uniform_from 0"}
+
+
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
     flags=MASK_RATE | {"uniform_from": Flag(0.7, "before this share of the steps, the rate is mask_rate; after it, or "
                                                  "from the start with --init_from, uniform", 0.0, 1.0)},
-    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.4},
-    uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),))
+    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.4}, unused=unused_diffusion_flags,
+    uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),),
+    aliases=("llada", "diffusion", "masked_diffusion"))
 
 
 # ---- sedd: score entropy discrete diffusion
@@ -1196,7 +1223,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
 
 OBJECTIVES["sedd"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost),
-    uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True),))
+    uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True),), aliases=("score_entropy",))
 
 
 # ---- bd3lm: block diffusion
@@ -1246,7 +1273,7 @@ OBJECTIVES["bd3lm"] = dataclasses.replace(
     use_help="continue a prompt", attention="blocks", n_bytes=lambda T, hp: T // 2, supports_doc_mask=False,
     flags=OBJECTIVES["mdlm"].flags | {"bd3lm_block": Flag(4, "number of bytes in a block", 1)},
     flag_defaults=OBJECTIVES["mdlm"].flag_defaults | BD3LM_DEFAULTS,
-    uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),))
+    uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),), aliases=("bd3", "bd3_lm", "block_diffusion"))
 
 
 # ---- rotation: find the seam
@@ -1276,7 +1303,7 @@ OBJECTIVES["rotation"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, heads=lambda config, hp: {"seam": ScalarHead(config)},
     loss=rotation_loss,
     flag_defaults={"block_size": 64, "batch_size": {"cpu": 64, "cuda": 512}},       # 16 rows of 256 do not learn
-    uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),))
+    uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),), aliases=("document_rotation",))
 
 
 # ---- hybrid: masked and causal rows
@@ -1319,7 +1346,7 @@ OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Fill((EOT,), shift=1), Continue()))
+    supports_doc_mask=True, bpb="causal", uses=(Fill((EOT,), shift=1), Continue()), aliases=("gpt_bert", "gptbert"))
 
 
 # ---- --objective: one objective, or a mixture of several. Both become a list of members
@@ -1340,7 +1367,11 @@ def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Mem
     names = member_names(hp.objective)
     for name in names:
         if name not in OBJECTIVES:
-            close = difflib.get_close_matches(name, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
+            word = name.lower().replace("-", "_")
+            for known, objective in OBJECTIVES.items():
+                if word in objective.aliases:
+                    fail(f"--objective {name}: {name} is called {known} here. Try --objective {known}")
+            close = difflib.get_close_matches(word, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
             fail(f"--objective {name}: unknown. Try {close[0]}")
     try:
         weights = [float(part.partition(":")[2]) if ":" in part else 1.0 for part in hp.objective.split(",")]

@@ -166,7 +166,7 @@ def get_config(argv):
     resume = ""                                 # path of the checkpoint to resume
     if given.pop("resume", False):
         resume = checkpoint_path(given.get("out_dir") or newest_run())
-        saved = load_checkpoint(resume)["config"]
+        saved = load_checkpoint(resume, note=True)["config"]
         given["out_dir"] = os.path.dirname(resume) or "."
         if given.get("dtype") == "auto":        # the run's own type, which is saved as float32 or bfloat16
             given["dtype"] = saved["dtype"]
@@ -175,7 +175,7 @@ def get_config(argv):
                 fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag] or 'none'}. "
                      f"Try without it, or --init_from {shlex.quote(given['out_dir'])} for a new run")
     elif given.get("init_from"):
-        saved = parent_settings(load_checkpoint(given["init_from"]), given)
+        saved = parent_settings(load_checkpoint(given["init_from"], note=True), given)
 
     device = resolve_device(given.get("device", "auto"))        # of this machine, not the one in the checkpoint
     settings = {"init_step": 0} | defaults(device.type, given.get("optimizer", ""))
@@ -227,11 +227,17 @@ def check_combinations(hp, given):  # fails if settings exclude each other
     if hp.n_embd % (2 * hp.n_head):
         fits = 2 * hp.n_head * (hp.n_embd // (2 * hp.n_head) + 1)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
-    objectives = [member.objective for member in get_members(hp)]
+    members = get_members(hp)
+    objectives = [member.objective for member in members]
+    if "ngram_drop" in given and not hp.ngram_rows:
+        fail("--ngram_drop: has no effect with --ngram_rows 0. Try without it")
     for flag in sorted(set(given) - SHARED_FLAGS):
         if not any(flag in objective.flags for objective in objectives):
             names = " ".join(name for name, other in OBJECTIVES.items() if flag in other.flags)
             fail(f"--{flag}: {hp.objective} has no such setting. Try it with {names}")
+        unused = [member.objective.unused(member.hp) for member in members if flag in member.objective.flags]
+        if all(flag in why for why in unused):
+            fail(f"--{flag}: has no effect with {unused[0][flag]}. Try without it")
     if hp.doc_mask and not all(objective.supports_doc_mask for objective in objectives):
         names = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
         fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {names}")
@@ -459,8 +465,9 @@ def settings_to_save(hp):  # -> {name: value}
     return vars(hp) | {"resume": "", "progress": 1.0}
 
 
-def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
-    """Checks all checksums. Fails if the file is damaged or not a checkpoint. Never runs code from the file."""
+def load_checkpoint(path, note=False):  # run folder or file -> dict of tensors, numbers and strings
+    """Checks all checksums. Fails if the file is damaged or not a checkpoint. Never runs code from the file. Settings
+    that the checkpoint lacks, such as a new flag, get their defaults; with `note`, prints those of the model."""
     path = checkpoint_path(path)
     try:
         with zipfile.ZipFile(path) as z:
@@ -469,10 +476,13 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # no code is unpickled
         if ckpt["version"] != VERSION:
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
-        config = defaults() | ckpt["config"]    # flags that the checkpoint lacks must by default change nothing
+        config = defaults() | ckpt["config"]    # so the default of a new flag must preserve the old behaviour
     except Exception as e:                      # a damaged file may raise anything
         why = (str(e).splitlines() or [type(e).__name__])[0]
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another run, or best.pt beside it")
+    lacking = [f"{name} {config[name]}" for name in SETTINGS["model"] if name not in ckpt["config"]]
+    if note and lacking and not RANK:
+        print(f"--- {path}: lacks settings of the model, which get defaults: {', '.join(lacking)}", file=sys.stderr)
     return ckpt | {"config": config}
 
 
@@ -528,17 +538,23 @@ def start_from(model, saved, path):
     print(f"started from the weights of {path}; newly initialized: {', '.join(new) or 'none'}")
 
 
-def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint; for inference
-    """path: a file, or the folder of a run, of which best.pt is loaded. Also prepares the device, and disables cuDNN's
+def load_run(path, device="auto", dtype="auto", train=False):  # -> model, settings, checkpoint
+    """Loads a run for inference, with frozen weights; with train=True, with weights that any optimizer can train.
+    These are float32, as are the activations if dtype is auto, and the model is in training mode. The n-gram table
+    stays as it is, since it is not a parameter: only train.py updates it.
+
+    path: a file, or the folder of a run, of which best.pt is loaded. Also prepares the device, and disables cuDNN's
     attention, which would compile a new plan for every length of a prompt."""
-    ckpt = load_checkpoint(checkpoint_path(path, ("best.pt", "ckpt.pt")))
+    ckpt = load_checkpoint(checkpoint_path(path, ("best.pt", "ckpt.pt")), note=True)
+    if train and dtype == "auto":
+        dtype = "float32"
     device = resolve_device(device)
     use_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     hp = argparse.Namespace(**ckpt["config"] | {"device": str(device), "dtype": resolve_dtype(dtype, device)})
     model = build(hp)
     copy_tensors(model.state_dict(), ckpt["model"], path)
-    return for_inference(model), hp, ckpt
+    return model.train() if train else for_inference(model), hp, ckpt
 
 
 def for_inference(model):  # converts the weights to the activations' type; in bfloat16, a pass reads half the memory

@@ -769,6 +769,9 @@ def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
     all_uses = [(m, use) for m in members for use in m.objective.uses]
     uses = [(m, use) for m, use in all_uses if set(texts) <= set(MODES[use.mode].flags)]
     uses = uses or all_uses
+    if not uses:
+        names = " ".join(m.objective.name for m in members)
+        fail(f"--objective {names}: sample.py has no use for this objective. Try a run of another one")
     if "prompt" not in texts:
         return uses[0]
     for mode, marker in MARKERS.items():

@@ -537,6 +537,9 @@ def finish(s):  # after training: prints what compressors reach on the validatio
             bits = compressor_bits(source["val"])
             print(f"for comparison, compressors on the validation text of {source['name']}: {bits}")
     print(flush=True)
+    if not any(member.objective.uses for member in s.members):
+        print(f"done: {out_dir}/ckpt.pt. sample.py has no use for {s.hp.objective}")
+        return
     import sample  # here, since training does not need it
     sample.main(["--out_dir", out_dir, "--device", s.hp.device])
     print(f"\ndone: {out_dir}/ckpt.pt. More samples: python sample.py --out_dir {shlex.quote(out_dir)}")

@@ -362,6 +362,8 @@ TASKS = {                                       # {mode: (what is measured, with
 
 
 def eval_task(model, objective, hp, text):  # -> metrics of the objective's first use, with a heading in words
+    if not objective.uses:
+        return {}
     heading, evaluate = TASKS[objective.uses[0].mode]
     figures = evaluate(model, objective, hp, text)
     return figures | {"task_heading": heading} if figures else {}

@@ -2,6 +2,7 @@
 
 They know no objective by name. What they may assume is a field of Objective.
 """
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -304,7 +305,8 @@ def check_entropy(name, **changes):
     after = figures()
     for key in likelihoods:
         nats = after[key] / before[key] * log_V
-        assert nats > ENTROPY - 0.02, f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for random bytes: a leak, or no likelihood"
+        assert nats > ENTROPY - 0.02, (f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for bytes that cannot be predicted: a "
+                                       "leak, or no likelihood")
     if labels:
         others = figures([batch | {"labels": batch["labels"].roll(1, 0)} for batch in batches])
         loss, found = objective.loss(s.model, batches[0], m.hp)
@@ -424,11 +426,45 @@ def test_a_flag_of_several_objectives_is_the_same_for_all(name):
 
 
 @every
+def test_an_alias_is_no_name_of_an_objective(name):
+    aliases = OBJECTIVES[name].aliases
+    assert not set(aliases) & set(OBJECTIVES), "--objective would never reach it"
+    assert [alias.lower().replace("-", "_") for alias in aliases] == [*aliases]
+
+
+def what_training_reads(name, flag, **changes):  # -> [batches early and late, initial weights, loss] for two values
+    results = []
+    spec = OBJECTIVES[name].flags[flag]
+    values = spec.choices or ((spec.low or 1) * 1.01 + 0.02, min(spec.high or 9, 9) * 0.7)
+    for value in values[:2]:
+        if isinstance(spec.default, int):
+            value = round(value)
+        hp = settings(name, T, **changes | {flag: value})
+        x = clean_windows(settings(name, T, **changes), 4)
+        batches = [OBJECTIVES[name].corrupt(x, make_rng("corruption"), argparse.Namespace(**vars(hp) | {"progress": p}))
+                   for p in ([1.0] if hp.init_from else [0.0, 1.0])]
+        net = randomize(run.build(hp))
+        batch = O.add_weights(batches[-1])
+        results.append([batches, net.state_dict(), OBJECTIVES[name].loss(net, batch, hp)[0].detach()])
+    return results
+
+
+@pytest.mark.parametrize("name, changes", [
+    ("fim", dict(fim_rate=0.0)), ("mtp", dict(mtp_heads=1)), ("mdlm", dict(uniform_from=0.0)),
+    ("bd3lm", dict(uniform_from=0.0)), ("mdlm", dict(init_from="a")), ("sedd", dict(init_from="a")),
+    ("bart", dict(bart_noise="replace")), ("bart", dict(bart_noise="permute")), ("bart", dict(bart_noise="rotate"))])
+def test_the_flags_that_are_called_unused_change_nothing(name, changes):
+    unused = OBJECTIVES[name].unused(settings(name, T, **changes))
+    assert unused
+    for flag in unused:
+        assert equal(*what_training_reads(name, flag, **changes)), flag
+
+
+@every
 def test_an_objectives_uses_have_what_sample_py_needs(name):
     x, batch, hp = make(name)
     objective = OBJECTIVES[name]
     assert objective.name == name
-    assert objective.uses, "sample.py cannot use it"
     assert {use.mode for use in objective.uses} <= set(sample.MODES)
     for use in objective.uses:
         if isinstance(use, Fill):
@@ -630,6 +666,12 @@ def test_losses_have_the_papers_weights_and_start_at_chance(name):
             assert float(figures[key].detach()) == pytest.approx(math.log(kinds), abs=1e-5)
     if name == "rotation":
         assert float(loss.detach()) == pytest.approx(math.log(T), abs=1e-5)
+
+
+@pytest.mark.parametrize("name, ours", [("bert", "mlm"), ("GPT", "clm"), ("t5", "span"), ("llada", "mdlm"),
+                                        ("block-diffusion", "bd3lm"), ("clm,masked", "mlm")])
+def test_a_method_that_has_another_name_here_is_refused_with_our_name(name, ours, refuses):
+    refuses(f"is called {ours} here", get_members, settings(name, 32))
 
 
 @pytest.mark.parametrize("name, T, changes", [

@@ -1,9 +1,14 @@
 """A run's settings, device, folder and checkpoints; command lines that must be refused."""
+import contextlib
+import dataclasses
+import io
 import os
 import pickle
+import re
 import shlex
 import signal
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -149,8 +154,8 @@ def test_inference_loads_best_pt_of_a_folder_or_the_given_file(text):
 def test_a_loaded_model_can_be_trained_by_any_optimizer(text):
     """Except its n-gram table, which only train.py updates; here it stores no lookups."""
     fit(text, "a", "--max_iters", "3", "--learning_rate", "0.1")
-    net, _, _ = run.load_run("a", "cpu", "float32")
-    net.requires_grad_(True).train()
+    net, _, _ = run.load_run("a", "cpu", train=True)
+    assert net.training and {net.dtype, *(p.dtype for p in net.parameters())} == {torch.float32}
     table = net.ngrams.table.detach().clone()
     before = {name: p.detach().clone() for name, p in net.named_parameters() if name != "ngrams.table"}
     opt = torch.optim.AdamW([p for name, p in net.named_parameters() if name in before], lr=0.01, weight_decay=0.0)
@@ -166,6 +171,43 @@ def test_a_loaded_model_can_be_trained_by_any_optimizer(text):
     assert [name for name, p in net.named_parameters() if name in before and equal(p, before[name])] == []
     assert table.any() and equal(net.ngrams.table.detach(), table)
     assert not getattr(net.ngrams, "lookups", [])
+
+
+def test_the_page_fine_tunes_a_run_on_labels(text):
+    """As printed, from a run of 200 tiny steps."""
+    fit(text, "out/mlm", "--objective", "mlm", "--n_embd", "32", "--block_size", "64", "--max_iters", "200",
+        "--eval_interval", "200", "--batch_size", "16")
+    page = Path(run.__file__).parent / "docs" / "EXTENDING.md"
+    [example] = re.findall(r"</a>Fine-tuning on labels\n.*?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(example, {})
+    trained = float(out.getvalue().split()[1])
+    assert trained > 0.85, out.getvalue()
+
+
+def test_a_checkpoint_that_lacks_a_setting_of_the_model_says_so(text, capsys):
+    fit(text, "a", "--max_iters", "1")
+    ckpt = load_checkpoint("a")
+    del ckpt["config"]["attn_scale"]
+    for name in ("ckpt.pt", "best.pt"):
+        save_checkpoint(f"a/{name}", ckpt)
+    for act in (lambda: run.load_run("a", "cpu"), lambda: fit(text, "b", "--init_from", "a", "--max_iters", "1"),
+                lambda: resume("a", "--max_iters", "2")):
+        capsys.readouterr()
+        act()
+        assert capsys.readouterr().err.count("attn_scale 1.0") == 1
+    resume("a", "--max_iters", "3")
+    assert "attn_scale" not in capsys.readouterr().err
+
+
+def test_an_objective_without_uses_trains_and_sample_py_refuses_it(text, capsys, refuses):
+    name = next(iter(OBJECTIVES))
+    with mock.patch.dict(OBJECTIVES, {name: dataclasses.replace(OBJECTIVES[name], uses=())}):
+        assert train.main([*TINY, "--data", text, "--out_dir", "a", "--max_iters", "1"]) == 0
+        assert "sample.py has no use for" in capsys.readouterr().out.splitlines()[-1]
+        for flags in ([], ["--prompt", "a"], ["--objective", name]):
+            refused(refuses, "no use for", sample, "--out_dir", "a", "--device", "cpu", *flags)
 
 
 def test_a_damaged_file_is_refused_and_best_pt_resumes(text, refuses):
@@ -259,6 +301,15 @@ BAD = {  # name: flags, part of the error message
     "unknown objective": ("--objective mml", "Try mlm"), "too many": ("--objective mlm --mask_random 1", "than 1"),
     "too few rows": ("--objective clm,contrastive --batch_size 1 --accum 2", "contrastive needs 2 rows"),
     "setting of another objective": ("--mask_rate .2", "Try it with mlm"),
+    "a rate that is not read": ("--objective bd3lm --mask_rate .2", "no effect with --uniform_from 0"),
+    "a schedule of old weights": ("--init_from run --objective mdlm --uniform_from .5", "no effect with --init_from"),
+    "spans without infilling": ("--objective bart --bart_noise mask --poisson_lambda 3", "with --bart_noise mask"),
+    "noises without a rate": ("--objective bart --bart_noise rotate --bart_rate_min .1", "with --bart_noise rotate"),
+    "an order of no rows": ("--objective fim --fim_rate 0 --fim_spm_rate .5", "with --fim_rate 0"),
+    "a weight of no heads": ("--objective mtp --mtp_heads 1 --mtp_weight 1", "with --mtp_heads 1"),
+    "dropping no n-grams": ("--ngram_rows 0 --ngram_drop .1", "with --ngram_rows 0"),
+    "a flag without effect in all members": ("--objective bd3lm,clm --uniform_from 0 --mask_rate .2", "no effect"),
+    "another name of an objective": ("--objective bert", "bert is called mlm here"),
     "documents where order is lost": ("--objective bart --doc_mask", "--doc_mask"),
     "unknown negatives": ("--objective nsp --nsp_negatives hard", "'random', 'swap'"),
     "odd width": ("--n_embd 15", "--n_embd 16"), "missing file": ("--data nowhere.txt", "nowhere.txt"),
