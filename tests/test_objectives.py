@@ -305,8 +305,8 @@ def check_entropy(name, **changes):
     after = figures()
     for key in likelihoods:
         nats = after[key] / before[key] * log_V
-        assert nats > ENTROPY - 0.02, (f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for bytes that cannot be predicted: a "
-                                       "leak, or no likelihood")
+        assert nats > ENTROPY - 0.02, (f"{key} is {nats:.3f}, below {ENTROPY:.3f}, for bytes that cannot be predicted: "
+                                       "a leak, or no likelihood")
     if labels:
         others = figures([batch | {"labels": batch["labels"].roll(1, 0)} for batch in batches])
         loss, found = objective.loss(s.model, batches[0], m.hp)
