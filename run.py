@@ -6,6 +6,7 @@ if matplotlib is installed, loss.png.
 import argparse
 import contextlib
 import ctypes
+import errno
 import gc
 import glob
 import itertools
@@ -14,6 +15,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 import zipfile
 
 from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng
@@ -25,6 +27,7 @@ from tqdm import tqdm
 VERSION = 10                                    # of the checkpoint layout; raise it when older files no longer load
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # number of torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)        # no space left, or no more of it for this user
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda if there is a GPU, else cpu"),
     "dtype": Flag("auto", "of the activations; auto: bfloat16 if it is fast", choices=("auto", "float32", "bfloat16")),
@@ -122,6 +125,10 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
             default = f" [{flag.default}]" if first and first is not True else ""
             group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **options)
     return parser
+
+
+def first_line(e):  # of the message of an exception, or the name of its type
+    return (str(e).splitlines() or [type(e).__name__])[0]
 
 
 # ---- settings of a run
@@ -341,9 +348,26 @@ def join_processes(hp):  # connects them; in one process does nothing
         fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try a multiple of {WORLD}, "
              "without --cuda_graph")
     if not torch.distributed.is_initialized():  # gloo for tensors on the CPU, so that any_rank never waits for a GPU
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
+        try:
+            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
+        except (ValueError, RuntimeError) as e:
+            fail(f"RANK and WORLD_SIZE are set, but no connection: {first_line(e)}. Try torchrun, or unset both")
     if RANK:                                    # only the first process prints
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+
+def check_processes(hp, corpus):  # fails if another process has other texts or settings
+    if WORLD == 1:
+        return
+    mine = {"data": [[source[key] for key in ("size", "crc", "weight")] for source in corpus]}
+    for name, value in vars(hp).items():
+        if name not in ("data", "out_dir", "init_from", "resume", "device"):        # paths and devices may differ
+            mine[name] = value
+    everywhere = [None] * WORLD
+    torch.distributed.all_gather_object(everywhere, mine)
+    for name, value in mine.items():
+        if any(other[name] != value for other in everywhere):
+            fail(f"--{name}: differs between the processes. Try the same text and flags for each")
 
 
 def sum_over_processes(model, loss):
@@ -398,7 +422,7 @@ def open_metrics(out_dir, length):
         return open(os.devnull, "r+b")
     try:
         os.makedirs(out_dir, exist_ok=True)
-        f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b")
+        f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b", buffering=0)
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
     # Windows and some network file systems have no such locks; there, a second run in the folder goes unnoticed
@@ -414,10 +438,29 @@ def open_metrics(out_dir, length):
     return f
 
 
-def write_line(f, record):  # writes one JSON object and flushes; null stands for infinity and NaN, which JSON lacks
-    record = json.loads(json.dumps(record), parse_constant=lambda _: None)
-    f.write(json.dumps(record).encode() + b"\n")
-    f.flush()
+def restore_folder(out_dir, metrics):
+    """If somebody has moved or removed the folder, makes it again, with a copy of metrics.jsonl, which is still open.
+    From then on, `metrics` writes to the copy."""
+    if os.path.exists(os.path.join(out_dir, "metrics.jsonl")):
+        return
+    metrics.seek(0)
+    lines = metrics.read()
+    with open_metrics(out_dir, 0) as copy:
+        copy.write(lines)
+        os.dup2(copy.fileno(), metrics.fileno(), inheritable=False)                 # takes over the copy's lock, too
+
+
+def write_line(f, record):  # f: of open_metrics; if the disk is full, warns once and drops the line
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
+    line = json.dumps(record).encode() + b"\n"
+    start = f.tell()
+    try:
+        if f.write(line) < len(line):           # only a part of the line fitted on the disk
+            f.truncate(start)
+            f.seek(start)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as e:
+        warnings.warn(f"metrics.jsonl: lines are missing, since they could not be written ({e.strerror})", stacklevel=1)
 
 
 def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
@@ -453,12 +496,23 @@ def newest_run():  # -> the folder under out/ whose checkpoint is the newest
     return os.path.dirname(max(found, key=os.path.getmtime))
 
 
-def save_checkpoint(path, ckpt):  # to a temporary file, which is renamed when complete: a kill leaves no half file
-    with open(path + ".tmp", "wb") as f:
-        torch.save(ckpt, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+def save_checkpoint(path, ckpt, metrics=None):
+    """Writes to a temporary file, which is renamed when complete: neither a kill nor a full disk leaves half a file.
+    metrics: the open log whose length ckpt holds; it is written to the disk before the checkpoint."""
+    try:
+        if metrics:
+            os.fsync(metrics.fileno())
+        with open(path + ".tmp", "wb") as f:
+            torch.save(ckpt, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except (OSError, RuntimeError) as e:        # RuntimeError: torch.save could not write
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        cause = e if isinstance(e, OSError) else e.__context__ or e
+        fail(f"{path}: cannot be saved ({first_line(cause)}); the last checkpoint, if any, is unchanged. "
+             f"Try to free space, then python train.py --resume --out_dir {os.path.dirname(path)}")
 
 
 def settings_to_save(hp):  # -> {name: value}
@@ -478,8 +532,8 @@ def load_checkpoint(path, note=False):  # run folder or file -> dict of tensors,
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
         config = defaults() | ckpt["config"]    # so the default of a new flag must preserve the old behaviour
     except Exception as e:                      # a damaged file may raise anything
-        why = (str(e).splitlines() or [type(e).__name__])[0]
-        fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another run, or best.pt beside it")
+        fail(f"{path}: damaged, or not a checkpoint of this program ({first_line(e)}). Try another run, or best.pt "
+             "beside it")
     lacking = [f"{name} {config[name]}" for name in SETTINGS["model"] if name not in ckpt["config"]]
     if note and lacking and not RANK:
         print(f"--- {path}: lacks settings of the model, which get defaults: {', '.join(lacking)}", file=sys.stderr)
@@ -583,17 +637,31 @@ def catch_signals():  # yields a list, to which signals are appended; a second o
             signal.signal(number, old)
 
 
-def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal), the run stops as after a signal
+def say(text, stop):
+    """Prints. If stdout is closed during the run (| head, a closed terminal), the run stops as after a signal. If
+    stdout is a file on a full disk, the run continues and prints no more."""
     try:
         tqdm.write(text)
         sys.stdout.flush()
-    except OSError:
+    except OSError as e:
         discard_stdout()
-        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
+        if e.errno not in FULL_DISK:
+            stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                 # Windows has no SIGPIPE
 
 
 # ---- a program
-def run_program(main):  # exits with main's code; without a traceback on Ctrl-C, a closed pipe or a full GPU
+LESS_MEMORY = "half of --batch_size, and --accum 2"
+HINTS = {  # part of torch's message: what to try
+    "out of memory": LESS_MEMORY,               # on a GPU
+    "can't allocate memory": LESS_MEMORY,       # on a CPU
+    "not enough memory": LESS_MEMORY,           # on a CPU, Windows
+    "C++ compiler": "it without --compile",
+    "C compiler": "it without --compile",       # on a GPU
+}
+
+
+def run_program(main):  # exits with main's code; no traceback on Ctrl-C, a closed pipe, a full disk, errors of HINTS
+    open_streams()
     with contextlib.suppress(AttributeError):   # a notebook's stdout has no such method
         sys.stdout.reconfigure(errors="replace_missing")        # of data.py, for characters that a console lacks
     try:
@@ -604,12 +672,35 @@ def run_program(main):  # exits with main's code; without a traceback on Ctrl-C,
     except BrokenPipeError:
         discard_stdout()
         code = 141
-    except torch.OutOfMemoryError as e:
-        print(f"error: {str(e).split('. ')[0]}. Try half of --batch_size, and --accum 2", file=sys.stderr)
+    except RuntimeError as e:
+        # torch's messages have many lines; print the sentence that contains the part
+        sentences = str(e).replace("\n", ". ").split(". ")
+        found = [(sentence, part) for sentence in sentences for part in HINTS if part in sentence]
+        if not found:
+            raise
+        sentence, part = found[0]
+        print(f"error: {sentence}. Try {HINTS[part]}", file=sys.stderr)
+        code = 2
+    except OSError as e:
+        if e.errno not in FULL_DISK:
+            raise
+        discard_stdout()
+        print(f"error: {e}. Try to free space, or another disk", file=sys.stderr)
         code = 2
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)
+
+
+def open_streams():
+    """Opens the streams that were closed at start (>&-) on the null device. Otherwise the next file to be opened would
+    take the number of a closed stream, and libraries would print into it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:      # takes those of 0, 1 and 2 that are free
+        pass
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
 def discard_stdout():  # redirects it to the null device; otherwise, flushing it at exit would fail again

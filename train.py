@@ -25,9 +25,10 @@ from data import MASK, PAD, SENTINEL, SYMBOL_MEANINGS, check_sizes, compressor_b
 from data import read_windows, sample_windows, to_seed, to_symbol
 from model import NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, N_BYTES, OBJECTIVES, Member, add_weights, document_mask, get_members
-from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals, choose_out_dir, copy_tensors
-from run import draw_losses, get_config, join_processes, load_checkpoint, open_metrics, run_program, save_checkpoint
-from run import say, settings_to_save, start_from, sum_over_processes, use_device, write_line
+from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals, check_processes
+from run import choose_out_dir, copy_tensors, draw_losses, get_config, join_processes, load_checkpoint, open_metrics
+from run import restore_folder, run_program, save_checkpoint, say, settings_to_save, start_from, sum_over_processes
+from run import use_device, write_line
 import torch
 from torch.optim.adamw import adamw
 from tqdm import tqdm
@@ -334,6 +335,7 @@ def compile_step(s):  # compiles the losses and the optimizer, but not the corru
     if s.model.ngrams is not None:              # torch.compile does not support the hook that stores gradients
         s.model.ngrams.look_up = torch.compiler.disable(s.model.ngrams.look_up)
     torch._dynamo.reset()                       # torch limits recompilations per process: count anew in each run
+    torch._dynamo.config.recompile_limit = 64   # a mixture compiles losses and optimizer for each kind of member
     for name, loss_fn in s.loss_fns.items():
         s.loss_fns[name] = torch.compile(loss_fn, dynamic=False)
     s.optimizer_step = torch.compile(s.optimizer_step, dynamic=False)
@@ -416,11 +418,11 @@ def optimizer_tensors(s):  # -> {name: tensor}
 def save(s, metrics, name, status):
     if RANK:
         return
-    os.fsync(metrics.fileno())                  # the checkpoint stores its length
+    restore_folder(s.hp.out_dir, metrics)
     save_checkpoint(os.path.join(s.hp.out_dir, name), status | dict(
         version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
         held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict(),
-        optimizer=optimizer_tensors(s)))
+        optimizer=optimizer_tensors(s)), metrics)
 
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
@@ -471,7 +473,7 @@ def explain_symbols(text):  # -> "█ MASK, ①② sentinels", the symbols that 
     return ", ".join(f"{found} {meaning}" for meaning, found in symbols.items())
 
 
-def announce(s, metrics, status):  # prints what is trained, and logs it in the first line of metrics.jsonl
+def announce(s, metrics, status, stop):  # prints what is trained, and logs it in the first line of metrics.jsonl
     hp = s.hp
     size = sum(p.numel() for p in s.model.parameters())
     table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
@@ -480,7 +482,7 @@ def announce(s, metrics, status):  # prints what is trained, and logs it in the 
         write_line(metrics, {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__,
                              "processes": WORLD, "threads": threads, "parameters": size + table,
                              "ngram_parameters": table, "sources": s.sources})
-    print(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}")
+    say(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}", stop)
     print(f"{hp.device}, threads: {threads}, processes: {WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members, hp)
@@ -563,6 +565,7 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     use_device(torch.device(hp.device))
     members = get_members(hp)
     corpus = open_corpus(hp.data)
+    check_processes(hp, corpus)
     check_sizes(corpus, max(member.n for member in members), hp.block_size)
     if hp.max_passes and not hp.resume:
         shorten_run(corpus, members, hp)
@@ -621,7 +624,7 @@ def train(hp):  # -> exit code, State
     first_step = status["step"]
     barrier()                                   # every process has chosen the folder before the first one makes it
     with open_metrics(hp.out_dir, status["metrics_bytes"]) as metrics, catch_signals() as stop:
-        announce(s, metrics, status)
+        announce(s, metrics, status, stop)
         start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
         last_line = status["seconds"]
         best_speed = 0                          # positions/s

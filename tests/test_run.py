@@ -316,6 +316,7 @@ BAD = {  # name: flags, part of the error message
     "tiny file": ("--data tiny.txt", "--block_size"), "no such device": ("--device cuda:99", "--device cpu"),
     "no device at all": ("--device toaster", "--device cpu"), "a graph without a GPU": ("--cuda_graph", "NVIDIA GPU"),
     "micro-batches that processes cannot share": ("--accum 3", "a multiple of 2"),
+    "processes that nobody has connected": ("--accum 2", "Try torchrun"),
     "a file as folder": ("--out_dir text.txt", "--out_dir"), "an existing run": ("--out_dir run", "--resume"),
     "resume without runs": ("--resume", "no run under out/"),
     "resume nothing": ("--resume --out_dir bare", "no checkpoint"),
@@ -371,8 +372,40 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, ref
 @pytest.mark.parametrize("error, code, message", [
     (KeyboardInterrupt(), 130, ""),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), 2,
-     "error: CUDA out of memory. Try half of --batch_size, and --accum 2\n")])
-def test_ctrl_c_and_a_full_gpu_end_a_program_without_a_traceback(error, code, message, capsys):
+     "error: CUDA out of memory. Try half of --batch_size, and --accum 2\n"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                  "to allocate 64 bytes. Error code 12"), 2,
+     "error: DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Try half of --batch_size, and "
+     "--accum 2\n"),
+    (RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet TORCH_LOGS"), 2,
+     "error: InvalidCxxCompiler: No working C++ compiler found. Try it without --compile\n")])
+def test_ctrl_c_and_errors_of_the_machine_end_a_program_without_a_traceback(error, code, message, capsys):
     with pytest.raises(SystemExit) as e:
         run.run_program(mock.Mock(side_effect=error))
     assert (e.value.code, capsys.readouterr().err) == (code, message)
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="a mistake"):
+        run.run_program(mock.Mock(side_effect=RuntimeError("a mistake")))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
+def test_a_full_disk_leaves_no_temporary_file(text, refuses):
+    os.symlink("/dev/full", "a.pt.tmp")
+    refuses("No space left on device", save_checkpoint, "a.pt", {"t": torch.zeros(100_000)})
+    assert not os.path.lexists("a.pt.tmp")
+
+
+# ---- several processes
+@pytest.mark.parametrize("name, value", [("data", [[9, 9, 1.0]]), ("learning_rate", 0.5)])
+def test_processes_with_different_texts_or_settings_are_refused(name, value, text, monkeypatch, refuses):
+    hp = settings("clm", 32, data=[text], max_passes=0.0)
+    monkeypatch.setattr(run, "WORLD", 2)
+    for other, check in (({}, lambda _, f, *args: f(*args)), ({name: value}, refuses)):
+
+        def gather(found, mine):
+            found[:] = [mine, mine | other]
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        check(f"--{name}: differs between the processes", train.set_up, hp)
+    assert not os.path.exists("out")
