@@ -172,7 +172,9 @@ class Block(nn.Module):
 
 def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, e=None, gains=None):
     """Applies the blocks to x (B, T, C) -> (B, T, C). prefix, cache, positions, mask: as in Transformer.forward.
-    e: (B, T, C) normalized n-gram embeddings; the input of block i is increased by e * gains[i], with gains[i] (C,)"""
+    e: (B, T, C) normalized n-gram embeddings; the input of block i is increased by e * gains[i], with gains[i] (C,)
+    All blocks share one `attend`. If block i needs a rule of its own, such as a window, choose its `attend` in the
+    loop, and state the rule in may_attend of tests/conftest.py."""
     T = x.size(1)
     T_k = T
     q_pos = torch.arange(T, device=x.device)                                        # (T,): positions of the queries

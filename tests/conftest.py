@@ -53,7 +53,18 @@ def refuses(capsys):
     return check
 
 
-def randomized(n_layer=2, n_head=2, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
+# ---- what the tests hold attention against. A fork with other rules states them here
+def may_attend(block, q, k, prefix):
+    """The rule of block 0, 1, ...: may the query at position q attend to the key at position k? The arguments
+    broadcast. If a batch has a mask, a block attends where the mask and may_attend(block, q, k, T) are both True."""
+    return (k <= q) | (k < prefix)
+
+
+def kv_head(h):  # query head -> the head of keys and values that it reads: h // 2 if each is shared by two
+    return h
+
+
+def randomized(n_layer=2, n_head=4, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
     """Returns a model whose parameters and n-gram table are N(0, .3). As initialized, no layer mixes positions, so that
     even a wrong mask would pass its test."""
     config = ModelConfig(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)

@@ -1,13 +1,16 @@
+import functools
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Recording, randomized
+from conftest import Recording, kv_head, may_attend, randomized
 
 import model as M
-from data import MASK, SEP, make_rng
+from data import EOT, MASK, SEP, make_rng
+from objectives import document_mask
 
 T, B = 8, 2
 PREFIXES = {"causal": 0, "bidirectional": T, "prefix 3": 3, "prefixes 0": torch.tensor([0, 0]),
@@ -16,12 +19,16 @@ FAR = torch.arange(T).expand(B, T) + 9 * (torch.arange(T) > 3)                  
 N = len(M.NGRAMS)
 
 
-def by_rule(prefix):  # the mask rule, entry by entry -> (B, T, T)
-    allowed = torch.zeros(B, T, T, dtype=torch.bool)
-    for b, q, k in itertools.product(range(B), range(T), range(T)):
-        P = prefix if isinstance(prefix, int) else int(prefix[b])
-        allowed[b, q, k] = k <= q or k < P
-    return allowed
+def by_rule(block, prefix, T=T):  # -> (B, T, T)
+    k = torch.arange(T)
+    return may_attend(block, k[:, None], k, torch.as_tensor(prefix).expand(B)[:, None, None]).expand(B, T, T)
+
+
+def reach(*layers):  # (B or 1, T, T) each, the first layer first -> the inputs that a state depends on
+    found = torch.eye(layers[0].size(1), dtype=torch.bool)[None]
+    for allowed in layers:                      # each layer adds to the residual stream
+        found = found | (allowed.float() @ found.float() > 0)
+    return found
 
 
 def ids(seed=0, shape=(B, T), high=512):
@@ -53,8 +60,10 @@ def dependence(net, x, prefix, mask=None):  # -> (B, T, B, T) bool: does state [
 def test_states_depend_on_exactly_the_ids_that_the_rule_allows(name):
     attention_only = randomized(n_layer=1, ngram_rows=0)        # so that no other layer hides a mask that is too strict
     attention_only.conv_weight.data[1:] = 0
-    allowed = by_rule(PREFIXES[name])
-    for net in (randomized(), attention_only):
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    context = ((distance >= 0) & (distance < M.CONTEXT_WIDTH))[None]
+    rules = [by_rule(i, PREFIXES[name]) for i in range(2)]
+    for net, allowed in ((randomized(), reach(context, *rules)), (attention_only, reach(rules[0]))):
         depends = dependence(net, ids(), PREFIXES[name])
         for b in range(B):
             assert torch.equal(depends[b, :, b], allowed[b])
@@ -65,10 +74,11 @@ def test_under_a_mask_states_depend_on_what_it_allows_and_on_their_context():
     """With one layer, a query depends on the keys that the mask allows and on the context ids of these keys."""
     mask = torch.rand(B, T, T, generator=make_rng("mask")) < 0.2
     mask |= torch.eye(T, dtype=torch.bool)
+    both = mask & by_rule(0, T)
     bytes_only = ids(high=256)                  # n-grams with a special id are not embedded
     depends = dependence(randomized(n_layer=1, ngram_rows=4096), bytes_only, 0, mask=mask)
     for b, q in itertools.product(range(B), range(T)):
-        allowed = {k - j for k in range(T) if mask[b, q, k] for j in range(M.CONTEXT_WIDTH)}
+        allowed = {k - j for k in range(T) if both[b, q, k] for j in range(M.CONTEXT_WIDTH)}
         assert {k for k in range(T) if depends[b, q, b, k]} == allowed & {*range(T)}
         assert not depends[b, q, 1 - b].any(), "a row depends on another"
 
@@ -87,13 +97,29 @@ def test_randomized_sets_the_ngram_table_and_only_ngrams_reach_beyond_the_convol
 
 
 # ---- the forms of attention
-def by_loops(q, k, v, mask):  # mask (B, T, T)
-    want = torch.zeros(q.shape)
-    for b, h, i in itertools.product(range(B), range(2), range(T)):
-        keys = mask[b, i].nonzero()[:, 0].tolist()
-        scores = torch.stack([q[b, h, i] @ k[b, h, j] / 4 for j in keys])               # 4 = sqrt(D)
-        want[b, h, i] = sum(w * v[b, h, j] for w, j in zip(scores.softmax(0), keys))
-    return want
+LONG = 72                                       # longer than common windows; a fork with a wider window raises it
+SCALE = 1.5
+
+
+def slow_attend(q, k, v, allowed):  # allowed (B, T, T), keys of all positions -> (B, H, T, D)
+    D = q.size(3)
+    y = []
+    for h in range(q.size(1)):
+        j = kv_head(h) if k.size(1) < q.size(1) else h          # a block may also pass one key per query head
+        scores = SCALE * q[:, h] @ k[:, j].mT / D ** 0.5
+        y.append(scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v[:, j])
+    return torch.stack(y, dim=1)
+
+
+def slow_states(net, x, rules, before=None):
+    """-> (B, T, C): the states if block i attends where rules[i] (B, T, T) is True, by the definition of attention."""
+    def run_blocks(blocks, x, config, prefix, cache, positions, mask, e, gains):
+        cos_sin = M.rope_cos_sin(torch.arange(x.size(1))[:, None, None], config.n_embd // config.n_head, x.dtype)
+        for block, allowed, gain in zip(blocks, rules, gains):
+            x = block(x + e * gain, *cos_sin, functools.partial(slow_attend, allowed=allowed))
+        return x
+    with mock.patch.object(M, "run_blocks", run_blocks):
+        return net(x, before=before)
 
 
 class Gpu(str):  # a CPU that calls itself a GPU, to test without a GPU what is chosen for one
@@ -104,34 +130,95 @@ class OnGpu(torch.Tensor):
     device = property(lambda self: Gpu("cpu"))
 
 
-@pytest.mark.parametrize("name", PREFIXES)
-def test_every_form_of_attention_equals_loops_forward_and_backward(name):
-    """On a CPU and on a GPU: all queries, the last queries with a cache, and a mask that equals the prefix."""
-    q, k, v = (torch.randn(B, 2, T, 16, generator=make_rng(s), requires_grad=True) for s in "qkv")
-    prefix = PREFIXES[name]
-    positions = torch.arange(T)
-    on_gpu = positions.as_subclass(OnGpu)
-    mask = by_rule(prefix)
-    want = by_loops(q, k, v, mask)
-    config = M.ModelConfig(1, 2, 32)
-    forms = [M.choose_attention(prefix, p, T, config, torch.float32) for p in (positions, on_gpu)]
-    forms += [M.choose_attention(T, p, T, config, torch.float32, mask=mask) for p in (positions, on_gpu)]
-    assert ("is_causal" in forms[1].keywords) == (name == "causal")
-    assert ("attn_mask" in forms[1].keywords) == (name not in ("causal", "bidirectional"))
-    if isinstance(prefix, int):
-        forms.append(M.choose_attention(0, positions, T, config, torch.float32, mask=mask[:1]))      # all rows
+def choose_on_gpu(prefix, q_pos, *args, choose=M.choose_attention, **kwargs):
+    attend = choose(prefix, q_pos.as_subclass(OnGpu), *args, **kwargs)
+    return lambda q, k, v: attend(q, k, v).as_subclass(torch.Tensor)
 
-    def gradients(y):
-        return torch.autograd.grad((y * v.detach().cos()).sum(), (q, k, v), retain_graph=True)
-    for attend in forms:
-        y = attend(q, k, v).as_subclass(torch.Tensor)
-        near(y, want)
-        for a, b in zip(gradients(y), gradients(want)):
-            near(a, b)
-    for i in (3, T - 1):                        # i positions are cached
-        for p in (positions[i:], on_gpu[i:]):
-            last = M.choose_attention(prefix, p, T, config, torch.float32)
-            near(last(q[:, :, i:], k, v).as_subclass(torch.Tensor), want[:, :, i:])
+
+@pytest.fixture(params=["cpu", "faked gpu"])
+def each_device(request, monkeypatch):
+    if request.param != "cpu":
+        monkeypatch.setattr(M, "choose_attention", choose_on_gpu)
+
+
+def scaled():
+    net = randomized()
+    net.config.attn_scale = SCALE
+    return net
+
+
+def same(net, states, want):  # are they equal, and their gradients, too?
+    near(states, want)
+    direction = torch.randn(want.shape, generator=make_rng("direction"))
+    params = [p for name, p in net.named_parameters() if name != "head.weight"]
+    for a, b in zip(*(torch.autograd.grad((y * direction).sum(), params) for y in (states, want))):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+PREFIXES_OF_LONG = {"causal": 0, "bidirectional": LONG, "prefix 3": 3, "prefixes 5, 68": torch.tensor([5, 68])}
+
+
+@pytest.mark.parametrize("name", PREFIXES_OF_LONG)
+def test_every_form_of_attention_follows_the_rule_of_each_block(name, each_device):
+    """All queries at once, forward and backward; documents; a cache. On a CPU, and what is chosen for a GPU."""
+    net = scaled()
+    x = ids(shape=(B, LONG))
+    prefix = PREFIXES_OF_LONG[name]
+    rules = [by_rule(i, prefix, LONG) for i in range(2)]
+    want = slow_states(net, x, rules)
+    same(net, net(x, prefix), want)
+    documents = x.clone()
+    documents[:, [4, 69]] = EOT
+    document = torch.tensor([5, 65, 2])         # lengths
+    number = torch.arange(3).repeat_interleave(document)
+    together = number[:, None] == number
+    found = document_mask(dict(inp=documents, prefix=prefix))
+    separate = slow_states(net, documents, [rule & together for rule in rules], found["before"])
+    same(net, net(documents, **found), separate)
+    with torch.no_grad():                       # the first piece holds the prefix
+        first = int(torch.as_tensor(prefix).max())
+        cache = M.Cache(net, B, LONG + 3)
+        cuts = sorted({0, first, max(first, 7), max(first, 66), *range(max(first, 67), LONG + 1)})
+        parts = [net(x[:, a:b], prefix if a == 0 else 0, cache=cache) for a, b in zip(cuts, cuts[1:])]
+        near(torch.cat(parts, dim=1), want)
+
+
+@pytest.mark.parametrize("rows", [1, B])
+def test_a_mask_replaces_the_prefix(rows, each_device):
+    net = scaled()
+    x = ids(shape=(B, LONG))
+    mask = torch.rand(rows, LONG, LONG, generator=make_rng("mask")) < 0.5
+    mask = (mask | torch.eye(LONG, dtype=torch.bool)).expand(B, -1, -1)
+    same(net, net(x, mask=mask), slow_states(net, x, [mask & by_rule(i, LONG, LONG) for i in range(2)]))
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_gpu_needs_a_mask_only_for_prefixes(name):
+    positions = torch.arange(T).as_subclass(OnGpu)
+    attend = M.choose_attention(PREFIXES[name], positions, T, randomized().config, torch.float32)
+    assert ("is_causal" in attend.keywords) == (name == "causal")
+    assert ("attn_mask" in attend.keywords) == (name not in ("causal", "bidirectional"))
+
+
+@torch.no_grad()
+def test_each_query_head_reads_its_head_of_keys_and_values():
+    """Changes the cached values of one head at a time. Column h of what `proj` reads is the output of query head h."""
+    net = randomized()
+    H = net.config.n_head
+    x = ids()
+    cache = M.Cache(net, B, T)
+    net(x[:, :7], cache=cache)
+    outputs = []
+    net.blocks[0].proj.register_forward_hook(lambda module, args, out: outputs.append(args[0].unflatten(-1, (H, -1))))
+    net(x[:, 7:], cache=cache)
+    n_kv_heads = cache.v[0].size(1)
+    assert n_kv_heads == kv_head(H - 1) + 1
+    for j in range(n_kv_heads):
+        cache.length -= 1
+        cache.v[0][:, j] += 1.0
+        net(x[:, 7:], cache=cache)
+        changed = (outputs[-1] != outputs[-2]).any(-1).flatten(0, 1).any(0)
+        assert changed.tolist() == [kv_head(h) == j for h in range(H)]
 
 
 # ---- the cache
@@ -208,17 +295,6 @@ def test_positions_rotate_queries_and_keys_but_leave_the_mask_as_it_is():
     assert (moved[:, 4:] - net(x)[:, 4:]).abs().amax(-1).min() > 1e-3
 
 
-@pytest.mark.parametrize("prefix", [0, 3, T])
-def test_attn_scale_multiplies_the_logits_of_attention(prefix):
-    q, k, v = (torch.randn(B, 2, T, 16, generator=make_rng(s)) for s in "qkv")
-    positions = torch.arange(T)
-    for scale in (1.0, 3.0):
-        config = M.ModelConfig(1, 2, 32, attn_scale=scale)
-        for p in (positions, positions.as_subclass(OnGpu), positions[5:]):
-            y = M.choose_attention(prefix, p, T, config, torch.float32)(q[:, :, -len(p):], k, v)
-            near(y.as_subclass(torch.Tensor), by_loops(q * scale, k, v, by_rule(prefix))[:, :, -len(p):])
-
-
 def test_a_stacked_linear_layer_is_several_layers_of_one_input():
     layer = M.StackedLinear(6, 5, stack=3)
     x = torch.randn(B, T, 6, generator=make_rng("x"))
@@ -228,7 +304,7 @@ def test_a_stacked_linear_layer_is_several_layers_of_one_input():
 
 def test_fresh_weights_predict_all_ids_equally_and_every_block_starts_as_the_identity():
     torch.manual_seed(0)
-    net = M.Transformer(M.ModelConfig(2, 2, 512))
+    net = M.Transformer(M.ModelConfig(2, 4, 512))
     x = ids(shape=(1, 300))                     # rows may have any length
     assert torch.equal(net.logits(net(x)), torch.zeros(1, 300, 512))
     start = M.norm(M.causal_conv(context_of(x), net.embed.weight, net.conv_weight))
@@ -300,9 +376,9 @@ def test_ngrams_spread_evenly_over_their_rows():
 
 def test_ngrams_change_nothing_before_they_are_trained_and_can_be_left_out():
     torch.manual_seed(0)
-    net = M.Transformer(M.ModelConfig(2, 2, 16, ngram_rows=64))
+    net = M.Transformer(M.ModelConfig(2, 4, 16, ngram_rows=64))
     torch.manual_seed(0)
-    plain = M.Transformer(M.ModelConfig(2, 2, 16))
+    plain = M.Transformer(M.ModelConfig(2, 4, 16))
     assert plain.ngrams is None
     weights = dict(net.named_parameters())
     for name, p in plain.named_parameters():
