@@ -130,7 +130,7 @@ def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), va
         return split_documents([*read_stdlib().values()])
     if not os.path.isdir(path) and not os.path.isfile(path) and not Path(path).is_fifo():
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
-    if os.path.isdir(path) or path.endswith(".jsonl"):
+    if os.path.isdir(path) or path.lower().endswith(".jsonl"):
         documents, n_skipped = read_folder(path) if os.path.isdir(path) else read_documents(path, [path])
         print(f"--data {path}: {len(documents):,} documents; {n_skipped:,} files or lines skipped: empty, binary, "
               'duplicate, unreadable or without a "text"')
@@ -185,7 +185,7 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
     for path in paths:
         texts = {path: b""}
         with contextlib.suppress(OSError), open(path, "rb") as f:
-            if path.endswith(".jsonl"):
+            if path.lower().endswith(".jsonl"):
                 texts = {f"{path}:{i}": parse_line(line) for i, line in enumerate(f, 1)}
             else:
                 texts = {path: f.read()}
@@ -193,7 +193,7 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
         for name, text in texts.items():
             if text and b"\0" not in text:
                 name_of.setdefault(text, name)
-    if not name_of and source.endswith(".jsonl"):
+    if not name_of and source.lower().endswith(".jsonl"):
         fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
     if not name_of:
         fail(f"--data {source}: contains no text file (a file with a NUL byte, such as UTF-16, is skipped). "

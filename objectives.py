@@ -317,7 +317,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
     supports_doc_mask=True, bpb="loss", uses=(Continue(),),
-    aliases=("gpt", "gpt2", "causal", "causal_lm", "autoregressive", "next_token"))
+    aliases=("gpt", "gpt2", "gpt_2", "causal", "causal_lm", "autoregressive", "next_token"))
 CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" are evaluated on its rows
 
 

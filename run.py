@@ -244,7 +244,7 @@ def check_combinations(hp, given):  # fails if settings exclude each other
             fail(f"--{flag}: {hp.objective} has no such setting. Try it with {names}")
         unused = [member.objective.unused(member.hp) for member in members if flag in member.objective.flags]
         if all(flag in why for why in unused):
-            fail(f"--{flag}: has no effect with {unused[0][flag]}. Try without it")
+            fail(f"--{flag}: has no effect with {unused[0][flag]}. Try without one of them")
     if hp.doc_mask and not all(objective.supports_doc_mask for objective in objectives):
         names = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
         fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {names}")
@@ -438,16 +438,21 @@ def open_metrics(out_dir, length):
     return f
 
 
-def restore_folder(out_dir, metrics):
+def restore_folder(out_dir, metrics):  # -> the folder to save into
     """If somebody has moved or removed the folder, makes it again, with a copy of metrics.jsonl, which is still open.
-    From then on, `metrics` writes to the copy."""
-    if os.path.exists(os.path.join(out_dir, "metrics.jsonl")):
-        return
+    From then on, `metrics` writes to the copy. If another run has taken the folder since, a new one is chosen."""
+    path = os.path.join(out_dir, "metrics.jsonl")
+    if os.path.exists(path):
+        if os.path.samestat(os.stat(path), os.fstat(metrics.fileno())):
+            return out_dir
+        out_dir = next(folder for i in itertools.count(2) if not os.path.exists(folder := f"{out_dir}-{i}"))
+        print(f"another run has taken the folder of this one, which is saved in {out_dir} from now on", file=sys.stderr)
     metrics.seek(0)
     lines = metrics.read()
     with open_metrics(out_dir, 0) as copy:
         copy.write(lines)
         os.dup2(copy.fileno(), metrics.fileno(), inheritable=False)                 # takes over the copy's lock, too
+    return out_dir
 
 
 def write_line(f, record):  # f: of open_metrics; if the disk is full, warns once and drops the line
@@ -685,7 +690,8 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C, a clos
         if e.errno not in FULL_DISK:
             raise
         discard_stdout()
-        print(f"error: {e}. Try to free space, or another disk", file=sys.stderr)
+        with contextlib.suppress(OSError):      # stderr may be on the same disk
+            print(f"error: {e}. Try to free space, or another disk", file=sys.stderr)
         code = 2
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -418,7 +418,7 @@ def optimizer_tensors(s):  # -> {name: tensor}
 def save(s, metrics, name, status):
     if RANK:
         return
-    restore_folder(s.hp.out_dir, metrics)
+    s.hp.out_dir = restore_folder(s.hp.out_dir, metrics)
     save_checkpoint(os.path.join(s.hp.out_dir, name), status | dict(
         version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
         held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict(),

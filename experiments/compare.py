@@ -197,7 +197,8 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
         first_folder = train_run(cell.first_argv, crcs[:1], out_dir)
         if not first_folder:
             return {}
-        argv = [*argv, "--init_from", first_folder]
+        unused = OBJECTIVES[cell.hp.objective].unused(Namespace(**vars(cell.hp) | {"init_from": first_folder}))
+        argv = [*without_flags(argv, unused), "--init_from", first_folder]
         for name in ("block_size", "batch_size", "attn_scale"):         # else --init_from takes them from the first run
             argv += [f"--{name}", str(getattr(cell.hp, name))]
     folder = train_run(argv, crcs, out_dir)
@@ -216,9 +217,19 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
         if first_folder:
             metrics["old_before"] = validation_bits(first_folder, cell.hp.device, sources)[0]
     torch.cuda.empty_cache()                    # the next run asks how much memory is free
-    with open(path, "w", encoding="utf-8") as f:
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
+    os.replace(path + ".tmp", path)             # a kill leaves no half file
     return metrics
+
+
+def without_flags(argv, names):  # (["--a", "1", "--b", "2"], ["a"]) -> ["--b", "2"]
+    kept = list(argv)
+    for name in names:
+        while f"--{name}" in kept:
+            i = kept.index(f"--{name}")
+            del kept[i:i + 2]
+    return kept
 
 
 @torch.no_grad()

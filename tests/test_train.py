@@ -953,6 +953,18 @@ def test_a_run_whose_folder_is_removed_or_moved_saves_into_a_new_one(act, text, 
 
 
 @on_posix
+def test_a_run_does_not_overwrite_another_one_that_has_taken_its_folder(text, monkeypatch):
+    def move():
+        os.rename("a", "moved")
+        Path("a").mkdir()
+        Path("a/metrics.jsonl").write_text("another run")
+    on_step(4, move, monkeypatch)
+    fit(text, "a", "--max_iters", "6", "--eval_interval", "2")
+    assert os.listdir("a") == ["metrics.jsonl"] and Path("a/metrics.jsonl").read_text() == "another run"
+    assert load_checkpoint("a-2")["step"] == 6
+
+
+@on_posix
 def test_a_run_keeps_the_lock_of_its_new_folder(text, monkeypatch, refuses):
     on_step(2, lambda: shutil.rmtree("a"), monkeypatch)
     with monkeypatch.context() as patch:
