@@ -47,6 +47,8 @@ def check(program, flags):
     if flags.count('"') % 2:                    # the text continues in the next line
         flags += '"'
     argv = shlex.split(flags, comments=True)
+    if "--help" in argv:
+        return
     if program == "train.py":
         given = run.parse(argv)
         if not {"resume", "init_from"} & set(given):
@@ -55,8 +57,6 @@ def check(program, flags):
         run.make_parser("", "", sample.FLAGS).parse_args(argv)
     else:
         module = importlib.import_module(program.split()[1])
-        if "--help" in argv:
-            return
         if hasattr(module, "RESERVED"):
             own, rest = parse_with_train_flags("", "", module.FLAGS, module.RESERVED, argv)
             if module is compare:
