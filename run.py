@@ -122,7 +122,8 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
                 options = dict(choices=flag.choices)
             else:
                 options = dict(metavar="X", type=in_range(flag, type(first)))
-            default = f" [{flag.default}]" if first and first is not True else ""
+            shown = " ".join(first) if isinstance(first, list) else flag.default
+            default = f" [{shown}]" if first and first is not True else ""
             group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **options)
     return parser
 
