@@ -18,7 +18,7 @@ import sys
 import warnings
 import zipfile
 
-from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng
+from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng, to_seed
 from model import ModelConfig, StackedLinear, Transformer
 from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
@@ -79,6 +79,8 @@ SETTINGS = {
 # flags that may be given with --resume
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
+# paths and devices, which may differ between processes
+LOCAL_SETTINGS = {"data", "out_dir", "init_from", "resume", "device"}
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
 
 
@@ -361,13 +363,13 @@ def check_processes(hp, corpus):  # fails if another process has other texts or 
     if WORLD == 1:
         return
     mine = {"data": [[source[key] for key in ("size", "crc", "weight")] for source in corpus]}
-    for name, value in vars(hp).items():
-        if name not in ("data", "out_dir", "init_from", "resume", "device"):        # paths and devices may differ
-            mine[name] = value
-    everywhere = [None] * WORLD
-    torch.distributed.all_gather_object(everywhere, mine)
-    for name, value in mine.items():
-        if any(other[name] != value for other in everywhere):
+    mine |= {name: value for name, value in vars(hp).items() if name not in LOCAL_SETTINGS}
+    low = torch.tensor([to_seed(repr(value)) for value in mine.values()])           # a checksum for each
+    high = low.clone()
+    torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
+    torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
+    for name, is_equal in zip(mine, (low == high).tolist()):
+        if not is_equal:
             fail(f"--{name}: differs between the processes. Try the same text and flags for each")
 
 
