@@ -37,7 +37,8 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files (of .jsonl the texts), folders or stdlib; give each a :weight, or none"),
+        "data": Flag(["stdlib"], "files, folders or stdlib, each with a :weight or all without; of a .jsonl file, the "
+                                 "\"text\" of each line is read"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
         "init_from": Flag("", "run to start from: its latest weights, its objective unless another is given, a new "
@@ -410,7 +411,11 @@ def choose_out_dir(hp):  # -> a folder that holds no run; fails if --out_dir hol
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
-    base = path = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
+    return free_folder(os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_")))
+
+
+def free_folder(base):  # -> the first of base, base-2, base-3, ... that does not exist
+    path = base
     for i in itertools.count(2):
         if not os.path.exists(path):
             return path
@@ -448,7 +453,7 @@ def restore_folder(out_dir, metrics):  # -> the folder to save into
     if os.path.exists(path):
         if os.path.samestat(os.stat(path), os.fstat(metrics.fileno())):
             return out_dir
-        out_dir = next(folder for i in itertools.count(2) if not os.path.exists(folder := f"{out_dir}-{i}"))
+        out_dir = free_folder(out_dir)
         print(f"another run has taken the folder of this one, which is saved in {out_dir} from now on", file=sys.stderr)
     metrics.seek(0)
     lines = metrics.read()

@@ -40,9 +40,6 @@ MOMENTUM = 0.9                                  # of Muon; at width 128 better t
 NS_STEPS = 4                                    # iterations of Newton-Schulz; at width 128 as good as 5
 NGRAM_WARMUP = 2_500_000                        # maximum number of positions over which the n-gram drop rate grows
 BYTES_PER_ROW = 4                               # bytes of text that a row of the n-gram table can memorize
-# threads wait for each other by spinning, so one that has to share its core delays them all
-SLOW_NOTE = ("note: training is now less than half as fast as before. Another program seems to use the processor; "
-             "one thread (OMP_NUM_THREADS=1) may be faster then")
 
 
 # ---- batches
@@ -532,6 +529,16 @@ def log_step(member, metrics, status, step, loss, norm, seconds):  # -> loss and
     return f"training loss {loss:.3f}, {positions:,} positions/s", format_time((hp.max_iters - step) / speed), positions
 
 
+def note_slow_run(hp, speeds, speed, stop):
+    """Says so when the speed falls below half of the best speed for the first time. speeds: those of the run so far, to
+    which this one is appended. Threads wait for each other by spinning, so one that shares its core delays them all."""
+    if hp.device == "cpu" and torch.get_num_threads() > 1 and speeds:
+        if speed < max(speeds) / 2 <= min(speeds):
+            say("note: training is now less than half as fast as before. Another program seems to use the processor; "
+                "one thread (OMP_NUM_THREADS=1) may be faster then", stop)
+    speeds.append(speed)
+
+
 def finish(s):  # after training: prints what compressors reach on the validation text, and a sample of the model
     out_dir = s.hp.out_dir
     if any(member.objective.bpb for member in s.members):
@@ -627,8 +634,7 @@ def train(hp):  # -> exit code, State
         announce(s, metrics, status, stop)
         start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
         last_line = status["seconds"]
-        best_speed = 0                          # positions/s
-        is_note_due = hp.device == "cpu" and torch.get_num_threads() > 1            # on a slow run, once
+        speeds = []                             # positions/s
         # one extra iteration, which only evaluates and saves; without a terminal there is no bar
         bar = tqdm(range(first_step, hp.max_iters + 1), total=hp.max_iters, initial=first_step,
                    disable=True if RANK else None, unit="step", dynamic_ncols=True)
@@ -665,10 +671,7 @@ def train(hp):  # -> exit code, State
                     last_line = seconds
                     say(f"step {step:6d} | {line}, {left} left", stop)
                 if seconds > status["seconds"] + 5:             # the speed is an average over 5 seconds or more
-                    best_speed = max(best_speed, speed)
-                    if is_note_due and speed < best_speed / 2:
-                        is_note_due = False
-                        say(SLOW_NOTE, stop)
+                    note_slow_run(hp, speeds, speed, stop)
         return end_run(s, status, metrics, stop, is_stopped and step < hp.max_iters), s
 
 
