@@ -47,6 +47,7 @@ FLAGS = {
     "new_data": Flag(os.path.join(torch.__path__[0], "include"), "second corpus, for --sweep replay"),
     "sweep": Flag("", "a setting and its values, as in mask_rate=.1,.15,.3"),
     "first_steps": Flag(0, "for --sweep start: steps of the first run; 0: as many as of the second", 0),
+    "tasks_only": Flag(False, "measure only losses and each objective's own task, in less time"),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 # flags of train.py that this program sets
@@ -189,7 +190,8 @@ def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run
     return f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}"
 
 
-def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} -> {metric: number}, {} if it diverged
+def run_cell(cell, flags, sources, probes):  # corpora, {metric: ProbeData} -> {metric: number}, {} if it diverged
+    out_dir = flags.out_dir
     crcs = [source["crc"] for source in sources]
     argv = cell.argv
     first_folder = None
@@ -204,13 +206,13 @@ def run_cell(cell, out_dir, sources, probes):  # corpora, {metric: ProbeData} ->
     folder = train_run(argv, crcs, out_dir)
     if not folder:
         return {}
-    path = os.path.join(folder, "measured.json")
+    path = os.path.join(folder, "measured_tasks.json" if flags.tasks_only else "measured.json")
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             saved = json.load(f)
         if saved.get("eval_version") == EVAL_VERSION:
             return saved["metrics"]
-    metrics = logged_metrics(folder) | measure(folder, cell.hp.device, sources[0]["val"], probes)
+    metrics = logged_metrics(folder) | measure(folder, cell.hp.device, sources[0]["val"], probes, flags.tasks_only)
     if len(sources) == 2:                       # replay: runs with and without it are compared on the same windows
         old, new = validation_bits(folder, cell.hp.device, sources)
         metrics |= {"left_to_right": None, "old": old, "new": new}
@@ -233,11 +235,11 @@ def without_flags(argv, names):  # (["--a", "1", "--b", "2"], ["a"]) -> ["--b", 
 
 
 @torch.no_grad()
-def measure(folder, device, text, probes):  # -> {metric: number}
+def measure(folder, device, text, probes, tasks_only=False):  # -> {metric: number}
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
     objective = get_members(hp)[0].objective
     evaluations = [evaluate.eval_task]
-    if hp.block_size >= evaluate.MIN_BLOCK:
+    if hp.block_size >= evaluate.MIN_BLOCK and not tasks_only:
         evaluations += [evaluate.eval_infilling, evaluate.eval_filling_in_order, evaluate.eval_corruption]
     metrics = {}
     for evaluation in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
@@ -469,13 +471,13 @@ def main(argv=None):  # -> exit code
             fail(f"--out_dir {flags.out_dir}: lies inside the corpus {corpus}. Try a folder outside it")
     os.makedirs(flags.out_dir, exist_ok=True)
     probes = {}
-    if flags.data == "stdlib":
+    if flags.data == "stdlib" and not flags.tasks_only:
         probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
     results = {}                                # {table: {budget: {row: {seed: metrics}}}}
     n_finished = 0
     for i, cell in enumerate(cells):
         hp = cell.hp
-        metrics = run_cell(cell, flags.out_dir, sources, probes)
+        metrics = run_cell(cell, flags, sources, probes)
         rows = results.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
         rows.setdefault(cell.row, {})[hp.seed] = metrics
         n_finished += bool(metrics)

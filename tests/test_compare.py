@@ -53,6 +53,21 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     assert {load_metrics(folder)["task"] for folder in all_runs()} == {0.5}, "not measured by the new evaluations"
 
 
+def test_tasks_only_measures_losses_and_tasks(text, monkeypatch):
+    """Afterwards the other metrics can still be measured."""
+    monkeypatch.setattr(evaluate, "ROWS", 4)
+    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
+    words = ["--objectives", "clm", "--block_size", "128", "--n_layer", "1"]
+    run(*words, "--tasks_only")
+    [folder] = all_runs()
+    with open(f"{folder}/measured_tasks.json") as f:
+        few = json.load(f)["metrics"]
+    assert "loss" in few and "task" in few and "left_4" not in few and "replaced_auc" not in few
+    run(*words)
+    many = load_metrics(folder)
+    assert "left_4" in many and many["task"] == few["task"]
+
+
 def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkeypatch):
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
