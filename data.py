@@ -2,9 +2,9 @@
 
 The ids of a file are its bytes: no tokenizer, no preparation. Only .jsonl files are parsed: each line is a JSON object,
 and its "text" is a document. Large files are memory-mapped; the documents of a folder or a .jsonl file are joined in
-memory. Byte 0 (NUL) is also EOT, the end of a document. The windows of a training step depend only on the corpus, the
-seed, the step, and their number and length. So resuming a run, evaluating it more often, or dividing the same rows into
-more micro-batches does not change them.
+memory. Byte 0 (NUL) is also EOT, the end of a document. Which windows a training step reads depends only on the corpus,
+the seed, the step, and the number and length of the windows. So resuming a run, evaluating it more often, or dividing
+the same rows into more micro-batches does not change them.
 
 B rows, n bytes in a window, N bytes in a split of a source, S sources
 """
@@ -23,7 +23,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-# torch warns at import if NumPy is missing, and later about read-only mapped files; so import this file before torch
+# Silence two warnings of torch: at import if NumPy is missing, and when it maps a read-only file. The first is silenced
+# only if this file is imported before torch
 warnings.filterwarnings("ignore", "Failed to initialize NumPy|The given buffer is not writable")
 import torch  # noqa: E402
 
@@ -38,9 +39,11 @@ ID_SYMBOLS = {-100: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "�
               **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
 # what each symbol means, and the ASCII character that replaces it on a console that lacks it
 SYMBOL_MEANINGS = {
-    "█": ("MASK", "#"), "∅": ("EOT", "0"), "‖": ("SEP", "|"), "Ⓒ": ("CLS", "C"), "Ⓟ": ("PRE", "P"), "Ⓢ": ("SUF", "S"),
-    "Ⓜ": ("MID", "M"), "ⓡ": ("MODE_R", "r"), "ⓢ": ("MODE_S", "s"), "ⓧ": ("MODE_X", "x"),
-    **{symbol: ("sentinels", str(i)) for i, symbol in enumerate("①②③④⑤⑥⑦⑧⑨", start=1)}, "░": ("PAD", "_"),
+    "█": ("MASK hides a byte", "#"), "∅": ("EOT ends a document", "0"), "‖": ("SEP ends a text", "|"),
+    "Ⓒ": ("CLS stands for the row", "C"), "Ⓟ": ("PRE starts a prefix", "P"), "Ⓢ": ("SUF starts a suffix", "S"),
+    "Ⓜ": ("MID starts a middle", "M"), "ⓡ": ("R: short spans", "r"), "ⓢ": ("S: a suffix", "s"),
+    "ⓧ": ("X: long spans", "x"), "░": ("PAD fills the row", "_"),
+    **{symbol: ("sentinels replace spans", str(i)) for i, symbol in enumerate("①②③④⑤⑥⑦⑧⑨", start=1)},
     "⇥": ("tab", ">"), "⏎": ("newline", "/"), "�": ("a byte outside printable ASCII", "~"), "·": ("no loss", ".")}
 
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
@@ -100,7 +103,7 @@ def open_corpus(specs):
     named = [split_weight(spec) for spec in specs]
     unweighted = [path for path, weight in named if not weight]
     if 0 < len(unweighted) < len(named):
-        fail(f"--data {unweighted[0]}: has no weight, but another source has. Try {unweighted[0]}:0.05, or no weights")
+        fail(f"--data {unweighted[0]}: has no weight, but another source has one. Try {unweighted[0]}:0.05, or none")
     corpus = []
     for path, weight in named:
         train, val = read_source(path)
@@ -128,10 +131,11 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a 
 def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8
     if path == "stdlib":
         return split_documents([*read_stdlib().values()])
-    if not os.path.isdir(path) and not os.path.isfile(path) and not Path(path).is_fifo():
+    is_folder = os.path.isdir(path)
+    if not is_folder and not os.path.isfile(path) and not Path(path).is_fifo():
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
-    if os.path.isdir(path) or path.lower().endswith(".jsonl"):
-        documents, n_skipped = read_folder(path) if os.path.isdir(path) else read_documents(path, [path])
+    if is_folder or path.lower().endswith(".jsonl"):
+        documents, n_skipped = read_folder(path) if is_folder else read_documents(path, [path])
         print(f"--data {path}: {len(documents):,} documents; {n_skipped:,} files or lines skipped: empty, binary, "
               'duplicate, unreadable or without a "text"')
         return split_documents([*documents.values()])
@@ -150,7 +154,7 @@ def read_file(path):  # a file or a pipe -> (N,) uint8
         return torch.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)   # no copy
 
 
-def check_text(path, data):  # fails if data (N,) is empty or looks like UTF-16; looks at the start of a large file
+def check_text(path, data):  # fails if data (N,) is empty, or if its first bytes look like UTF-16 or binary data
     if not len(data):
         fail(f"--data {path}: is empty (a pipe can be read only once). Try another file")
     start = data[:NUL_CHECK_BYTES]
@@ -165,7 +169,7 @@ def read_stdlib():  # -> {path: contents} of the sources of Python's standard li
 
 
 def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_documents returns of its files
-    """Sorts the files by path. Ignores hidden files, and folders with a run."""
+    """Sorts the files by path. Ignores hidden files and folders, and folders that hold a run."""
     paths = []
     for root, dirs, files in os.walk(folder):
         if {"ckpt.pt", "best.pt"} & set(files):
@@ -173,7 +177,8 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_document
             continue
         dirs[:] = [name for name in dirs if name not in skipped_folders and not name.startswith(".")]
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
-    paths = sorted(filter(os.path.isfile, paths), key=lambda p: p.replace(os.sep, "/"))         # no pipes, no sockets
+    paths = [path for path in paths if os.path.isfile(path)]    # no pipes, no sockets
+    paths.sort(key=lambda path: path.replace(os.sep, "/"))
     return read_documents(folder, paths)
 
 
@@ -201,9 +206,9 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
     return {name: text for text, name in name_of.items()}, n - len(name_of)
 
 
-def parse_line(line):  # of a .jsonl file -> the bytes of its "text"; none if it is not a JSON object with such a string
+def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is not a JSON object with such a string
     try:
-        item = json.loads(line.decode("utf-8-sig"))             # of bytes, loads would guess the encoding
+        item = json.loads(line.decode("utf-8-sig"))             # given bytes, loads would guess the encoding
     except (ValueError, RecursionError):
         return b""
     text = item.get("text") if isinstance(item, dict) else None
@@ -268,14 +273,15 @@ def stratified_uniform(B, g):  # -> (B,) double: a random number from each of B 
 
 
 def sample_windows(corpus, split, n, B, g):  # -> source (B,), offset (B,) of windows of n bytes, long, on the CPU
-    """Samples a source for each window, then the offset of its first byte in that source. Both are stratified.
-    For example, sources with weights .75 and .25 divide [0, 1) at .75. For B = 4, one number from each quarter of
-    [0, 1), such as .6, .1, .9, .3, selects the sources 0, 0, 1, 0. So the number of windows from a source always
-    differs by less than two from weight * B. A window may contain the end of a document, as in GPT's packing."""
+    """Samples a source for each window, then the offset of its first byte in that source. Both are stratified over the
+    B windows. For example, sources with weights .75 and .25 divide [0, 1) at .75. For B = 4, one number from each
+    quarter of [0, 1), such as .6, .1, .9, .3, selects the sources 0, 0, 1, 0. So the number of windows from a source
+    always differs by less than two from weight * B. A window may contain the end of a document, as in GPT's packing."""
     edges = torch.tensor([s["weight"] for s in corpus], dtype=torch.double).cumsum(0)
     n_offsets = torch.tensor([len(s[split]) - n + 1 for s in corpus])
     source = torch.searchsorted(edges, stratified_uniform(B, g), right=True)
-    source = source.clamp(max=len(corpus) - 1)                  # rounding can leave the last edge below 1
+    # the last edge may be below 1: by rounding, or because validation reads one of several sources
+    source = source.clamp(max=len(corpus) - 1)
     offset = stratified_uniform(B, g) * n_offsets[source]
     return source, offset.long()
 
@@ -304,9 +310,7 @@ def check_sizes(corpus, n, T):  # fails if a split is shorter than the n bytes t
 # ---- compressors
 def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard library's compressors, for comparison
     text = to_bytes(data[:COMPRESSED_BYTES].cpu())
-    bits = []
-    for name, compressed in (("zlib", zlib.compress(text, 9)), ("bz2", bz2.compress(text)),
-                             ("lzma", lzma.compress(text))):
-        bits.append(f"{name} {8 * len(compressed) / len(text):.3f}")
+    results = {"zlib": zlib.compress(text, 9), "bz2": bz2.compress(text), "lzma": lzma.compress(text)}
+    bits = [f"{name} {8 * len(result) / len(text):.3f}" for name, result in results.items()]
     part = "" if len(text) == len(data) else f" on the first {len(text):,} bytes"
     return f"{', '.join(bits)} bits/byte as one stream{part}"

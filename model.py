@@ -1,7 +1,7 @@
 """The transformer that all objectives share: mask rule, blocks, n-gram embeddings, network, KV cache.
 
 B rows, T positions, C width, H heads, D = C / H head width, L layers, V vocabulary; T_q queries, T_k keys;
-W ids that the input of a position depends on, N n-gram lengths, R rows of the n-gram table for each length
+W ids that a position reads before the first block, N n-gram lengths, R rows of the n-gram table for each length
 
 A pre-norm transformer: layer norm without parameters (OLMo, Groeneveld et al. 2024), RoPE (Su et al. 2021), QK-norm
 (Henry et al. 2020; here a layer norm), ReLU^2 (So et al. 2021), no biases. The output projections of the blocks and the
@@ -41,7 +41,7 @@ class ModelConfig:
 # ---- the mask rule
 def can_attend(q_pos, k_pos, prefix):
     """The mask rule: True where the query at position q_pos may attend to the key at position k_pos. The arguments
-    broadcast. choose_attention has faster forms of this rule: if you change one, change both.
+    broadcast. choose_attention implements this rule with faster kernels. Change both together.
 
     causal (prefix 0)   prefix 2        bidirectional (prefix T)
       k 0 1 2 3           0 1 2 3         0 1 2 3
@@ -81,11 +81,10 @@ def choose_attention(prefix, q_pos, T_k, config, dtype, mask=None):
         mask = mask[:1]
     allowed = mask[:, None]                                                         # (B or 1, 1, T_q, T_k)
 
-    if on_gpu:                                  # rows of different prefixes (span), a mask (bd3lm), decoding
+    # on a GPU: rows of different prefixes (span), a mask (bd3lm), or decoding; on a CPU: decoding
+    if on_gpu or has_cached_keys:
         return functools.partial(sdpa, attn_mask=allowed)
-    if has_cached_keys:                         # decoding on a CPU: no backward pass, for which attend_dense is made
-        return functools.partial(sdpa, attn_mask=allowed)
-    # a CPU without a cache: all objectives in training
+    # on a CPU without a cache, as in training: attend_dense has a faster backward pass
     bias = torch.zeros(allowed.shape, dtype=dtype, device=q_pos.device).masked_fill(~allowed, -torch.inf)
     if len(bias) > 1:
         bias = bias.expand(-1, config.n_head, -1, -1)
@@ -128,7 +127,7 @@ def apply_rope(x, cos, sin):  # x (..., D) -> (..., D)
 class StackedLinear(nn.Module):
     """y = x W^T in the dtype of x. The weight (stack, n_out, n_in) is float32. With stack > 1 it holds several linear
     layers of the same input. The forward pass is then one matrix product, but the optimizer sees separate matrices.
-    Muon trains the StackedLinear layers inside blocks, AdamW all other parameters."""
+    By default, Muon trains the StackedLinear layers inside blocks, and AdamW all other parameters."""
 
     def __init__(self, n_in, n_out, stack=1, zero=False):
         super().__init__()
@@ -201,8 +200,8 @@ def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None,
 def context_ids(idx, history):  # ids idx (B, T), the W - 1 ids before them (B, W - 1) -> (B, T, W)
     """Returns the last W ids of each position, from its own id backwards. With W = 3, the ids 5 6 7 after 3 4 give
     [5 4 3], [6 5 4] and [7 6 5]. Attention and the layers that read these ids are the only ones that mix positions.
-    The ids are that of the position and earlier ones, which every prefix allows. A custom mask may forbid some of them;
-    then the batch passes `before` instead."""
+    Under every prefix, a position may attend to itself and to earlier positions, so it may read these ids. If a custom
+    mask forbids some of them, the batch must contain `before`."""
     return torch.cat((history, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
 
 
@@ -217,8 +216,9 @@ def causal_conv(context, embedding, weight):  # ids (B, T, W), embedding (V, C),
 
 def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): row in the table of each n-gram that ends at a position
     """The code of an n-gram is a polynomial of its ids, modulo 2^64, with the multiplier HASH_MULTIPLIER. With the
-    multiplier 10, the n-grams 9, 8 9 and 7 8 9 have the codes 9 + 1 = 10, 100 + 8 + 1 = 109 and 1090 + 7 + 1 = 1098.
-    The row is a remainder of this code. Each n-gram length has `rows` rows of its own in the table."""
+    multiplier 10, the text 7 8 9 would have the codes 9 + 1 = 10 for (9), 10 * 10 + 8 + 1 = 109 for (8 9), and
+    10 * 109 + 7 + 1 = 1098 for (7 8 9). The row is the remainder of the code, after its high bits are mixed in. Each
+    n-gram length has `rows` rows of its own in the table."""
     code = torch.zeros_like(context[..., 0])                                        # (B, T)
     codes = []                                  # one for each length in NGRAMS
     for n in range(1, CONTEXT_WIDTH + 1):
@@ -250,8 +250,8 @@ class NgramEmbedding(nn.Module):
 
     The table is a buffer, not a parameter: an optimizer would update all of its rows, but a step reads only a few.
     Instead, backward passes store the gradients of the lookups in `lookups`, and `update` applies and discards them.
-    Only train.py switches this on, by keep_lookups: in a program that never calls `update` the list would grow forever.
-    Without it, the table does not change."""
+    They are stored only if store_gradients is True, which train.py sets. In a program that never calls `update`, the
+    list would grow forever. If it is False, the table does not change."""
 
     def __init__(self, config):
         super().__init__()
@@ -259,7 +259,7 @@ class NgramEmbedding(nn.Module):
         self.register_buffer("table", torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))          # (N R, NGRAM_DIM)
         # second moments, one for each row; saved with the state of the optimizers
         self.register_buffer("moments", torch.zeros(len(NGRAMS) * self.rows), persistent=False)
-        self.keep_lookups = False
+        self.store_gradients = False
         self.lookups = []                       # tuples: rows (n,), gradients (n, NGRAM_DIM), their mean squares (n,)
         self.proj = StackedLinear(len(NGRAMS) * NGRAM_DIM, config.n_embd)
         self.gain = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
@@ -271,13 +271,16 @@ class NgramEmbedding(nn.Module):
         T = context.size(1)
         row = hash_ngrams(context, self.rows)                                       # (B, T, N)
         is_valid = context < NGRAM_IDS                                              # (B, T, W)
-        scale = torch.stack([is_valid[..., :n].all(2) for n in NGRAMS], dim=2)      # (B, T, N) bool, used as 0 and 1
+        is_embedded = torch.stack([is_valid[..., :n].all(2) for n in NGRAMS], dim=2)            # (B, T, N)
+        scale = is_embedded.float()
         if self.training:
             position = torch.arange(T, device=row.device)[:, None]                  # (T, 1)
             is_kept = hash_uniform(row * T + position, self.seed) >= self.drop      # (B, T, N)
             scale = scale * is_kept / (1 - self.drop)                               # keeps the expected value
-        keep = self.training and self.keep_lookups
-        x = self.look_up(row) if keep else F.embedding(row, self.table)             # (B, T, N, NGRAM_DIM)
+        if self.training and self.store_gradients:
+            x = self.look_up(row)                                                   # (B, T, N, NGRAM_DIM)
+        else:
+            x = F.embedding(row, self.table)
         return self.proj((x * scale[..., None]).flatten(2).to(dtype))
 
     def look_up(self, row):  # (B, T, N) -> (B, T, N, NGRAM_DIM)
@@ -291,13 +294,13 @@ class NgramEmbedding(nn.Module):
 
     @torch.no_grad()
     def update(self, lr, ok):  # 0-D tensors; if ok is False, all gradients count as zero
-        """Applies the stored gradients with RMSprop (Tieleman and Hinton 2012), then discards them. For each row r of
-        the table, with sums over the gradients g (NGRAM_DIM,) of its lookups:
+        """Applies the stored gradients, then discards them. This is RMSprop (Tieleman and Hinton 2012) with one moment
+        for each row r of the table. With sums over the gradients g (NGRAM_DIM,) of the row's lookups:
 
-            moments[r] = 0.95 moments[r] + sum of mean(g^2)
-            table[r]   = table[r] - 6 lr / sqrt(moments[r]) * sum of g"""
+            moments[r] = NGRAM_DECAY * moments[r] + sum of mean(g^2)
+            table[r]   = table[r] - NGRAM_RATE * lr / sqrt(moments[r]) * sum of g"""
         self.moments.mul_(NGRAM_DECAY)
-        for row, _, square in self.lookups:     # all moments before the first row changes
+        for row, _, square in self.lookups:     # first the moments of all micro-batches, on which the rates depend
             self.moments.index_add_(0, row, torch.where(ok, square, 0.0))
         for row, grad, _ in self.lookups:
             rate = NGRAM_RATE * lr / (self.moments[row].sqrt() + 1e-10)             # (n,)
@@ -316,7 +319,7 @@ class Transformer(nn.Module):
         self.config = config
         self.dtype = dtype
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        nn.init.normal_(self.embed.weight, std=0.3)             # small weights learn faster, and a norm follows
+        nn.init.normal_(self.embed.weight, std=0.3)             # small weights change faster, relative to their size
         self.conv_weight = nn.Parameter(torch.randn(CONV_WIDTH, config.n_embd) * 0.3)
         nn.init.ones_(self.conv_weight[0])      # the weight of the current id
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -332,6 +335,7 @@ class Transformer(nn.Module):
         positions: (B, T) for RoPE; default: 0, 1, 2, ..., or with a cache, the positions that follow the cached ones
         before: (B, T, W - 1) ids before each position, nearest first, for convolution and n-grams; default: from idx
         cache: a Cache, to which idx is appended; cannot be combined with mask or before"""
+        assert cache is None or (mask is None and before is None)
         if before is not None:
             context = torch.cat((idx[..., None], before), dim=2)                    # (B, T, W)
         elif cache is not None:

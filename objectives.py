@@ -4,11 +4,12 @@ B rows, T positions of a row, n raw bytes that fill a row, P length of the prefi
 V outputs of the byte head, W ids of context, U ids of a row before some are dropped
 
 An objective is a few functions, followed by an `Objective` that lists them. hp holds all settings, as run.get_config
-returns them. hp.progress is the share of the run that is done: a 0-D tensor in training, 1.0 elsewhere.
+returns them. hp.progress is the share of the run that is done: a 0-D tensor in training, 1.0 elsewhere. In the pictures
+of rows, _ is a space and . a position without a loss.
 
-A batch is a dict of tensors with B rows. An objective may add keys of its own to these:
+A batch is a dict of tensors with B rows. These keys have a fixed meaning; an objective may add others:
 
-    inp         (B, T) ids
+    inp         (B, T) ids; contrastive's is (B, 2, n_crop)
     tgt         (B, T) ids to predict, or IGNORE_INDEX where there is no loss
     ..._tgt     further targets, such as mtp's future_tgt (B, T, heads); every key that ends in tgt holds targets
     weight      (B, T), weights of tgt in the loss; future_weight holds those of future_tgt (see add_weights)
@@ -50,14 +51,14 @@ def ids_before(ids):  # (B, T) -> (B, T, W - 1): the ids before each position, n
 
 
 def document_mask(batch):  # -> "mask" and "before", which keep attention, convolution and n-grams inside a document
-    """A document ends with EOT. The corrupted ids count: if EOT is masked, the document goes on."""
+    """A document ends with EOT. Documents are found in the corrupted ids, so an EOT that is masked ends none."""
     assert "mask" not in batch, "an objective that sets its own mask needs supports_doc_mask=False"
     inp = batch["inp"]
     doc = document_ids(inp)                                                         # (B, T)
     allowed = dense_mask(batch["prefix"], torch.arange(doc.size(1), device=doc.device), doc.size(1))
     same_document = doc[:, :, None] == doc[:, None, :]
-    before = ids_before(inp) * (ids_before(doc) == doc[:, :, None])                 # ids of other documents become EOT
-    return {"mask": allowed & same_document, "before": before}
+    same_before = ids_before(doc) == doc[:, :, None]                                # (B, T, W - 1)
+    return {"mask": allowed & same_document, "before": ids_before(inp).where(same_before, EOT)}
 
 
 def add_weights(batch):  # all rows of a step -> the same batch with weights
@@ -150,7 +151,9 @@ def mask_bytes(x, chosen, g, masked=0.8, random=0.1):  # x (B, T), chosen positi
     u = torch.rand(chosen.shape, generator=g, device=g.device)
     noise = random_bytes(chosen.shape, g).where(u < masked + random, clean)
     noise = noise.masked_fill(u < masked, MASK)
-    return x.scatter(1, chosen, noise), torch.full_like(x, IGNORE_INDEX).scatter(1, chosen, clean)
+    inp = x.scatter(1, chosen, noise)
+    tgt = torch.full_like(x, IGNORE_INDEX).scatter(1, chosen, clean)
+    return inp, tgt
 
 
 def constant_column(x, value):  # -> (B, 1) filled with one id
@@ -187,12 +190,12 @@ def seq2seq(source, keep, target, keep_target, T):  # source, keep (B, U); targe
 # ---- shared: flags, their defaults, sizes
 MASK_RATE = {"mask_rate": Flag(0.3, "share of positions to predict", 0.001, 1.0)}
 SHARP_ATTENTION = {"attn_scale": 2.0}           # sharper attention learns long-range lookups sooner
-# 4 heads on a CPU, where the default is 2: better for bart, nsp and ul2, as good for span and contrastive. 6 is the
-# default of all objectives on a GPU
-NARROW_HEADS = {"n_head": {"cpu": 4, "cuda": 6}}
+# on a CPU, 4 heads instead of 2: this helps bart, nsp and ul2, and does not hurt span or contrastive. On a GPU, 6, the
+# default of all objectives
+MORE_HEADS = {"n_head": {"cpu": 4, "cuda": 6}}
 
 
-def aligned_window(T, hp):  # n_bytes of objectives in which position i predicts byte i
+def aligned_window(T, hp):  # n_bytes of objectives whose row of T positions is a window of T bytes
     return T
 
 
@@ -250,7 +253,7 @@ class Predict:
 
         mark     (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
         follow   (model, first ids, second ids, hp) -> log-odds (0-D) that the second text follows the first
-        search   (model, x (B, n)) -> embeddings (B, C) of length 1, close if texts are similar
+        search   (model, x (B, n)) -> embeddings (B, C) of norm 1, close if texts are similar
         seam     (model, x (B, T)) -> scores (B, T): how likely did the rotated text begin here?
     """
     mode: str
@@ -268,22 +271,24 @@ class Objective:
     corrupt: Callable                           # (x (B, n), g, hp) -> batch
     help: str                                   # for --help: what is predicted from what
     use_help: str                               # for --help: what the model is used for
-    attention: str                              # for --help; experiments.evaluate reads "causal" models with prefix 0
+    # for --help; experiments.evaluate reads the states of a model with prefix 0 if this is "causal", else with prefix T
+    attention: str
 
     # training
     # (T, hp) -> n, the number of raw bytes that fill a row of T positions; fails if the settings allow no row
     n_bytes: Callable = lambda T, hp: T + 1     # default: every position predicts the next byte
     min_rows: int = 1                           # minimum number of rows in a step (a micro-batch if compares_rows)
     heads: Callable = lambda config, hp: {}     # (config, hp) -> {name: module}: additional heads, in model.heads
-    # (model, batch, hp) -> loss, {name: figure to print with it}; "nll" is also printed as a perplexity. nsp_loss shows
-    # a loss with two terms, one for each position and one for each row
+    # (model, batch, hp) -> loss, {name: figure to print with it}; "nll" is also printed as a perplexity. For
+    # an example with two terms, one for each position and one for each row, see nsp_loss
     loss: Callable = token_loss
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
-    flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; not named as a batch key
+    flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; a name must not be a batch key
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, or {device: default}
-    # (hp) -> {flag: the flag that leaves it without effect}; these flags are refused if they are given
+    # (hp) -> {flag that has no effect: the setting that causes this}; such flags are refused on the command line
     unused: Callable = lambda hp: {}
-    supports_doc_mask: bool = False             # keeps the order of the text, so that --doc_mask makes sense
+    # rows are one text in its order, and the loss reads the batch's mask (see hidden_states), so that --doc_mask works
+    supports_doc_mask: bool = False
 
     # evaluation and use
     # where bits per byte come from. "loss": its own loss, which is nats per byte (clm)
@@ -293,8 +298,8 @@ class Objective:
     # (ids (B, T), P (B,), hp) -> position numbers (B, T), so that sample.py can compute them; None: 0, 1, 2, ...
     numbering: Callable | None = None
     compares_rows: bool = False                 # the loss of a row depends on the other rows of its micro-batch
-    # True promises that inputs hide the targets, except chosen bytes left unchanged (10% in mlm, 15% in electra).
-    # False: the tests skip the check that inputs hide the targets
+    # True: inputs hide the targets, except chosen bytes that stay unchanged (by default 10% in mlm, 15% in electra).
+    # False: inputs may contain targets, and the tests check only masked and causal targets
     target_hidden: bool = True
     uses: tuple = ()                            # the first one is the default mode of sample.py; (): sample.py has none
     # other names, in lower case with _ instead of -; --objective refuses them and suggests this objective
@@ -308,8 +313,8 @@ OBJECTIVES = {}                                 # {name: Objective}, in the orde
 def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     """Causal language modeling: predicts each byte from the bytes before it (Radford et al. 2018).
 
-        inp   t h e   c a      attention: causal
-        tgt   h e   c a t      loss at all T positions
+        inp   t h e _ c a      attention: causal
+        tgt   h e _ c a t      loss at all T positions
     """
     return dict(inp=x[:, :-1], tgt=x[:, 1:], prefix=0)
 
@@ -325,11 +330,11 @@ CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" a
 def mlm(x, g, hp):  # x (B, T) -> inp, tgt (B, T)
     """Masked language modeling: predicts masked bytes from the others (BERT, Devlin et al. 2019).
 
-        inp   t [M] e   c a q    attention: bidirectional
+        inp   t [M] e _ c a q    attention: bidirectional
         tgt   .  h  . . . . t    loss at the chosen positions: 80% become MASK, 10% a random byte, 10% stay unchanged
 
-    Each row has exactly round(mask_rate * T) targets, as in BERT's own code. They are drawn anew for every batch, as in
-    RoBERTa (Liu et al. 2019). Departures:
+    Each row has exactly round(mask_rate * T) targets, at least one, as in BERT's own code. They are drawn anew for
+    every batch, as in RoBERTa (Liu et al. 2019). Departures:
     - Bytes are masked instead of word pieces.
     - 30% of the bytes are masked, since BERT's 15% teach less per row (Wettig et al. 2023).
     - A random byte is never a special id. There is no dense layer before the head."""
@@ -350,16 +355,17 @@ OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
     n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),), aliases=("bert", "roberta", "masked", "masked_lm"),
     flags=MASK_RATE | {
-        "mask_token": Flag(0.8, "share of these positions that become MASK", 0.0, 1.0),
-        "mask_random": Flag(0.1, "share of these positions that become a random byte; the rest stay as is", 0.0, 1.0)})
+        "mask_token": Flag(0.8, "share of the predicted positions that become MASK", 0.0, 1.0),
+        "mask_random": Flag(0.1, "share of the predicted positions that become a random byte; the others keep their "
+                                 "byte", 0.0, 1.0)})
 
 
 # ---- prefix: prefix language modeling
 def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     """Prefix language modeling: predicts a text from a prefix that attends in both directions (T5, Raffel et al. 2020).
 
-        inp   t h e   c a      attention: both directions in the first P positions, then causal (here P = 3)
-        tgt   . .   c a t      loss from position P - 1 on, which predicts the first byte after the prefix
+        inp   t h e _ c a      attention: both directions in the first P positions, then causal (here P = 3)
+        tgt   . . _ c a t      loss from position P - 1 on, which predicts the first byte after the prefix
 
     P is drawn for each row, uniform over 1 .. prefix_max * T (at most T - 1). Positions before P - 1 can attend to the
     byte that they would predict, so they have no loss. Departure: T5 splits a text anywhere. Here a prefix is at most
@@ -409,18 +415,20 @@ def place_spans(B, n, n_noise, n_spans, g):  # -> first, noise (B, n) bool: firs
     start = gap + F.pad(cut, (1, 0))
     end = gap + F.pad(cut, (0, 1), value=n_noise)
     change = torch.zeros(B, n + 1, dtype=torch.long, device=g.device)
-    change = change.scatter(1, start, 1).scatter(1, end, -1)
-    return change[:, :n] == 1, change[:, :n].cumsum(1) == 1
+    change = change.scatter(1, start, 1).scatter(1, end, -1)[:, :n]
+    first = change == 1
+    noise = change.cumsum(1) == 1
+    return first, noise
 
 
 def span_rows(x, rate, mean, T, g):  # x (B, at least n) -> batch of seq2seq rows of the first n bytes (see fit_spans)
     """In the target, each byte gets two slots, one for a sentinel and one for itself; keep_target selects.
 
-        x             t   h   e       c   a   t       s   a   t     source: t h [0] c a t   s [1]
+        x             t   h   e   _   c   a   t   _   s   a   t     source: t h [0] c a t _ s [1]
         first         .   .   1   .   .   .   .   .   .   1   .
         noise         .   .   1   1   .   .   .   .   .   1   1
         keep          1   1   1   .   1   1   1   1   1   1   .
-        keep_target  . . . . 1 1 . 1 . . . . . . . . . . 1 1 . 1    target: [0] e   [1] a t
+        keep_target  . . . . 1 1 . 1 . . . . . . . . . . 1 1 . 1    target: [0] e _ [1] a t
     """
     n, n_noise, n_spans = fit_spans(T, rate, mean)
     B = len(x)
@@ -443,11 +451,12 @@ def span_positions(ids, P, hp):  # ids (B, T), prefix lengths (B,) -> position n
     """Each sentinel of the source reserves numbers for the bytes of its span. In the target, a sentinel has the same
     number as in the source, and the bytes after it count on. With 8 reserved numbers (span_mean 6):
 
-        ids         t h [0]  c  a  t     s [1] SEP [0] e   [1]  a  t
-        number      0 1  2  11 12 13 14 15 16   25                     column + 8 * sentinels before it
+        ids         t h [0]  c  a  t  _  s [1] SEP [0] e _ [1]  a  t
+        column      0 1  2   3  4  5  6  7  8    9  10 ...
+        position    0 1  2  11 12 13 14 15 16   25                     column + 8 * sentinels before it
         latest                                       0 0 0   1  1  1   in the target: the latest sentinel
         since                                        0 1 2   0  1  2   and the number of ids since then
-        result      0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18   the sentinel's number in the source, + since
+        result      0 1  2  11 12 13 14 15 16   25   2 3 4  16 17 18   the sentinel's position in the source, + since
     """
     column = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
     is_sentinel = ids >= SENTINEL
@@ -455,19 +464,19 @@ def span_positions(ids, P, hp):  # ids (B, T), prefix lengths (B,) -> position n
     in_target = is_sentinel & ~in_source
     reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))   # 64 in ul2's X rows
     sentinels_before = in_source.cumsum(1) - in_source.long()
-    number = column + reserved * sentinels_before
-    # sentinel_number[:, i] is the number of sentinel i in the source; an additional last column takes all other ids
+    position = column + reserved * sentinels_before
+    # sentinel_position[:, i] is the position of sentinel i in the source; an additional last column takes all other ids
     slot = torch.where(in_source, ids - SENTINEL, N_SENTINELS)
-    sentinel_number = number.new_zeros(len(ids), N_SENTINELS + 1).scatter(1, slot, number)
+    sentinel_position = position.new_zeros(len(ids), N_SENTINELS + 1).scatter(1, slot, position)
     latest = in_target.cumsum(1) - 1            # sentinels count up: 0, 1, 2, ...; -1 before the first of the target
     since = column - torch.where(in_target, column, 0).cummax(1).values
-    return torch.where(latest >= 0, sentinel_number.gather(1, latest.clamp(min=0)) + since, number)
+    return torch.where(latest >= 0, sentinel_position.gather(1, latest.clamp(min=0)) + since, position)
 
 
 def span_corruption(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     """Span corruption: writes the spans of a text that sentinels replace (T5, Raffel et al. 2020).
 
-        t h [0] c a t   s [1] SEP | [0] e   [1] a t EOT     inp is all ids but the last, tgt all but the first
+        t h [0] c a t _ s [1] SEP | [0] e _ [1] a t EOT     inp is all ids but the last, tgt all but the first
         source: both directions   | target: causal, loss
 
     In a full row, exactly round(n * span_rate) bytes are noise. They form round(noise bytes / span_mean) spans, which
@@ -476,12 +485,12 @@ def span_corruption(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix
     Departures:
     - 30% of the bytes are noise, since T5's 15% teach less per row.
     - The mean span is 6 bytes. T5's is 3 tokens, ByT5's (Xue et al. 2022) 20 bytes.
-    - T5's code always starts with a kept token and ends with noise. Here all placements are equally likely. Since spans
-      do not touch, the ends of a row are noise less often than its middle.
+    - T5's code always starts with a kept token and ends with noise. Here all placements are equally likely. Since no
+      span crosses the border of a row, the ends of a row are noise less often than its middle.
     - No sentinel follows the last span. T5's code has none either, but the paper's figure shows one.
     - GLM (Du et al. 2022) gives each byte of a span two positions, that of its hole and one inside the span. Here the
-      bytes count on from the position of their sentinel. A span that is longer than the reserved numbers shares some
-      with the text after it."""
+      bytes count on from the position of their sentinel. If a span is longer than the reserved numbers, its last bytes
+      have the same position numbers as the text after it."""
     batch = span_rows(x, hp.span_rate, hp.span_mean, hp.block_size, g)
     return dict(batch, positions=span_positions(batch["inp"], batch["prefix"], hp))
 
@@ -502,9 +511,9 @@ SPAN_ENDS = tuple(range(SENTINEL + 1, VOCAB_SIZE))              # an answer ends
 OBJECTIVES["span"] = Objective(
     "span", corrupt=span_corruption, help="spans that sentinels replace", use_help="fill holes", attention="prefix",
     n_bytes=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], n_outputs=VOCAB_SIZE,
-    flag_defaults=SHARP_ATTENTION | NARROW_HEADS,
+    flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
-           "span_mean": Flag(6.0, "mean length of a span in bytes; at most the noise bytes of a row", 1.0)},
+           "span_mean": Flag(6.0, "mean length of a span in bytes; a row has at least one span", 1.0)},
     numbering=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),), aliases=("t5", "byt5", "span_corruption"))
 
 
@@ -531,18 +540,21 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     - There are three denoisers instead of seven.
     - The paper's S removes a quarter of a text, ours any share.
     - Half of the rows are R. In U-PaLM (Tay et al. 2022) half are S.
+    - A text of S always fills its row, so its EOT is always at the end.
     - A sentinel of X reserves 64 position numbers."""
     B = len(x)
     n_s_rows = (B + 2) // 4                     # largest remainder: as near to 1/2, 1/4, 1/4 as whole rows allow
     n_x_rows = (B + 1) // 4
-    r_text, s_text, x_text = x.split((B - n_s_rows - n_x_rows, n_s_rows, n_x_rows))
+    n_r_rows = B - n_s_rows - n_x_rows
+    r_text, s_text, x_text = x.split((n_r_rows, n_s_rows, n_x_rows))
     T_rest = hp.block_size - 1                  # positions after the mode
     r_rows = span_rows(r_text, hp.span_rate, hp.span_mean, T_rest, g)
     s_rows = suffix_rows(s_text, T_rest, g)
     x_rows = span_rows(x_text, *UL2_X_RATE_AND_MEAN, T_rest, g)
     batch = {key: torch.cat((r_rows[key], s_rows[key], x_rows[key])) for key in r_rows}
     modes = [constant_column(r_text, MODE_R), constant_column(s_text, MODE_S), constant_column(x_text, MODE_X)]
-    inp = torch.cat((torch.cat(modes), batch["inp"]), dim=1)
+    mode = torch.cat(modes)                                                         # (B, 1)
+    inp = torch.cat((mode, batch["inp"]), dim=1)
     tgt = F.pad(batch["tgt"], (1, 0), value=IGNORE_INDEX)
     P = batch["prefix"] + 1
     return dict(inp=inp, tgt=tgt, prefix=P, positions=span_positions(inp, P, hp))
@@ -562,14 +574,14 @@ def ul2_prompt(pieces, expected, hp):
 OBJECTIVES["ul2"] = dataclasses.replace(
     OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
     use_help="fill holes, continue", n_bytes=ul2_bytes, min_rows=4,
-    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(True, (MODE_S,), (SEP,))),
+    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(both_ways=True, left_ids=(MODE_S,), right_ids=(SEP,))),
     aliases=("mixture_of_denoisers",))
 
 
 # ---- fim: fill in the middle
 def fim_order(prefix_end, middle_end, length, is_spm, n):  # (B, 1) each -> (B, n + 4)
-    """Returns the order of a rearranged row: indices into n bytes followed by PRE, SUF, MID, EOT. It is a stable sort
-    by these keys. The rest are the bytes from `length` on:
+    """Returns the order of a rearranged row: indices into n bytes followed by PRE, SUF, MID, EOT. They are sorted by
+    these keys; ids with equal keys keep their order. The rest are the bytes from `length` on:
 
                PRE   prefix   SUF   suffix   MID   middle   EOT   rest
         PSM     0       1      2       3      4       5      6     7
@@ -580,6 +592,7 @@ def fim_order(prefix_end, middle_end, length, is_spm, n):  # (B, 1) each -> (B, 
     suf_key = torch.where(is_spm, 1, 2)
     suffix_key = torch.where(is_spm, 2, 3)
     mid_key = torch.where(is_spm, 3, 4)
+    # each line overrides the sections to the left of its own
     byte_key = torch.where(i < length, suffix_key, 7)                               # (B, n)
     byte_key = torch.where(i < middle_end, 5, byte_key)
     byte_key = torch.where(i < prefix_end, prefix_key, byte_key)
@@ -601,7 +614,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     their EOT (see random_lengths). If the batch is one row, its text fills it."""
     B = len(x)
     n = x.size(1) - 4                                                               # room for four control ids
-    length = random_lengths(B, 1 if B > 1 else n, n, g)                             # (B, 1): bytes to rearrange
+    shortest = 1 if B > 1 else n                # after EOT comes the text of another row
+    length = random_lengths(B, shortest, n, g)                                      # (B, 1): bytes to rearrange
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (length + 1)).long().sort(dim=1).values
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
     is_spm = u[:, 0] < hp.fim_spm_rate                                              # (B, 1)
@@ -637,9 +651,9 @@ def ids_after_next(ids, n_heads):  # (B, T + n_heads) -> (B, T, n_heads - 1): id
 def mtp(x, g, hp):  # x (B, T + mtp_heads) -> inp, tgt (B, T), future_tgt (B, T, mtp_heads - 1)
     """Multi-token prediction: predicts several next bytes at once (Gloeckle et al. 2024; DeepSeek-AI 2024).
 
-        inp          t h e   c      attention: causal
-        tgt          h e   c a      of head 1, the model's byte head
-        future_tgt   e   c a t      of head 2, and so on; loss at all T positions for each head
+        inp          t h e _ c      attention: causal
+        tgt          h e _ c a      of head 1, the model's byte head
+        future_tgt   e _ c a t      of head 2, and so on; loss at all T positions for each head
 
     loss = nats of head 1 + mtp_weight / (mtp_heads - 1) * sum of the nats of the other heads. DeepSeek-V3 trains one
     module with weight .3, later .1. Gloeckle's loss is the plain sum: with 4 heads, --mtp_weight 3. With mtp_heads 1,
@@ -681,8 +695,9 @@ def parallel_logits(model, h):  # states (..., C) -> logits (..., mtp_heads - 1,
 
 def sequential_logits(model, h, batch):  # states (B, T, C) -> list of mtp_heads - 1 logits (B, T, V)
     """At position i, module j = 1, 2, ... joins the state of module j - 1 (module 1: the state of the model) with the
-    embedding of byte i + j, runs a block of its own, and predicts byte i + j + 1 with the byte head. While it is
-    trained, the clean byte i + j is known: it is the target of head j."""
+    embedding of byte i + j, runs a block of its own, and predicts byte i + j + 1 with the byte head. At position 0,
+    module 1 reads byte 1 and predicts byte 2, module 2 reads byte 2 and predicts byte 3. While it is trained, the clean
+    byte i + j is known: it is the target of head j."""
     future = torch.cat((batch["tgt"][..., None], batch["future_tgt"]), dim=2)       # [:, i]: bytes i + 1, i + 2, ...
     logits = []
     for j, block in enumerate(model.heads["mtp"]["blocks"], 1):
@@ -731,8 +746,8 @@ OBJECTIVES["mtp"] = Objective(
 def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), chosen positions (B, k), uniforms (B, k)
     """Replaced token detection: finds the bytes that a small generator replaced (ELECTRA, Clark et al. 2020).
 
-        inp      t [M] e   c [M] t     the input of the generator, which is a masked language model
-        fake     t  h  e   c  u  t     the same with sampled bytes, the input of the discriminator
+        inp      t [M] e _ c [M] t     the input of the generator, which is a masked language model
+        fake     t  h  e _ c  u  t     the same with sampled bytes, the input of the discriminator
         label    0  0  0 0 0  1  0     loss at every position: does the byte differ from the original?
 
     As in the authors' code, 85% of the chosen bytes are masked and 15% stay unchanged. A byte that the generator
@@ -792,9 +807,10 @@ OBJECTIVES["electra"] = Objective(
 
 
 # ---- bart: denoising. A noisy text is the source, the clean text is the target
-# A noise takes ids, keep (B, U) and the number of bytes to change k (B, 1). It returns ids, keep (B, U'); U' is larger
-# if it inserts ids. permute and infill are applied first: for them, the bytes to keep are the first ones of the row.
-def pick_bytes(ids, keep, k, g):  # -> (B, U) bool: k random bytes of each row, except those that became a MASK before
+# A noise is a function (ids (B, U), keep (B, U), k (B, 1), g, hp) -> ids, keep (B, U'). k is the number of bytes to
+# change. U' is larger than U if the noise inserts ids. permute and infill are applied first, and rely on it that the
+# bytes to keep are the first ones of a row.
+def pick_bytes(ids, keep, k, g):  # -> (B, U) bool: k random bytes of each row; never an id that is already MASK
     free = keep & (ids < N_BYTES)
     key = torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)
     return free & (ranks(key) < k)
@@ -921,8 +937,8 @@ NOISES_WITH_RATE = ("infill", "mask", "delete", "replace", "insert")       # the
 
 
 def bart_counts(length, hp, g):  # bytes of each row (B, 1) -> how many of them each of NOISES_WITH_RATE changes (B, 1)
-    """The rates are divided by the number of these noises. The count is uniform between the numbers of bytes that the
-    two rates give, each at least 1. With 100 bytes, rates from 0 to .3 and two noises, it is uniform over 1 .. 15."""
+    """Both rates are divided by the number of these noises, and give a smallest and a largest count, each at least 1.
+    The count is uniform between them. With 100 bytes, rates from 0 to .3 and two noises, it is uniform over 1 .. 15."""
     n_noises = max(1, len(set(NOISES_WITH_RATE) & set(hp.bart_noise.split(","))))
     most = (length * (hp.bart_rate / n_noises) + 0.5).long().clamp(min=1)
     least = (length * (hp.bart_rate_min / n_noises) + 0.5).long().clamp(min=1).minimum(most)
@@ -946,11 +962,11 @@ def bart(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
         source: both directions  | target: causal, loss
 
     bart_noise names some of NOISES, which are applied in the order of that table. Each row draws one rate, uniform from
-    bart_rate_min to bart_rate, which mask, delete, infill, replace and insert share equally; each changes at least one
+    bart_rate_min to bart_rate, which mask, delete, infill, replace and insert share equally; each picks at least one
     byte. A row has room for n = (T - 1) // 2 bytes, fewer with insert; half of the rows hold that many (see
     random_lengths). Closest to BART's own recipe: --bart_noise permute,infill --bart_rate_min .3 --poisson_lambda 3.5.
     Departures:
-    - The rate varies, since a model trained with BART's constant 30% damages texts with less noise.
+    - The rate varies. A model trained only at BART's 30% damages texts that contain less noise.
     - Sentences are not permuted by default. BART's ablation loses little without it, and small models do not learn it.
     - replace and insert (at most one byte in a gap) are added, since a model trained only with infilling copies typos.
 
@@ -979,14 +995,15 @@ def bart_bytes(T, hp):
         fail(f"--bart_noise {hp.bart_noise}: unknown or repeated name. Try some of {','.join(NOISES)}")
     if "insert" not in noises:
         return (T - 1) // 2
-    # the source grows by bart_rate, and since insert changes at least one byte, by at least one
+    # insert adds k <= max(1, n * bart_rate + .5) bytes to the source; n + k + SEP + n + EOT fit in T + 1 ids
     return int((T - 2) / (2 + hp.bart_rate))
 
 
 def bart_piece_bytes(hp):  # -> maximum number of bytes to repair at once, or None
-    """After a mistake the model loses its place in the source; it finds it again at the start of the next piece. Noises
-    that move text can only be undone in the whole text."""
-    return None if {"permute", "rotate"} & set(hp.bart_noise.split(",")) else 32
+    """After a mistake, the model no longer knows which byte of the source to copy next. A new piece is a fresh start.
+    Noises that move text can only be undone in the whole text."""
+    moves_text = {"permute", "rotate"} & set(hp.bart_noise.split(","))
+    return None if moves_text else 32
 
 
 def unused_bart_flags(hp):
@@ -1002,10 +1019,10 @@ OBJECTIVES["bart"] = Objective(
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
            "bart_rate": Flag(0.3, f"maximum share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
-           "bart_rate_min": Flag(0.0, "minimum share; from bart_rate on, the share is constant", 0.0, 0.9),
-           "poisson_lambda": Flag(3.0, "mean length of an infilled span, before the last is truncated", 2.0, 20.0)},
+           "bart_rate_min": Flag(0.0, "minimum share of such bytes; never more than bart_rate", 0.0, 0.9),
+           "poisson_lambda": Flag(3.0, "mean length of an infilled span; the last is cut to fit", 2.0, 20.0)},
     # short rows are learned sooner; n-grams lower the loss, but with them the model loses its place sooner
-    flag_defaults=(SHARP_ATTENTION | NARROW_HEADS
+    flag_defaults=(SHARP_ATTENTION | MORE_HEADS
                    | {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 256}, "ngram_rows": 0}),
     unused=unused_bart_flags, numbering=bart_positions, target_hidden=False,
     uses=(Repair(max_bytes=bart_piece_bytes),), aliases=("denoising", "denoising_autoencoder"))
@@ -1029,7 +1046,8 @@ def nsp(x, g, hp):  # x (B, 2 n_text + NSP_GAP) -> inp, tgt (B, T), labels (B,)
     - BERT takes the second text from another document. Here the other row may be from the same one.
     - Texts have a fixed length, with NSP_GAP between them.
     - SEP replaces segment embeddings, and there is no pooler (BERT's dense layer and tanh).
-    - 15% of the text is masked. BERT also counts CLS and SEP."""
+    - 15% of the bytes of both texts are masked. BERT masks 15% of all ids, including CLS and SEP.
+    - sample.py also fills holes in a single text, a row that never occurs in training."""
     B = len(x)
     n_text = (x.size(1) - NSP_GAP) // 2
     first = x[:, :n_text]
@@ -1054,11 +1072,11 @@ def nsp(x, g, hp):  # x (B, 2 n_text + NSP_GAP) -> inp, tgt (B, T), labels (B,)
 
 def nsp_loss(model, batch, hp):
     h = hidden_states(model, batch)                                                 # (B, T, C)
-    follows = model.heads["nsp"](h[:, 0])                                           # (B,) log-odds
+    log_odds = model.heads["nsp"](h[:, 0])                                          # (B,)
     nll = target_nll(model, h, batch)
-    nats = F.binary_cross_entropy_with_logits(follows, batch["labels"].float(), reduction="none")   # (B,)
+    nats = F.binary_cross_entropy_with_logits(log_odds, batch["labels"].float(), reduction="none")  # (B,)
     nsp_nats = nats @ batch["row_weight"]
-    correct = (follows > 0) == (batch["labels"] == 1)
+    correct = (log_odds > 0) == (batch["labels"] == 1)
     figures = dict(nll=nll, nsp=nsp_nats, accuracy=correct.float() @ batch["row_weight"])
     return nll + hp.nsp_weight * nsp_nats, figures
 
@@ -1078,8 +1096,8 @@ OBJECTIVES["nsp"] = Objective(
     flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's second text) or swap (both texts)",
                                              choices=("random", "swap")),
                        "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
-    flag_defaults=SHARP_ATTENTION | NARROW_HEADS | {"mask_rate": 0.15},
-    uses=(Predict("follow", predict_follows), Fill((CLS,), (SEP,))),
+    flag_defaults=SHARP_ATTENTION | MORE_HEADS | {"mask_rate": 0.15},
+    uses=(Predict("follow", predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),
     aliases=("next_sentence", "next_sentence_prediction", "albert", "sop", "sentence_order_prediction"))
 
 
@@ -1087,14 +1105,14 @@ OBJECTIVES["nsp"] = Objective(
 def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, n_crop)
     """Contrastive learning: finds the other crop of the same window in a batch (Contriever, Izacard et al. 2022).
 
-        window   t h e   c a t   s a t   o n       two crops of crop * T bytes each, from anywhere in the window
-        inp      [h e   c a t] [a t   s a t]       attention: bidirectional
+        window   t h e _ c a t _ s a t _ o n       two crops of crop * T bytes each, from anywhere in the window
+        inp      [h e _ c a t] [a t _ s a t]       attention: bidirectional
 
     The loss is InfoNCE (van den Oord et al. 2018) in both directions. A crop's embedding is the mean of its states,
     normalized; similarities are divided by tau. The negatives are the other rows of the micro-batch, so the loss
-    depends on its size; unlike elsewhere, more accum or processes are not a larger batch. Validation compares 32 rows.
+    depends on --batch_size; more --accum or more processes do not add negatives. Validation compares 32 rows.
     Departures:
-    - The loss has both directions, and embeddings have length 1.
+    - The loss has both directions, and embeddings have norm 1.
     - Crops have one length. Theirs are .05 to .5 of a window.
     - There are no ids around a crop, no deleted bytes, and no queue of older negatives."""
     B, T = x.shape
@@ -1104,17 +1122,17 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, n_crop)
     return dict(inp=x.gather(1, column.flatten(1)).view(B, 2, n_crop), prefix=n_crop)
 
 
-def embed(model, x):  # (N, n_crop) -> (N, C) float32 of length 1: the mean of the states
+def embed_crops(model, x):  # (N, n_crop) -> (N, C) float32 of norm 1: the mean of the states, normalized
     return F.normalize(model(x, x.size(1)).float().mean(1), dim=-1)
 
 
 def contrastive_loss(model, batch, hp):
-    embeddings = embed(model, batch["inp"].flatten(0, 1))                           # (2 B, C)
+    embeddings = embed_crops(model, batch["inp"].flatten(0, 1))                     # (2 B, C)
     first, second = embeddings.unflatten(0, (-1, 2)).unbind(1)                      # (B, C) each
     sim = first @ second.T / hp.tau                                                 # (B, B)
-    same = torch.arange(len(sim), device=sim.device)
-    nats = (position_nats(sim, same) + position_nats(sim.T, same)) / 2              # (B,)
-    correct = sim.argmax(1) == same
+    own_row = torch.arange(len(sim), device=sim.device)
+    nats = (position_nats(sim, own_row) + position_nats(sim.T, own_row)) / 2        # (B,)
+    correct = sim.argmax(1) == own_row
     return nats @ batch["row_weight"], {"top1": correct.float() @ batch["row_weight"]}
 
 
@@ -1123,8 +1141,8 @@ OBJECTIVES["contrastive"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, min_rows=2, loss=contrastive_loss,
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
-    flag_defaults=NARROW_HEADS | {"batch_size": 32},            # the other rows are the negatives
-    compares_rows=True, uses=(Predict("search", embed),), aliases=("contriever", "infonce", "info_nce"))
+    flag_defaults=MORE_HEADS | {"batch_size": 32},            # the other rows are the negatives
+    compares_rows=True, uses=(Predict("search", embed_crops),), aliases=("contriever", "infonce", "info_nce"))
 
 
 # ---- mdlm: masked diffusion
@@ -1136,7 +1154,8 @@ def masked_counts(size, B, g, hp):  # number of bytes of each block (blocks,) ->
     u = (order + torch.rand(B, len(size), generator=g, device=g.device)) / B
     uniform_count = 1 + (u * size).long().minimum(size - 1)                         # (B, blocks)
     early_count = (size * hp.mask_rate + 0.5).long().clamp(min=1)                   # (blocks,)
-    is_early = hp.progress < hp.uniform_from    # a bool, or a 0-D tensor in training, so `if` would wait for the device
+    # a bool, or in training a 0-D tensor: an `if` would wait for the device, so is_early is used as a number
+    is_early = hp.progress < hp.uniform_from
     return uniform_count + is_early * (early_count - uniform_count)
 
 
@@ -1170,7 +1189,7 @@ def bound_loss(cost):  # -> an Objective.loss that sums cost(logits, tgt), nats 
 def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
     """Masked diffusion: predicts bytes when any share is masked (MDLM, Sahoo et al. 2024; LLaDA, Nie et al. 2025).
 
-        inp   t [M] [M]   c [M] t    attention: bidirectional; k of T bytes are masked
+        inp   t [M] [M] _ c [M] t    attention: bidirectional; k of T bytes are masked
         tgt   .  h   e  . .  a  .    loss at the masked bytes, with weight T / k, divided by B * T
 
     k is stratified over the batch. Only bytes are predicted, never MASK or another id (MDLM's SUBS). The loss
@@ -1193,14 +1212,14 @@ def unused_diffusion_flags(hp):
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags=MASK_RATE | {"uniform_from": Flag(0.7, "before this share of the steps, the rate is mask_rate; after it, or "
-                                                 "from the start with --init_from, uniform", 0.0, 1.0)},
+    flags=MASK_RATE | {"uniform_from": Flag(0.7, "share of the steps, at the start, with the rate mask_rate; then the "
+                                                 "rate is uniform (with --init_from always)", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.4}, unused=unused_diffusion_flags,
     uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))
 
 
-# ---- sedd: score entropy discrete diffusion
+# ---- sedd: score entropy discrete diffusion. Rows are mdlm's, and the cost differs
 def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
     """Score entropy discrete diffusion: predicts ratios of probabilities (SEDD, Lou et al. 2024), with absorbing state
     and without time (RADD, Ou et al. 2025). Rows and weights are mdlm's; only the cost of a masked byte x differs:
@@ -1211,7 +1230,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
     c_y models p(y) / p(MASK), without its time factor (1 - t) / t. The cost is lowest if c is the distribution of the
     byte. It bounds -log p(x) as mdlm's does, but no softmax normalizes c: the model must learn to. The division by 256
     puts an untrained model at chance: its logits are 0, so all c_y are 1/256, and both costs are log 256. Departures:
-    - The model does not read the time, which the absorbing state allows.
+    - The model does not read the time: with an absorbing state, the best c does not depend on it.
     - RADD's network ends in log_softmax, which makes its loss mdlm's.
     - sample.py's default order is MDLM's sampler; "analytic" is SEDD's."""
     has_target = tgt != IGNORE_INDEX
@@ -1241,10 +1260,11 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
               3   . . x x | x x . .           3   . . . . | x x x x
 
     Both copies count positions from 0. Before a noisy block, convolution and n-grams read clean bytes, as from the
-    cache in sampling. uniform_from is 0 here, so every number of masked bytes is equally likely throughout.
+    cache in sampling: with blocks of 2, noisy 3 reads noisy 2, then clean 1 and clean 0. By default uniform_from is 0,
+    so every number of masked bytes is equally likely throughout.
 
-    A byte of a block of m bytes, k of them masked, has weight m / k, divided by B * n. The loss is an upper bound on
-    -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p(x), as clm's. Departures:
+    If k of the m bytes of a block are masked, each has the weight m / k, divided by B * n. The loss is an upper bound
+    on -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p(x), as clm's. Departures:
     - The authors first train with one block, then draw masking rates from a part of (0, 1), chosen by the variance.
     - Their first token is never masked. Ours is predicted from nothing.
     - sample.py fills a block from the left, one byte a pass. They fill a random MASK a pass."""
@@ -1260,10 +1280,16 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
     from_clean = torch.cat((torch.zeros_like(same), same | earlier), dim=1)
     mask = torch.cat((from_noisy, from_clean))                                      # (2 n, 2 n)
     in_block = torch.arange(1, CONTEXT_WIDTH, device=g.device) <= (i % hp.bd3lm_block)[:, None]     # (n, W - 1)
-    before_noisy = ids_before(noisy).where(in_block, ids_before(x))
-    return dict(inp=torch.cat((noisy, x), dim=1), tgt=F.pad(tgt, (0, n), value=IGNORE_INDEX), prefix=0,
-                weight=F.pad(weight / x.numel(), (0, n)), mask=mask.expand(len(x), -1, -1),
-                before=torch.cat((before_noisy, ids_before(x)), dim=1), positions=i.repeat(2).expand(len(x), -1))
+    before_clean = ids_before(x)
+    before_noisy = ids_before(noisy).where(in_block, before_clean)
+    return dict(
+        inp=torch.cat((noisy, x), dim=1),
+        tgt=F.pad(tgt, (0, n), value=IGNORE_INDEX),
+        weight=F.pad(weight / x.numel(), (0, n)),
+        prefix=0,                                               # mask replaces it
+        mask=mask.expand(len(x), -1, -1),
+        before=torch.cat((before_noisy, before_clean), dim=1),
+        positions=i.repeat(2).expand(len(x), -1))
 
 
 # the two copies take twice the positions; a constant rate at the start (uniform_from) does not help small blocks
@@ -1310,8 +1336,8 @@ OBJECTIVES["rotation"] = Objective(
 def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     """Masked and causal rows: predicts both with one head and one shift (GPT-BERT, Charpentier and Samuel 2024).
 
-        inp   t [M] e   c    tgt   h . . . .      masked row: bidirectional; position i - 1 predicts the masked byte i
-        inp   t  h  e   c    tgt   h e   c a      causal row
+        inp   t [M] e _ c    tgt   h . . . .      masked row: bidirectional; position i - 1 predicts the masked byte i
+        inp   t  h  e _ c    tgt   h e _ c a      causal row
 
     A share hybrid_ratio of the rows is masked: at least one row, never all. The first byte is never masked, since no
     position predicts it. Under --doc_mask, the EOT of a document predicts the first byte of the next document, which it
@@ -1319,11 +1345,12 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     times that of causal rows. Departures:
     - A quarter of the rows is masked. The authors mask 15 of 16.
     - Single bytes are masked, not short spans, at a constant rate. Theirs falls from .3 to .15.
-    - Rarely masked bytes are not masked more often, and there is no z-loss."""
+    - All bytes are equally likely to be masked, however often they were masked before, and there is no z-loss."""
     B = len(x)
     T = x.size(1) - 1
     n_masked = min(max(1, int(B * hp.hybrid_ratio + 1e-6)), B - 1)
-    # spreads the masked rows evenly: with B 6 and n_masked 2, the remainders are 2 4 0 2 4 0; 0 and 1 are masked rows
+    # spreads the masked rows evenly: with B = 6 and n_masked = 2, the remainders are 2 4 0 2 4 0; the rows whose
+    # remainder is below 2, rows 2 and 5, are masked
     is_masked = torch.arange(1, B + 1, device=g.device) * n_masked % B < n_masked   # (B,)
     k = min(T - 1, max(1, round(hp.mask_rate * T)))
     chosen = 1 + random_positions(B, T - 1, k, g)
@@ -1346,7 +1373,8 @@ OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Fill((EOT,), shift=1), Continue()), aliases=("gpt_bert", "gptbert"))
+    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()),
+    aliases=("gpt_bert", "gptbert"))
 
 
 # ---- --objective: one objective, or a mixture of several. Both become a list of members
@@ -1362,19 +1390,26 @@ def member_names(objective):  # hp.objective, such as "clm:0.5,mlm:0.5" -> ["clm
     return [part.partition(":")[0].strip() for part in objective.split(",")]
 
 
+def refuse_name(name):  # of an objective that does not exist; suggests the closest one
+    word = name.lower().replace("-", "_")
+    for known, objective in OBJECTIVES.items():
+        if word in objective.aliases:
+            fail(f"--objective {name}: {name} is called {known} here. Try --objective {known}")
+    close = difflib.get_close_matches(word, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
+    fail(f"--objective {name}: unknown. Try {close[0]}")
+
+
 def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Member]
-    """Fails if a name is unknown, suggesting the closest one, and if the settings allow no row."""
+    """Fails if a name is unknown, and if the settings allow no row."""
     names = member_names(hp.objective)
     for name in names:
         if name not in OBJECTIVES:
-            word = name.lower().replace("-", "_")
-            for known, objective in OBJECTIVES.items():
-                if word in objective.aliases:
-                    fail(f"--objective {name}: {name} is called {known} here. Try --objective {known}")
-            close = difflib.get_close_matches(word, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
-            fail(f"--objective {name}: unknown. Try {close[0]}")
+            refuse_name(name)
+    weights = []
     try:
-        weights = [float(part.partition(":")[2]) if ":" in part else 1.0 for part in hp.objective.split(",")]
+        for part in hp.objective.split(","):
+            _, colon, weight = part.partition(":")
+            weights.append(float(weight) if colon else 1.0)
     except ValueError:
         weights = [0.0]                         # refused by the next lines
     if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):
@@ -1382,7 +1417,8 @@ def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Mem
     members = []
     for name, weight in zip(names, weights):
         objective = OBJECTIVES[name]
-        member_hp = Namespace(**vars(hp) | hp.member_defaults.get(name, {}))
+        settings = vars(hp) | hp.member_defaults.get(name, {})
+        member_hp = Namespace(**settings)
         rows = hp.batch_size if objective.compares_rows else hp.batch_size * hp.accum
         if rows < objective.min_rows:
             fail(f"--batch_size {hp.batch_size}: {name} needs {objective.min_rows} rows. "

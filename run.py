@@ -41,8 +41,8 @@ SETTINGS = {
                                  "\"text\" of each line is read"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
-        "init_from": Flag("", "run to start from: its latest weights, its objective unless another is given, a new "
-                              "optimizer; for the same objective, try a third of its --learning_rate"),
+        "init_from": Flag("", "start from the latest weights of this run, with a new optimizer, and with its "
+                              "objective unless another is given; for the same one, try a third of --learning_rate"),
         "seed": Flag(1, "random seed for weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -57,10 +57,10 @@ SETTINGS = {
         "batch_size": Flag({"cpu": 16, "cuda": 32}, "number of rows in a micro-batch", 1),
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
-        "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; 0 or with --max_iters: no limit", 0),
+        "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; 0 or --max_iters: no limit", 0),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
-        "lr_decay": Flag(0.6, "share of the steps, the last ones, over which the learning rate falls to 0", 0.0, 1.0),
+        "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient (without the n-gram table); 0: no limit", 0.0),
         "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more in several epochs", 0.0, 0.99),
@@ -147,9 +147,10 @@ def defaults(kind="cpu", optimizer=""):  # -> {name: default}
 
 def parse(argv):  # -> {name: value} of the flags of train.py in argv
     groups = dict(SETTINGS)
-    for flag in [flag for objective in OBJECTIVES.values() for flag in objective.flags]:
+    for flag, spec in flag_specs().items():
         owners = [name for name, objective in OBJECTIVES.items() if flag in objective.flags]
-        groups.setdefault(f"of {', '.join(owners)}", {})[flag] = OBJECTIVES[owners[0]].flags[flag]
+        if owners:
+            groups.setdefault(f"flags of {', '.join(owners)}", {})[flag] = spec
     lines = ["objectives: attention, what is predicted; what sample.py does with it; defaults that differ"]
     for name, objective in OBJECTIVES.items():
         changed = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
@@ -170,8 +171,8 @@ def get_config(argv):
         attn_scale   2.0    span's default, which parent_settings prefers to the checkpoint's 1.0
         batch_size   16     default of a CPU
 
-    Besides the flags and init_step, hp has progress, the share of this run that is done (1 with --init_from), which
-    training replaces by a tensor, and member_defaults, from objective_defaults, without the flags in argv."""
+    hp also has progress and member_defaults. progress is the share of the run that is done: 1.0 here; training replaces
+    it by a tensor. member_defaults is what objective_defaults returns, without the flags in argv."""
     given = parse(argv)
     saved = {}                                  # settings from a checkpoint
     resume = ""                                 # path of the checkpoint to resume
@@ -204,9 +205,9 @@ def get_config(argv):
 
 
 def objective_defaults(objective, kind="cpu"):  # -> {setting: default}
-    """The defaults that an objective changes, and "member_defaults". For a single objective, that is empty. The members
-    of a mixture share most settings, so only "member_defaults" is returned: for each member, its defaults of those
-    flags that it defines itself. For mlm,electra it is {"mlm": {}, "electra": {"mask_rate": 0.15}}."""
+    """For a single objective: the defaults that it changes, and an empty "member_defaults". The members of a mixture
+    share most settings, so for a mixture only "member_defaults" is returned: for each member, its defaults of the flags
+    that it defines itself. For mlm,electra it is {"mlm": {}, "electra": {"mask_rate": 0.15}}."""
     changed = {}
     for name in member_names(objective):
         if name in OBJECTIVES:                  # get_members refuses other names
@@ -219,20 +220,21 @@ def objective_defaults(objective, kind="cpu"):  # -> {setting: default}
 
 
 def parent_settings(ckpt, given):  # -> settings that a run with --init_from takes from its parent's checkpoint
-    """Those of the model. If the objective stays the same, also those of the objective. If it changes, its defaults of
-    attn_scale and block_size, which fit any weights, take precedence over the parent's values."""
+    """The settings of the model; if the objective stays the same, also its settings. If it changes, the new objective's
+    defaults of attn_scale and block_size replace the parent's values: weights do not depend on them."""
     config = ckpt["config"]
     names = set(SETTINGS["model"])
     if given.get("n_head", config["n_head"]) != config["n_head"]:               # copy_tensors would not notice
         fail(f"--n_head {given['n_head']}: the run of --init_from has {config['n_head']} heads. Try without --n_head")
     if member_names(given.get("objective", config["objective"])) == member_names(config["objective"]):
-        names |= {"objective", "member_defaults", "doc_mask"} | set(flag_specs()) - SHARED_FLAGS
+        own_flags = set(flag_specs()) - SHARED_FLAGS
+        names |= {"objective", "member_defaults", "doc_mask"} | own_flags
     else:
         names -= {"attn_scale", "block_size"} & set(objective_defaults(given["objective"]))
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 
-def check_combinations(hp, given):  # fails if settings exclude each other
+def check_combinations(hp, given):  # fails if settings exclude each other, or if a given flag would have no effect
     if hp.cuda_graph and not hp.device.startswith("cuda"):
         fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {hp.device}. Try --no-cuda_graph")
     if hp.n_embd % (2 * hp.n_head):
@@ -251,7 +253,7 @@ def check_combinations(hp, given):  # fails if settings exclude each other
             fail(f"--{flag}: has no effect with {unused[0][flag]}. Try without one of them")
     if hp.doc_mask and not all(objective.supports_doc_mask for objective in objectives):
         names = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
-        fail(f"--doc_mask: {hp.objective} does not keep the text's order. Try it with {names}")
+        fail(f"--doc_mask: {hp.objective} cannot keep documents apart. Try it with {names}")
 
 
 # ---- the device
@@ -271,7 +273,7 @@ def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 i
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
-    # on a CPU, bfloat16 is faster only with instructions that multiply it; a torch without a probe counts as without
+    # on a CPU, bfloat16 is faster only with instructions that multiply it; without a probe in torch, assume none
     probes = [getattr(torch.cpu, f"_is_{isa}_supported", bool) for isa in ("avx512_bf16", "amx_tile")]
     is_fast = device.type == "cpu" and any(probe() for probe in probes)
     return "bfloat16" if is_fast else "float32"
@@ -348,9 +350,10 @@ class GraphedStep:
 def join_processes(hp):  # connects them; in one process does nothing
     if WORLD == 1:
         return
-    if hp.accum % WORLD or hp.cuda_graph:
-        fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try a multiple of {WORLD}, "
-             "without --cuda_graph")
+    if hp.accum % WORLD:
+        fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try a multiple of {WORLD}")
+    if hp.cuda_graph:
+        fail("--cuda_graph: works in one process only. Try without it")
     if not torch.distributed.is_initialized():  # gloo for tensors on the CPU, so that any_rank never waits for a GPU
         try:
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
@@ -375,8 +378,8 @@ def check_processes(hp, corpus):  # fails if another process has other texts or 
 
 
 def sum_over_processes(model, loss):
-    """Replaces the loss and all gradients by their sums over the processes. Those of the n-gram table are first added
-    up in a tensor of the table's size. Each process then has one lookup for each row of the table, with equal sums."""
+    """Replaces the loss and all gradients by their sums over the processes. The gradients of the n-gram table are first
+    collected in a tensor of the table's size. Then all processes have the same list of lookups, one for each row."""
     if WORLD == 1:
         return
     tensors = [loss]
@@ -454,7 +457,7 @@ def restore_folder(out_dir, metrics):  # -> the folder to save into
         if os.path.samestat(os.stat(path), os.fstat(metrics.fileno())):
             return out_dir
         out_dir = free_folder(out_dir)
-        print(f"another run has taken the folder of this one, which is saved in {out_dir} from now on", file=sys.stderr)
+        print(f"another run has taken this run's folder; this run is saved in {out_dir} from now on", file=sys.stderr)
     metrics.seek(0)
     lines = metrics.read()
     with open_metrics(out_dir, 0) as copy:
@@ -525,7 +528,7 @@ def save_checkpoint(path, ckpt, metrics=None):
             os.remove(path + ".tmp")
         cause = e if isinstance(e, OSError) else e.__context__ or e
         fail(f"{path}: cannot be saved ({first_line(cause)}); the last checkpoint, if any, is unchanged. "
-             f"Try to free space, then python train.py --resume --out_dir {os.path.dirname(path)}")
+             f"Try to free space, then python train.py --resume --out_dir {shlex.quote(os.path.dirname(path))}")
 
 
 def settings_to_save(hp):  # -> {name: value}
@@ -585,9 +588,9 @@ def copy_tensors(target, saved, path):  # {name: tensor} each, of a model or an 
 
 def start_from(model, saved, path):
     """Copies a parent's weights. Heads that the parent lacks or has in another shape keep their initial weights. So do
-    those outputs of the byte head that the parent lacks."""
+    those outputs of the byte head that the parent lacks. Heads that this model lacks are not copied."""
     weights = model.state_dict()
-    tensors = {name: t for name, t in saved.items() if name in weights}
+    tensors = {name: t for name, t in saved.items() if name in weights or not name.startswith("heads.")}
     new = []
     for name, t in weights.items():
         if name.startswith("heads.") and (name not in saved or saved[name].shape != t.shape):
@@ -606,13 +609,14 @@ def start_from(model, saved, path):
 
 
 def load_run(path, device="auto", dtype="auto", train=False):  # -> model, settings, checkpoint
-    """Loads a run for inference, with frozen weights; with train=True, with weights that any optimizer can train.
-    These are float32, as are the activations if dtype is auto, and the model is in training mode. The n-gram table
-    stays as it is, since it is not a parameter: only train.py updates it.
+    """Loads a run for inference, with frozen weights. With train=True, the model is in training mode, and its weights
+    are float32 and trainable by any optimizer. The activations are float32, too, unless dtype says otherwise. The
+    n-gram table stays as it is, since it is not a parameter: only train.py updates it.
 
-    path: a file, or the folder of a run, of which best.pt is loaded. Also prepares the device, and disables cuDNN's
-    attention, which would compile a new plan for every length of a prompt."""
-    ckpt = load_checkpoint(checkpoint_path(path, ("best.pt", "ckpt.pt")), note=True)
+    path: a file, or the folder of a run, of which best.pt is loaded if it exists. Also prepares the device, and
+    disables cuDNN's attention, which would compile a new plan for every length of a prompt."""
+    path = checkpoint_path(path, ("best.pt", "ckpt.pt"))
+    ckpt = load_checkpoint(path, note=True)
     if train and dtype == "auto":
         dtype = "float32"
     device = resolve_device(device)
@@ -621,10 +625,11 @@ def load_run(path, device="auto", dtype="auto", train=False):  # -> model, setti
     hp = argparse.Namespace(**ckpt["config"] | {"device": str(device), "dtype": resolve_dtype(dtype, device)})
     model = build(hp)
     copy_tensors(model.state_dict(), ckpt["model"], path)
-    return model.train() if train else for_inference(model), hp, ckpt
+    model = model.train() if train else for_inference(model)
+    return model, hp, ckpt
 
 
-def for_inference(model):  # converts the weights to the activations' type; in bfloat16, a pass reads half the memory
+def for_inference(model):  # freezes the weights, in the activations' type: in bfloat16, a pass reads half the memory
     for layer in [m for m in model.modules() if isinstance(m, (StackedLinear, torch.nn.Embedding))]:
         layer.to(model.dtype)
     return model.eval().requires_grad_(False)
@@ -663,7 +668,7 @@ def say(text, stop):
 
 
 # ---- a program
-LESS_MEMORY = "half of --batch_size, and --accum 2"
+LESS_MEMORY = "less at once: in training, half of --batch_size, and --accum 2"
 HINTS = {  # part of torch's message: what to try
     "out of memory": LESS_MEMORY,               # on a GPU
     "can't allocate memory": LESS_MEMORY,       # on a CPU
@@ -679,7 +684,7 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C, a clos
         sys.stdout.reconfigure(errors="replace_missing")        # of data.py, for characters that a console lacks
     try:
         code = main()
-        sys.stdout.flush()                      # if this fails in Python's own flush at exit, it prints a traceback
+        sys.stdout.flush()                      # here, where errors are caught: at exit, Python prints a traceback
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

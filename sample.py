@@ -1,4 +1,4 @@
-"""Use a trained model for what it was trained to do. Examples, each with the objectives that it works with:
+"""Use a trained model for what it was trained to do. Examples, each with the objectives that it is made for:
 
     python sample.py                                                a demonstration on held-out text: any objective
     python sample.py --prompt "def main(" --num_samples 3           continue a text: clm, mtp, prefix, ul2, fim, hybrid,
@@ -16,10 +16,10 @@
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 A prompt may contain holes: [MASK] is a hole of one byte (bart: of any length), [MASK:4] a hole of 4 bytes, and
 <extra_id_0> a hole of any length. All models read across the ends of documents, even if trained with --doc_mask.
-Texts go to standard output. Notes go to standard error, as does the line that marks where the model's text begins, so
-that a pipe or a file gets only the text. A terminal highlights what was filled in.
+Texts and answers go to standard output. Notes go to standard error, as does the line that marks where the model's text
+begins, so that a single continued text can be piped. A terminal highlights what was filled in.
 """
-# N samples, n ids of a text, T = block_size, V outputs of the byte head, g: random generator
+# N rows, n ids of a text, T = block_size (bd3lm: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
 import bisect
 import codecs
@@ -63,17 +63,18 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file whose lines are searched, each by its first block_size bytes"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes; ul2 expects long spans if given over 16 a hole", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes; if it is given, over 16 for each hole let ul2 write "
+                                    "long spans", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
-        "temperature": Flag(TEMPERATURE, "randomness; 0 always takes the most likely byte. The default is 0 for holes "
-                                         "and repairs (with several samples 0.8), and 1 with top_p 0.8 where mdlm, "
-                                         "sedd or bd3lm continue a text", 0.0, 1e6),
+        "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte. The default is 0 for holes and "
+                                         "repairs (0.8 if num_samples > 1), 1 with top_p 0.8 if mdlm, sedd or bd3lm "
+                                         "continue a prompt, and otherwise", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled; analytic: only sedd",
                       choices=("confident", "left", "ancestral", "analytic")),
-        "steps": Flag(0, "number of passes that fill the [MASK]s (bd3lm: of a block); 0: one for each [MASK], but 64 "
-                         "if mdlm or sedd fills in order ancestral or analytic", 0),
+        "steps": Flag(0, "number of passes that fill the [MASK]s (bd3lm: of a block; in a long text: of each window); "
+                         "0: one for each [MASK], but 64 if mdlm or sedd fills in order ancestral or analytic", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
@@ -85,8 +86,8 @@ FLAGS = {
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (..., 256) float64
     """Returns the probabilities of the bytes; special ids are never sampled. At temperature 0 the most likely byte has
     probability 1. top_k keeps the k most likely bytes. top_p keeps the most likely bytes until their probabilities,
-    before top_k, add up to top_p (nucleus sampling, Holtzman et al. 2020). In float64, because float32 loses the tail
-    of the distribution (Zheng et al. 2024); an mps device has no float64, so the CPU does it."""
+    computed before top_k is applied, add up to top_p (nucleus sampling, Holtzman et al. 2020). The result is float64:
+    float32 loses the tail of the distribution (Zheng et al. 2024). mps has no float64, so there the CPU computes it."""
     logits = logits[..., :N_BYTES]
     if logits.device.type == "mps":
         logits = logits.cpu()
@@ -110,8 +111,8 @@ def draw(p, g):  # (..., 256) -> bytes (...)
 
 
 def sample_byte(logits, g, stop_id=None, **sampling):  # (N, V) -> ids (N,)
-    """Samples a byte. With a stop_id, it returns stop_id as soon as stop_id and EOT together have the probability
-    END_THRESHOLD. Then EOT is never returned, unless it is the stop_id."""
+    """Samples a byte. With a stop_id, returns stop_id if stop_id and EOT together have at least the probability
+    END_THRESHOLD, and otherwise a byte other than EOT."""
     if stop_id is None:
         return draw(distribution(logits, **sampling), g)
     p = logits.softmax(-1)
@@ -143,7 +144,7 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, get_po
     device = model.embed.weight.device
     ids = prompt.cpu()
     N, n = ids.shape
-    if prefix:                                  # + 1: the last new id is never read
+    if prefix:                                  # T ids can be read, and the last one predicts one more
         max_new_tokens = min(max_new_tokens, T + 1 - n)
     ended = torch.zeros(N, dtype=torch.bool)
     cache = Cache(model, N, T)
@@ -165,11 +166,11 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, get_po
             logits = fast_step(new)
         else:
             logits = step(new)
-        byte = sample_byte(logits.cpu(), g, stop_id, **sampling).masked_fill(ended, EOT)
-        ended |= byte == (EOT if stop_id is None else stop_id)
-        new = byte[:, None]
+        new_id = sample_byte(logits.cpu(), g, stop_id, **sampling).masked_fill(ended, EOT)
+        ended |= new_id == (EOT if stop_id is None else stop_id)
+        new = new_id[:, None]
         ids = torch.cat((ids, new), dim=1)
-        yield byte
+        yield new_id
         if ended.all():
             return
 
@@ -226,7 +227,7 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
             cache_start = len(ids) - T // 2
         n_drafts = min(len(drafts), cache_start + T - len(ids), end - len(ids) - 1)
         drafts = drafts[:n_drafts]
-        # 2. one pass over the ids that are not cached yet; keep what follows ids[-1] and each draft
+        # 2. one pass over the ids that are not cached yet; keep the predictions after ids[-1] and after each draft
         new = torch.tensor([ids[cache_start + int(cache.length):] + drafts])
         logits, draft_logits = full_step(new) if new.size(1) == n_heads + 1 else step(new)
         logits = logits[-n_drafts - 1:]                         # (n_drafts + 1, V)
@@ -269,8 +270,8 @@ def read_block(model, ids, cache):  # (N, n) -> states (N, n, C); attends to all
 
 
 def fill_logits(model, ids, use, cache=None):  # ids (N, n) with MASKs -> (N, n, V)
-    """Predicts every byte of a text. use: a Fill, which says what ids surround the text. cache: the blocks before ids,
-    for block diffusion, where nothing surrounds a text; ids are not added to it."""
+    """Predicts every byte of a text. use: a Fill, whose ids are placed around the text. cache: for block diffusion, the
+    blocks before ids. Then `use` is ignored, and ids are removed from the cache after the pass."""
     if cache is not None:
         h = read_block(model, ids, cache)
         cache.length -= ids.size(1)
@@ -279,7 +280,7 @@ def fill_logits(model, ids, use, cache=None):  # ids (N, n) with MASKs -> (N, n,
     after = ids.new_tensor(use.right_ids).expand(len(ids), -1)
     row = torch.cat((before, ids, after), dim=1)
     h = model(row, row.size(1))
-    first = len(use.left_ids) - use.shift         # the position that predicts the first byte
+    first = len(use.left_ids) - use.shift       # the position that predicts the first byte
     return model.logits(h[:, first:first + ids.size(1)])
 
 
@@ -291,7 +292,7 @@ def text_space(use, T):  # -> maximum number of bytes of a text in a row of T po
 def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=False, **sampling):
     """Fills the MASKs of ids (N, n), and yields ids after each pass. Other ids do not change. steps: number of passes;
     0: one for each MASK, or 64 in orders ancestral and analytic. Each pass predicts all MASKs, and keeps the sampled
-    bytes of those that `choose_masks` chooses. may_end: EOT may be written, which ends a text but not a hole."""
+    bytes of those that `choose_masks` chooses. may_end: is EOT allowed? It ends a text, but not a hole."""
     if not steps:
         steps = 64 if order in ("ancestral", "analytic") else int((ids == MASK).sum(1).max())
     for passes_left in range(steps, 0, -1):
@@ -313,10 +314,11 @@ def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) 
         confident   the MASKs whose sampled bytes are most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
                     without the noise that it adds to the ranking)
         ancestral   each MASK with probability 1 / passes_left, as MDLM's sampler
-        analytic    each MASK with this probability times the sum of the ratios of SEDD's score, about 1; in the last
-                    pass all MASKs (SEDD's Tweedie denoiser)
+        analytic    each MASK with probability s / passes_left, where s, about 1, is the sum of the ratios that SEDD
+                    predicts; the last pass fills all MASKs (SEDD's Tweedie denoiser)
 
-    Orders left and confident choose MASKs / passes_left of them, rounded up: of 5 MASKs in 2 passes 3, then 2."""
+    Orders left and confident choose 1 / passes_left of the MASKs, rounded up: with 5 MASKs and 2 passes, 3 and then 2.
+    """
     n_chosen = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left      # (N, 1)
     if order == "left":
         return is_mask.cumsum(1) <= n_chosen
@@ -389,14 +391,15 @@ def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order=
 def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **sampling):
     """Fills n_holes holes, one after the other. Returns their answers, a list of bytes for each, and whether all
     ended by themselves. prompt, prefix: what Infill.prompt returns, the ids up to the first answer and the number of
-    them that attend in both directions. Each answer ends with its stop id, which also starts the next answer. The last
-    position of a full row is not used, because in training the last target of a full row is always EOT."""
+    them that attend in both directions. Each answer ends with its stop id, which also starts the next answer. After an
+    answer that does not end, no space is left, so the last answer shows whether all ended. The last position of a full
+    row is not used, because in training the last target of a full row is always EOT."""
     T = hp.block_size
     ids = list(prompt)
     get_positions = position_function(objective, prefix, hp)
     answers = []
     for stop_id in find_use(objective, "infill").stop_ids[:n_holes]:
-        space = min(max_new_tokens - sum(map(len, answers)), T - len(ids))          # 0 after an answer that did not end
+        space = min(max_new_tokens - sum(map(len, answers)), T - len(ids))
         row = to_row(ids, hp)
         written = [int(i) for i in generate(model, row, space, T, g, prefix, stop_id, get_positions, **sampling)]
         ended = written[-1:] == [stop_id]
@@ -407,9 +410,9 @@ def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **s
 
 @torch.inference_mode()
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
-    """Cuts an answer where the text after the hole fits. This is for models that rarely end an answer with EOT, but
-    also predict text from left to right; other answers stay as they are. Returns the shortest start of the answer after
-    which the first bytes of the text after the hole are at least a tenth as likely as after the best start."""
+    """Cuts an answer where the text after the hole fits. fim rarely ends an answer with EOT, but it can also score a
+    text from left to right. Returns the shortest start of the answer after which the first bytes of the text after the
+    hole are at least a tenth as likely as after the best start. Models that cannot do this keep their answers."""
     after = after[:SUFFIX_BYTES]
     n = len(after)
     use = find_use(objective, "continue")
@@ -433,15 +436,14 @@ def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids
 def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any length -> yields bytes
     T = hp.block_size
     n = objective.n_bytes(T, hp)                # maximum number of clean bytes in a row
-    limit = None
     use = find_use(objective, "repair")
-    if use.max_bytes:
-        limit = use.max_bytes(hp)
-    longest = min(n, limit) if limit else T - 1 - n             # noise may make a text longer
+    longest = T - 1 - n                         # a noisy text may be longer than the clean one
+    if use.max_bytes and use.max_bytes(hp):
+        longest = min(n, use.max_bytes(hp))
+    noisy = [i for i in noisy if i != EOT]      # the model would copy an EOT, which ends the row
     pieces = list(cut_after_spaces(noisy, longest))
     # on a terminal, the text that appears shows the progress
     for piece in tqdm(pieces, disable=True if sys.stdout.isatty() else None, leave=False):
-        piece = [i for i in piece if i != EOT]  # the model would copy an EOT, which ends the row
         row = to_row(piece + [SEP], hp)
         prefix = row.size(1)
         get_positions = position_function(objective, prefix, hp)
@@ -456,8 +458,8 @@ def cut_after_spaces(ids, n):  # -> yields pieces of up to n ids
     while len(ids) - start > n:
         n_pieces = math.ceil((len(ids) - start) / n)
         ideal = start + math.ceil((len(ids) - start) / n_pieces)
-        ends = range(start + n // 4 + 1, start + n + 1)
-        ends = [i for i in ends if ids[i - 1] in SPACES and ids[i] != MASK]
+        candidates = range(start + n // 4 + 1, start + n + 1)
+        ends = [i for i in candidates if ids[i - 1] in SPACES and ids[i] != MASK]
         end = min(ends, key=lambda i: abs(i - ideal), default=ideal)
         yield ids[start:end]
         start = end
@@ -492,20 +494,28 @@ def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
 
 
 def to_text(ids):  # -> str; MASK becomes a block, EOT is left out
-    text = b"".join("█".encode() if i == MASK else bytes([i]) for i in map(int, ids) if i != EOT)
+    text = bytearray()
+    for i in ids:
+        if i == MASK:
+            text += "█".encode()
+        elif i != EOT:
+            text.append(int(i))
     return printable(text.decode("utf-8", "replace"))
 
 
-def printable(text):  # on a terminal, escapes control characters as \x1b and drops carriage returns
+def printable(text):  # on a terminal, writes control characters as escapes (ESC: \x1b) and drops carriage returns
     if not sys.stdout.isatty():
         return text
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda c: f"\\x{ord(c[0]):02x}", text.replace("\r", ""))
+
+    def escape(match):
+        return f"\\x{ord(match[0]):02x}"
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", escape, text.replace("\r", ""))
 
 
 def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
     """Highlights new characters: on a terminal in reverse video, elsewhere between the two strings of `plain`. A
     character of several bytes is new if one of them is."""
-    before, after = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
+    mark_on, mark_off = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
     # in UTF-8, the first byte of a character is never in 0x80 .. 0xbf, and all others are
     starts = [i for i, byte in enumerate(ids) if i == 0 or not 0x80 <= byte < 0xc0]
     out = ""
@@ -513,14 +523,14 @@ def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
     for start, end in zip(starts, [*starts[1:], len(ids)]):     # a character
         if any(is_new[start:end]) != highlighted:
             highlighted = not highlighted
-            out += before if highlighted else after
+            out += mark_on if highlighted else mark_off
         out += to_text(ids[start:end])
-    return out + after if highlighted else out
+    return out + mark_off if highlighted else out
 
 
 def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that it yielded
-    """Prints the prompt, then bytes as they come, a character once all its bytes are there. The line between the two
-    goes to standard error: a terminal, a notebook and a log show it, while a pipe or a file gets only the text."""
+    """Prints the prompt, then each character as soon as all of its bytes are there. The line between the prompt and the
+    new text goes to standard error: a terminal, a notebook and a log show it, while a pipe or a file gets only text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(new):  # ids -> the characters that they complete
@@ -544,7 +554,7 @@ def note(text, start=""):  # prints what is not part of the answer, to standard 
 
 def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
     if len(ids) > n:
-        note(f"reads only the last {n} of {len(ids)} bytes of the prompt, to leave space in the block")
+        note(f"reads only the last {n} of {len(ids)} bytes of the prompt")
     return ids[-n:]
 
 
@@ -554,7 +564,7 @@ def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
 #     given           names of the flags that were given
 #     from_file       was --prompt read from a file?
 #     sampling        the arguments of `distribution` that were given
-#     hole_sampling   all its arguments, for holes and repairs
+#     fill_sampling   the same for holes and repairs, which have another default temperature
 def continue_mode(model, objective, use, hp, args, g):
     T = hp.block_size
     sampling = dict(temperature=TEMPERATURE) | args.sampling
@@ -566,16 +576,13 @@ def continue_mode(model, objective, use, hp, args, g):
         written = stream(text, ids)
         note(f"{len(written) / max(1, len(stats)):.2f} bytes per forward pass")
         return
-    if not use.both_ways:
-        row = to_row([*use.left_ids, *text, *use.right_ids], hp)
-        stream(text, generate(model, row, args.max_new_tokens, T, g, compile=args.compile, **sampling))
-        return
-    # one block holds the prompt and, in up to half of it, what follows
-    prompt = keep_last(text, max(1, text_space(use, T) - min(args.max_new_tokens, T // 2)))
+    prompt = text
+    if use.both_ways:                           # one block holds the prompt and, in up to half of it, the new text
+        prompt = keep_last(text, text_space(use, T) - min(args.max_new_tokens, T // 2))
     row = to_row([*use.left_ids, *prompt, *use.right_ids], hp)
-    prefix = row.size(1)
+    prefix = row.size(1) if use.both_ways else 0
     written = stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
-    if len(written) < args.max_new_tokens and written[-1] != EOT:
+    if use.both_ways and len(written) < args.max_new_tokens and written[-1] != EOT:
         note(f"the block of {T} is full")
 
 
@@ -592,7 +599,7 @@ def fill_mode(model, objective, use, hp, args, g):
     """Fills masked bytes. A model that was trained at any mask rate also continues a prompt without holes."""
     T = hp.block_size
     prompt = args.prompt
-    sampling = args.hole_sampling
+    sampling = args.fill_sampling
     has_hole = MASK in prompt
     if has_hole:
         if "max_new_tokens" in args.given:
@@ -601,7 +608,7 @@ def fill_mode(model, objective, use, hp, args, g):
         fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
     else:
         prompt = keep_last(prompt, T // 2)
-        n_new = min(args.max_new_tokens, T - len(prompt))
+        n_new = min(args.max_new_tokens, text_space(use, T) - len(prompt))
         if n_new < args.max_new_tokens:
             note(f"writes only {n_new} bytes, which fill the block of {T}")
         prompt = prompt + [MASK] * n_new
@@ -634,7 +641,7 @@ def infill_mode(model, objective, use, hp, args, g):
     # 2. the parts of them that the model reads: around a single hole, only the bytes nearest to it
     near = texts
     if n_holes == 1:
-        half = max(1, (T - 8 - min(args.max_new_tokens, T // 3)) // 2)              # 8: space for special ids
+        half = (T - 8 - min(args.max_new_tokens, T // 3)) // 2  # 8: space for special ids
         near = [texts[0][-half:], texts[1][:half]]
         if near != texts:
             note(f"reads only the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it")
@@ -643,7 +650,7 @@ def infill_mode(model, objective, use, hp, args, g):
     prompt, prefix = use.prompt(near, expected, hp)
     if len(prompt) + n_holes > T:
         fail(f"--prompt: takes {len(prompt)} positions, which leaves no space in a block of {T}. Try a shorter text")
-    answers, ended = infill(model, objective, hp, prompt, prefix, n_holes, args.max_new_tokens, g, **args.hole_sampling)
+    answers, ended = infill(model, objective, hp, prompt, prefix, n_holes, args.max_new_tokens, g, **args.fill_sampling)
     if n_holes == 1:
         trimmed = trim_to_suffix(model, objective, hp, near[0], answers[0], near[1])
         ended = ended or trimmed != answers[0]  # an answer that was trimmed has ended
@@ -660,7 +667,7 @@ def infill_mode(model, objective, use, hp, args, g):
 
 
 def repair_mode(model, objective, use, hp, args, g):
-    stream([], repair(model, objective, args.prompt, hp, g, **args.hole_sampling))
+    stream([], repair(model, objective, args.prompt, hp, g, **args.fill_sampling))
 
 
 def mark_mode(model, objective, use, hp, args, g):
@@ -669,7 +676,7 @@ def mark_mode(model, objective, use, hp, args, g):
     prompt = args.prompt
     pieces = tqdm(list(cut_after_spaces(prompt, hp.block_size)), disable=None, leave=False)
     p = torch.cat([use.predict(model, to_row(piece, hp))[0].sigmoid().cpu() for piece in pieces])
-    p = p.tolist()                              # of each byte, that it is wrong
+    p = p.tolist()                              # p[i]: the probability that byte i is wrong
     is_marked = [x > 0.5 for x in p]
     words = sorted(find_words(prompt, is_marked), key=lambda word: -max(p[word]))
     if args.from_file and len(prompt) > hp.block_size:
@@ -681,7 +688,7 @@ def mark_mode(model, objective, use, hp, args, g):
         print("--- the most suspicious words, as line:column, with the probability that they are wrong:")
     newlines = [i for i, byte in enumerate(prompt) if byte == ord("\n")]
     for word in words:
-        worst = max(range(word.start, word.stop), key=p.__getitem__)                # its most suspicious byte
+        worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
         n_lines = bisect.bisect_left(newlines, worst)           # lines above it
         line_start = newlines[n_lines - 1] + 1 if n_lines else 0
         column = len(bytes(prompt[line_start:worst + 1]).decode("utf-8", "replace"))
@@ -691,7 +698,7 @@ def mark_mode(model, objective, use, hp, args, g):
 
 def find_words(ids, is_marked):  # -> slices of ids: words of up to 40 characters; marked white space belongs to a word
     solid = bytes(ord("x") if mark and i in SPACES else i for i, mark in zip(ids, is_marked))
-    character = rb"\S[\x80-\xbf]*"             # in UTF-8, only its first byte is outside 0x80 .. 0xbf
+    character = rb"[^\s\0][\x80-\xbf]*"        # in UTF-8, only its first byte is outside 0x80 .. 0xbf
     return [slice(*word.span()) for word in re.finditer(rb"(?:%b){1,40}" % character, solid)]
 
 
@@ -715,14 +722,14 @@ def search_mode(model, objective, use, hp, args, g):  # prints the three lines o
 
 
 def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
-    """Texts of one length are embedded together. Texts of different lengths would need padding, which these models,
-    whose rows are read in both directions, would read."""
-    with_length = {}                            # {length: indices of the texts}
+    """Texts of equal length form a batch. Texts of different lengths would need padding, and the model, which is
+    bidirectional, would attend to it."""
+    by_length = {}                              # {length: indices of the texts}
     for i, text in enumerate(texts):
-        with_length.setdefault(len(text), []).append(i)
+        by_length.setdefault(len(text), []).append(i)
     vectors = {}                                # {index: embedding (C,)}
     with tqdm(total=len(texts), disable=None, leave=False) as bar:
-        for same in with_length.values():
+        for same in by_length.values():
             for first in range(0, len(same), SEARCH_ROWS):
                 batch = same[first:first + SEARCH_ROWS]
                 x = torch.tensor([list(texts[i]) for i in batch], device=hp.device)
@@ -731,7 +738,7 @@ def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
     return torch.stack([vectors[i] for i in range(len(texts))])
 
 
-def seam_mode(model, objective, use, hp, args, g):  # rotates a text back to where the model finds its first byte
+def seam_mode(model, objective, use, hp, args, g):  # rotates a text so that it starts where the model finds its start
     ids = keep_last(args.prompt, hp.block_size)
     p = use.predict(model, to_row(ids, hp))[0].softmax(0)
     seam = int(p.argmax())
@@ -757,15 +764,16 @@ MODES = {
 # ---- the command
 def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
     members = get_members(hp)
-    chosen = [m for m in members if name in ("", m.objective.name)]
+    chosen = [m for m in members if not name or m.objective.name == name]
     if not chosen:
         fail(f"--objective {name}: the run was trained as {hp.objective}. Try --objective {members[0].objective.name}")
     return chosen
 
 
 def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
-    """Chooses among the uses whose mode reads all of these texts, or among all uses if there is none. For a prompt: the
-    first whose marker is in it, or else the first that needs no marker. Otherwise the first."""
+    """The candidates are the uses whose mode reads all of these texts. If there are none, they are all uses, and `main`
+    refuses a text. With a prompt, prefers a use whose marker is in it, then one that needs no marker. Otherwise takes
+    the first candidate."""
     all_uses = [(m, use) for m in members for use in m.objective.uses]
     uses = [(m, use) for m, use in all_uses if set(texts) <= set(MODES[use.mode].flags)]
     uses = uses or all_uses
@@ -784,10 +792,11 @@ def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
     return uses[0]
 
 
-def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode does not read
-    if flag not in FLAGS["texts"] or any(flag in MODES[use.mode].flags for use in objective.uses):
+def refuse_flag(flag, objective, mode, members):  # fails because of a flag that the Mode does not read
+    uses = [use for m in members for use in m.objective.uses]
+    if flag not in FLAGS["texts"] or any(flag in MODES[use.mode].flags for use in uses):
         fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
-    # no use of the objective reads this text: name the objectives that do
+    # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
     able = [other.name for other in OBJECTIVES.values() if find_use(other, reader)]
     fail(f"--{flag}: {objective.name} does not {MODES[reader].task}; train {' or '.join(able)} for that")
@@ -829,15 +838,17 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
 
 def main(argv=None):
     given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(sys.argv[1:] if argv is None else argv))
-    args = Namespace(**{name: flag.default for flags in FLAGS.values() for name, flag in flags.items()} | given)
+    defaults = {name: flag.default for flags in FLAGS.values() for name, flag in flags.items()}
+    args = Namespace(**defaults | given)
     path = args.out_dir or newest_run()
     model, hp, ckpt = load_run(path, args.device, args.dtype)
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
-    m, use = choose_use(choose_members(hp, args.objective), texts)
+    members = choose_members(hp, args.objective)
+    m, use = choose_use(members, texts)
     objective = m.objective
     mode = MODES[use.mode]
     for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags}):
-        refuse_flag(flag, objective, mode)
+        refuse_flag(flag, objective, mode, members)
     if args.order and args.order not in use.orders:
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     member = "" if objective.name == hp.objective else f", used as {objective.name}"
@@ -855,7 +866,7 @@ def main(argv=None):
     args.from_file = given.get("prompt", "").startswith("FILE:")
     args.sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
     # holes and repairs take the most likely bytes, unless several samples are wanted
-    args.hole_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 else 0.0) | args.sampling
+    args.fill_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 else 0.0) | args.sampling
     for i in range(args.num_samples):
         if args.num_samples > 1:
             print(f"--- sample {i + 1}")

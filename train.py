@@ -54,7 +54,7 @@ def make_batch(member, corpus, split, windows, g):  # windows: source (B,), offs
 
 def draw_batch(member, corpus, split, B, key):  # -> batch of B rows
     """Draws windows and corruption from generators seeded with the string `key`. The same key gives the same batch if
-    B, member.n and the corpus are the same."""
+    all other arguments and the kind of device are the same."""
     windows = sample_windows(corpus, split, member.n, B, make_rng(f"{key},windows"))
     return make_batch(member, corpus, split, windows, make_rng(f"{key},{member.objective.name}", member.hp.device))
 
@@ -80,15 +80,15 @@ def passes_per_step(source, members, hp):  # -> the part of a source's training 
 
 
 def shorten_run(corpus, members, hp):
-    """Lowers hp.max_iters if the run would make more than hp.max_passes passes, which overfits (Muennighoff et al.
-    2023). The passes over several sources are averaged, weighted by the sources' shares of the rows."""
+    """Lowers hp.max_iters and hp.eval_interval if the run would make more than hp.max_passes passes, which overfits
+    (Muennighoff et al. 2023). The passes over several sources are averaged, weighted by their shares of the rows."""
     passes = sum(source["weight"] * passes_per_step(source, members, hp) for source in corpus)
     max_iters = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if max_iters < hp.max_iters:
         hp.max_iters = max_iters
         hp.eval_interval = min(hp.eval_interval, math.ceil(max_iters / 4))
-        print(f"training stops after {max_iters:,} steps, since the text is small: --max_passes is {hp.max_passes:g}, "
-              f"the minimum {MIN_ITERS} steps; --max_iters overrides this")
+        print(f"the text is small, so training stops after {max_iters:,} steps (--max_passes {hp.max_passes:g}, but at "
+              f"least {MIN_ITERS} steps). Use --max_iters to override this")
 
 
 def ngram_drop_rate(step, corpus, members, hp):  # -> share of the n-gram lookups that this step drops
@@ -96,8 +96,8 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of the n-gram lookup
 
         growth * (1 - (1 - ngram_drop) / (1 + repetitions) ** (2 / 3))
 
-    repetitions: passes of the whole run after the first, in which the table could recite what it has memorized; times
-        the share of the text that fits into the table.
+    repetitions: the number of passes after the first one, times the share of the text that fits into the table. In
+        these passes the table could recite what it has memorized.
     growth: rises from 0 to 1 over the first two passes or NGRAM_WARMUP positions, whichever ends first, because a new
         table has memorized nothing yet. With --init_from it is 1.
 
@@ -120,21 +120,23 @@ def ngram_drop_rate(step, corpus, members, hp):  # -> share of the n-gram lookup
     return rate
 
 
-def learning_rate(step, hp):  # rises linearly (warmup_iters), is constant, falls linearly to 0 (lr_decay)
+def learning_rate(step, hp):
+    """Rises linearly (warmup_iters), is constant, then falls linearly to 0 (lr_decay). With the defaults and 1,200
+    steps, it is constant from step 20 to step 480, half as large at step 840, and 0 at the end."""
     warmup = (step + 1) / (hp.warmup_iters + 1)
     decay = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warmup, 1.0, decay)
 
 
-# ---- optimizers: Muon for the StackedLinear layers inside blocks, AdamW for all other parameters
+# ---- optimizers: by default Muon for the StackedLinear layers inside blocks, AdamW for all other parameters
 # a parameter, its first and second moments, and how often it was updated (0-D tensor)
 AdamWState = namedtuple("AdamWState", "param first second n_updates")
 
 
 def make_optimizer(model, hp):
-    """Returns the learning rate (0-D), the matrices of blocks, and the states of both optimizers: for Muon a list of
-    (weights of a group, momentum (N, r, c)), for AdamW a list of AdamWState. A parameter that the loss of a step does
-    not depend on, such as a head of another member of a mixture, has no gradient and is not changed."""
+    """Returns a Namespace: lr, the learning rate (0-D); matrices, those of blocks; muon, a list of (weights of a group,
+    momentum (N, r, c)); adamw, a list of AdamWState. A parameter that the loss of a step does not depend on, such as a
+    head of another member of a mixture, has no gradient and is not changed."""
     groups = group_matrices(model)
     matrices = [p for params in groups.values() for p in params]
     in_blocks = set(matrices)
@@ -152,9 +154,10 @@ def make_optimizer(model, hp):
 
 
 def group_matrices(model):  # -> {(network, r, c): [weight (stack, rows, columns)]} of the matrices inside blocks
-    """Muon updates a group at once: a few large products are faster than many small ones. A matrix and its transpose
-    have the same shape (r, c), r <= c. The network is the part of a layer's name before "blocks.": "" for the model,
-    "heads.generator." for electra's generator, which in a mixture has gradients only in electra's steps."""
+    """Muon updates a group at once: a few large products are faster than many small ones. A tall matrix is transposed,
+    so r <= c. The network is the part of a layer's name before "blocks.": "" for the model, "heads.generator." for
+    electra's generator, which in a mixture has gradients only in electra's steps. With the default sizes, the groups of
+    the model are ("", 128, 128), with qkv and proj of each block, and ("", 128, 512), with up and down."""
     groups = {}
     for name, layer in model.named_modules():
         network, separator, _ = name.rpartition("blocks.")
@@ -184,7 +187,7 @@ def newton_schulz(X, dtype):  # (N, r, c), r <= c -> approximately the nearest m
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
     # A is computed from X again after n steps, since its rounding errors add up
     n = 2 if dtype == torch.bfloat16 else NS_STEPS
-    if X.size(1) == X.size(2):                  # A is as large as X: the plain form is as fast
+    if X.size(1) == X.size(2):                  # A is as large as X: the plain form needs fewer products
         n = 1
     assert NS_STEPS % n == 0, "in bfloat16 the number of steps must be even"
     for _ in range(NS_STEPS // n):
@@ -214,8 +217,8 @@ def muon_step(params, momentum, lr, dtype):  # params: all matrices of a group; 
 
 
 def adamw_step(states, lr):  # states: [AdamWState]; lr: 0-D tensor
-    """AdamW (Loshchilov and Hutter 2019), without weight decay, which optimizer_step applies. Calls torch's function,
-    because creating an object of torch's class loads the compiler, which takes a second."""
+    """AdamW (Loshchilov and Hutter 2019). Weight decay is applied in optimizer_step. This calls torch's functional
+    form, because constructing torch.optim.AdamW imports the compiler, which takes a second."""
     states = [state for state in states if state.param.grad is not None]
     adamw(params=[state.param for state in states],
           grads=[state.param.grad for state in states],
@@ -246,9 +249,9 @@ def prepare(corpus, hp):  # -> State before the first step
     if hp.init_from and not hp.resume:
         start_from(model, load_checkpoint(hp.init_from)["model"], hp.init_from)
     if model.ngrams is not None:
-        model.ngrams.keep_lookups = True
+        model.ngrams.store_gradients = True
     hp = Namespace(**vars(hp) | {"progress": torch.zeros((), device=hp.device)})
-    members = get_members(hp)
+    members = get_members(hp)                   # again, since each member holds its settings
     return Namespace(
         hp=hp, members=members, corpus=corpus, model=model, opt=make_optimizer(model, hp),
         # what compile_step replaces
@@ -258,16 +261,17 @@ def prepare(corpus, hp):  # -> State before the first step
         step=torch.zeros((), dtype=torch.long, device=hp.device),
         windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
         g=torch.Generator(hp.device),           # for the corruption
-        # of each source, for checkpoints and logs
+        # what identifies each source, for checkpoints and logs
         sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus],
         # the first step whose loss or gradient was not finite; -1 if there was none
         first_nonfinite_step=torch.full((), -1, device=hp.device))
 
 
 def member_of_step(members, step):  # -> the member that this step trains
-    """The members divide [0, 1) in proportion to their weights, and each step trains the member whose part contains u.
-    In any stretch of steps u is spread evenly, so each member gets its share of the steps. Two members of equal weight
-    have the parts [0, 0.5) and [0.5, 1): u is 0, 0.62, 0.24, 0.85 in the first steps, which train 0, 1, 0, 1."""
+    """The members divide [0, 1) in proportion to their weights. Each step trains the member whose part contains the
+    number u = step / golden ratio, modulo 1. In any stretch of steps u is spread evenly, so each member gets its share
+    of the steps. Two members of equal weight have the parts [0, 0.5) and [0.5, 1): u is 0, 0.62, 0.24, 0.85 in the
+    first steps, which train 0, 1, 0, 1."""
     u = step * INVERSE_GOLDEN_RATIO % 1
     end = 0.0                                   # of the part of the member
     for member in members:
@@ -280,7 +284,7 @@ def member_of_step(members, step):  # -> the member that this step trains
 def load_step_inputs(s, member, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
-    key = f"{hp.seed},{hp.init_step + step}"    # a run with --init_from reads the windows after its parent's
+    key = f"{hp.seed},{hp.init_step + step}"    # with --init_from, the steps of the parent count, so windows are new
     n_rows = hp.batch_size * hp.accum
     windows = sample_windows(s.corpus, "train", member.n, n_rows, make_rng(f"{key},windows"))
     for static, new in zip(s.windows, windows):
@@ -304,9 +308,9 @@ def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
     loss_fn = s.loss_fns[member.objective.name]
     loss = torch.zeros((), device=hp.device)
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
-        part, _ = loss_fn(s.model, micro_batch(batch, i, hp.accum, member.hp), member.hp)
-        part.backward()
-        loss += part.detach()
+        part_loss, _ = loss_fn(s.model, micro_batch(batch, i, hp.accum, member.hp), member.hp)
+        part_loss.backward()
+        loss += part_loss.detach()
     sum_over_processes(s.model, loss)
 
     # clip, then check that loss and gradient are finite
@@ -316,7 +320,7 @@ def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
     is_first = (s.first_nonfinite_step < 0) & ~is_finite
     s.first_nonfinite_step.copy_(torch.where(is_first, s.step, s.first_nonfinite_step))
 
-    # update; from the first non-finite step on with zero gradients and a zero rate, so that no weight changes any more
+    # update; from the first non-finite step on, gradients and learning rate are zero, so the weights stay as they are
     ok = s.first_nonfinite_step < 0
     for p in params:
         p.grad = torch.where(ok, p.grad, 0.0)
@@ -332,7 +336,8 @@ def compile_step(s):  # compiles the losses and the optimizer, but not the corru
     if s.model.ngrams is not None:              # torch.compile does not support the hook that stores gradients
         s.model.ngrams.look_up = torch.compiler.disable(s.model.ngrams.look_up)
     torch._dynamo.reset()                       # torch limits recompilations per process: count anew in each run
-    torch._dynamo.config.recompile_limit = 64   # a mixture compiles losses and optimizer for each kind of member
+    # a mixture compiles losses and optimizer for each kind of member
+    torch._dynamo.config.recompile_limit = 4 * len(OBJECTIVES)
     for name, loss_fn in s.loss_fns.items():
         s.loss_fns[name] = torch.compile(loss_fn, dynamic=False)
     s.optimizer_step = torch.compile(s.optimizer_step, dynamic=False)
@@ -352,7 +357,7 @@ def make_step_fns(s):  # -> {objective: function without arguments that calls tr
 
 
 # ---- evaluation
-def validation_batches(member, source):  # yields batches that depend only on source, objective and block size
+def validation_batches(member, source):  # yields batches, the same whatever the seed, the batch size and the step
     hp = Namespace(**vars(member.hp) | {"progress": 1.0})       # validation does not change during training
     member = dataclasses.replace(member, hp=hp)
     for i in range(hp.eval_iters):
@@ -363,12 +368,15 @@ def validation_batches(member, source):  # yields batches that depend only on so
 def mean_loss(member, model, batches):  # -> mean loss, {name: mean figure} over batches
     results = [member.objective.loss(model, batch, member.hp) for batch in batches]
     loss = statistics.fmean(float(loss) for loss, _ in results)
-    names = results[0][1]
-    return loss, {name: statistics.fmean(float(figures[name]) for _, figures in results) for name in names}
+    means = {}
+    for name in results[0][1]:
+        means[name] = statistics.fmean(float(figures[name]) for _, figures in results)
+    return loss, means
 
 
 def bits_per_byte(member, model, source, loss):  # the member's loss in nats -> bits, or None if they are not defined
-    """A text has only bytes, so they alone share the probability, even if the byte head also predicts special ids."""
+    """The softmax is over the 256 bytes alone, even if the byte head also predicts special ids, as in a mixture: a text
+    contains none. Objectives with rows of several kinds, such as hybrid, are evaluated on clm's rows."""
     if member.objective.bpb is None:
         return None
     if member.objective.bpb == "causal":        # evaluate the model on clm's rows
@@ -383,10 +391,10 @@ def bits_per_byte(member, model, source, loss):  # the member's loss in nats -> 
 
 @torch.no_grad()
 def evaluate(model, members, corpus):  # -> records, loss
-    """Evaluates each member on the validation text of each source. Returns a list of records, one for each pair, and
-    the mean of their losses, weighted by the shares of source and member. A record holds the names of source and
-    member, the mean "loss" in nats, the mean "figures" that the loss function returns besides, and "bpb", bits per
-    byte. clm does not predict the first byte of a window, which has no context."""
+    """Evaluates each member on the validation text of each source. Returns one record for each pair of source and
+    member, and the mean of their losses, weighted by the weights of source and member. A record holds the names of
+    source and member, the mean "loss" in nats, the means of the other "figures" that the loss function returns, and
+    "bpb", bits per byte. clm's excludes the first byte of a window, which has no context."""
     model.eval()
     records = []
     total = 0.0
@@ -416,10 +424,11 @@ def save(s, metrics, name, status):
     if RANK:
         return
     s.hp.out_dir = restore_folder(s.hp.out_dir, metrics)
-    save_checkpoint(os.path.join(s.hp.out_dir, name), status | dict(
+    ckpt = status | dict(
         version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
         held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict(),
-        optimizer=optimizer_tensors(s)), metrics)
+        optimizer=optimizer_tensors(s))
+    save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt, metrics)
 
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
@@ -427,9 +436,9 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in s.sources]:              # names may differ
         fail(f"--data {' '.join(hp.data)}: its bytes or weights are not those of the run in {hp.out_dir}. "
              f"Try the same data, or --init_from {shlex.quote(hp.out_dir)}")
-    if hp.max_iters < ckpt["step"]:
-        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
     planned = ckpt["config"]["max_iters"]
+    if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
+        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
     if hp.max_iters != planned:
         print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
     copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
@@ -439,9 +448,10 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
 
 # ---- what a run prints and logs
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
-    """Draws 256 positions of one row of each kind: inputs, targets below them, and the label if there is one. Kinds
-    differ in attention, causal or not, and in the control ids that start the row, at most two. Of the rows of a kind
-    the one with the fewest PADs is drawn. If a row holds two texts, inp is (B, 2, T), and each has its own lines."""
+    """Shows the first 256 positions of one row of each kind: inputs, with targets below, then the label, if any. Rows
+    are of the same kind if both or neither have causal attention, and if the same control ids are among their first two
+    ids. Of each kind, the row with the fewest PADs is shown. If a row holds two texts, inp is (B, 2, T), and each has
+    its own lines."""
     inp = batch["inp"].flatten(1)
     prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
     rows = {}                                   # {kind: number of a row}
@@ -451,10 +461,12 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     lines = []
     for b in rows.values():
         texts = []                              # (key, text)
-        for key in [key for key in batch if key == "inp" or key.endswith("tgt") and batch[key].dim() == 2]:
-            is_ids = key in ("inp", "tgt")      # other targets may be labels
-            for ids in batch[key][b].reshape(-1, batch[key].size(-1))[:, :256].tolist():
-                texts.append((key, "".join(to_symbol(i) if is_ids or i < 0 else str(i) for i in ids)))
+        for key in ("inp", "tgt"):
+            if key not in batch:
+                continue
+            rows_of_ids = batch[key][b].reshape(-1, batch[key].size(-1))            # (1 or 2, T)
+            for ids in rows_of_ids[:, :256].tolist():
+                texts.append((key, "".join(map(to_symbol, ids))))
         for start in range(0, len(texts[0][1]), width):
             lines += [f"  {name} {key}   {text[start:start + width]}" for key, text in texts]
         if "labels" in batch:
@@ -526,17 +538,14 @@ def log_step(member, metrics, status, step, loss, norm, seconds):  # -> loss and
     write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
                          "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
                          "seconds": round(seconds, 3)})
-    return f"training loss {loss:.3f}, {positions:,} positions/s", format_time((hp.max_iters - step) / speed), positions
+    left = format_time((hp.max_iters - step - 1) / speed)
+    return f"training loss {loss:.3f}, {positions:,} positions/s", left, positions
 
 
-def note_slow_run(hp, speeds, speed, stop):
-    """Says so when the speed falls below half of the best speed for the first time. speeds: those of the run so far, to
-    which this one is appended. Threads wait for each other by spinning, so one that shares its core delays them all."""
-    if hp.device == "cpu" and torch.get_num_threads() > 1 and speeds:
-        if speed < max(speeds) / 2 <= min(speeds):
-            say("note: training is now less than half as fast as before. Another program seems to use the processor; "
-                "one thread (OMP_NUM_THREADS=1) may be faster then", stop)
-    speeds.append(speed)
+def note_slow_run(hp, stop):  # threads wait by spinning, so a thread that shares its core with a program delays all
+    if hp.device == "cpu" and torch.get_num_threads() > 1:
+        say("note: training is now less than half as fast as before. Another program seems to use the processor; "
+            "one thread (OMP_NUM_THREADS=1) may be faster then", stop)
 
 
 def finish(s):  # after training: prints what compressors reach on the validation text, and a sample of the model
@@ -555,11 +564,12 @@ def finish(s):  # after training: prints what compressors reach on the validatio
 
 
 # ---- a run
-def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no loader is needed
+def move_corpus(corpus, hp):  # to the GPU, as uint8, if it takes less than a quarter of the free memory
     if not hp.device.startswith("cuda"):
         return
     size = sum(source["size"] for source in corpus)
-    if size < torch.cuda.mem_get_info(torch.device(hp.device))[0] / 4:
+    free, _ = torch.cuda.mem_get_info(torch.device(hp.device))
+    if size < free / 4:
         for source in corpus:
             source["train"] = source["train"].to(hp.device)
             source["val"] = source["val"].to(hp.device)
@@ -568,7 +578,7 @@ def move_corpus(corpus, hp):  # to the GPU, as bytes, if it fits there; then no 
 
 
 def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides weights and settings
-    """All refusals come before the folder is made."""
+    """All refusals come before the run's folder is made."""
     use_device(torch.device(hp.device))
     members = get_members(hp)
     corpus = open_corpus(hp.data)
@@ -597,7 +607,8 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     if status["val"] < status["best"]:
         status["best"] = status["val"]
         status["best_step"] = status["step"]
-        save(s, metrics, "best.pt", status)     # first: a run killed in between resumes from the older ckpt.pt
+        # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt, and saves both again
+        save(s, metrics, "best.pt", status)
 
 
 def end_run(s, status, metrics, stop, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
@@ -614,7 +625,8 @@ def end_run(s, status, metrics, stop, is_stopped):  # is_stopped: by a signal, b
     if is_stopped:
         say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
             f"{shlex.quote(out_dir)}", stop)
-        return 128 + (stop[0] if stop else signal.SIGTERM)      # empty if another process got the signal
+        number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
+        return 128 + number
     if status["val"] > status["best"]:
         print(f"validation loss was lowest at step {status['best_step']}: {status['best']:.4f} nats, now "
               f"{status['val']:.4f}; {out_dir}/best.pt holds that state")
@@ -634,15 +646,16 @@ def train(hp):  # -> exit code, State
         announce(s, metrics, status, stop)
         start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
         last_line = status["seconds"]
-        speeds = []                             # positions/s
-        # one extra iteration, which only evaluates and saves; without a terminal there is no bar
+        best_speed = 0.0                        # positions/s
+        is_slow = False
+        # the last iteration takes no step: it only evaluates and saves
         bar = tqdm(range(first_step, hp.max_iters + 1), total=hp.max_iters, initial=first_step,
-                   disable=True if RANK else None, unit="step", dynamic_ncols=True)
+                   disable=True if RANK else None, unit="step", dynamic_ncols=True)         # None: only on a terminal
         for step in bar:
             # evaluate and save if due
             is_due = step % hp.eval_interval == 0 or step == hp.max_iters
             is_stopped = any_rank(bool(stop))
-            is_saved = hp.resume and step == first_step         # a resumed run starts at a saved step
+            is_saved = bool(hp.resume) and step == first_step   # a resumed run starts at a saved step
             if (is_due or is_stopped) and not is_saved:
                 if int(s.first_nonfinite_step) >= 0:
                     break
@@ -670,9 +683,14 @@ def train(hp):  # -> exit code, State
                 if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
                     last_line = seconds
                     say(f"step {step:6d} | {line}, {left} left", stop)
-                if seconds > status["seconds"] + 5:             # the speed is an average over 5 seconds or more
-                    note_slow_run(hp, speeds, speed, stop)
-        return end_run(s, status, metrics, stop, is_stopped and step < hp.max_iters), s
+                if seconds > status["seconds"] + 5 and not is_slow:                 # an average over at least 5 seconds
+                    best_speed = max(best_speed, speed)
+                    is_slow = speed < best_speed / 2
+                    if is_slow:
+                        note_slow_run(hp, stop)
+        is_stopped = is_stopped and step < hp.max_iters
+        code = end_run(s, status, metrics, stop, is_stopped)
+        return code, s
 
 
 def main(argv=None, with_sample=True):  # -> exit code; with_sample=False: no loss.png, no compressors, no sample

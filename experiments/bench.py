@@ -1,13 +1,12 @@
-"""Measure the speed of training and decoding, and the time to a loss.
+"""Measure the speed of training and decoding.
 
     python -m experiments.bench                         training and decoding at the default size
     python -m experiments.bench --parts train --compile --cuda_graph --objectives clm   eager, compiled, captured, both
     python -m experiments.bench --parts decode --n_layer 6 --n_head 6 --n_embd 384 --nanogpt ../nanoGPT
     python -m experiments.bench --parts decode --run out/mtp --compile                  plain, compiled, drafted, both
-    python -m experiments.bench --parts loss --data book.txt --block_size 64 --batch_size 12 --nanogpt ../nanoGPT
 
 Every number is the median of --repeats runs. The programs that are compared run in turns, so that a machine whose speed
-drifts slows all of them. Training reads random bytes, except with --parts loss. --nanogpt also measures a checkout of
+drifts slows all of them. Training reads random bytes. --nanogpt also measures a checkout of
 karpathy/nanoGPT with its own model, optimizer and batches, as its README runs it: on a GPU compiled and in bfloat16, on
 a CPU not compiled and in float32. Other flags are train.py's, such as --n_layer 6 or --optimizer adamw.
 
@@ -16,19 +15,14 @@ B rows, T positions
 import contextlib
 import functools
 import importlib.util
-import io
 import itertools
-import math
 import os
 import statistics
-import sys
-import tempfile
 import time
 from argparse import Namespace
 
-from data import VOCAB_SIZE, Flag, fail, make_rng, open_corpus
+from data import VOCAB_SIZE, Flag, fail, make_rng
 from experiments.flags import parse_with_train_flags
-from experiments.score import score_exact
 import sample
 import train
 from objectives import OBJECTIVES, find_use, get_members
@@ -37,8 +31,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 FLAGS = {
-    "parts": Flag("train,decode", "train, decode or loss (seconds of training to a loss), separated by commas"),
-    "objectives": Flag(",".join(OBJECTIVES), "for train; decode and loss use the first one"),
+    "parts": Flag("train,decode", "train, decode, or both, separated by a comma"),
+    "objectives": Flag(",".join(OBJECTIVES), "for train; decode uses the first one"),
     "repeats": Flag(5, "repetitions of each measurement", 1),
     "steps": Flag(4, "for train: training steps of a repetition", 1),
     "new": Flag(150, "for decode: bytes of a repetition", 1),
@@ -46,7 +40,6 @@ FLAGS = {
     "cuda_graph": Flag(False, "also measure steps captured in a CUDA graph; needs a GPU"),
     "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT"),
     "run": Flag("", "for decode: a trained run, whose drafts are good; default: random weights"),
-    "peer_iters": Flag(0, "for loss: nanoGPT's steps; 0: its own default, 2000 on a CPU, 5000 on a GPU", 0),
 }
 RESERVED = {"objective", "seed", "out_dir", "resume", "init_from"}      # flags of train.py that this program sets
 PEER = "nanoGPT"
@@ -152,30 +145,25 @@ def with_torch_defaults(program):  # -> the same program, run with torch's defau
     return run
 
 
-def nanogpt_model(folder, hp, vocab=VOCAB_SIZE):  # -> the model, the autocast context in which nanoGPT calls it
+def nanogpt_model(folder, hp):  # -> the model, the autocast context in which nanoGPT calls it
     module = load_nanogpt(folder)
     cuda = hp.device.startswith("cuda")
-    dropout = 0.2 if cuda and vocab != VOCAB_SIZE else 0.0      # for --parts loss, as in its configurations
-    config = module.GPTConfig(block_size=hp.block_size, vocab_size=vocab, n_layer=hp.n_layer, n_head=hp.n_head,
-                              n_embd=hp.n_embd, dropout=dropout, bias=False)
+    config = module.GPTConfig(block_size=hp.block_size, vocab_size=VOCAB_SIZE, n_layer=hp.n_layer, n_head=hp.n_head,
+                              n_embd=hp.n_embd, dropout=0.0, bias=False)
     context = torch.autocast("cuda", torch.bfloat16) if cuda else contextlib.nullcontext()
     return module.GPT(config).to(hp.device), context
 
 
-def nanogpt_step(folder, hp, text, rate=lambda i: 1e-3, vocab=VOCAB_SIZE):  # -> function that takes a step, model
+def nanogpt_step(folder, hp, text):  # -> a function that takes one training step
     """Trains as nanoGPT's train.py: random windows, AdamW with weight decay .1, gradients clipped at 1."""
     device = torch.device(hp.device)
-    model, context = nanogpt_model(folder, hp, vocab)
+    model, context = nanogpt_model(folder, hp)
     opt = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), device.type)
     forward = torch.compile(model) if device.type == "cuda" else model
     text = text.cpu().long()
     B, T = hp.batch_size, hp.block_size
-    numbers = itertools.count()
 
     def step():
-        lr = rate(next(numbers))
-        for group in opt.param_groups:
-            group["lr"] = lr
         starts = torch.randint(len(text) - T, (B,))
         x = torch.stack([text[i:i + T] for i in starts])
         y = torch.stack([text[i + 1:i + 1 + T] for i in starts])
@@ -188,22 +176,7 @@ def nanogpt_step(folder, hp, text, rate=lambda i: 1e-3, vocab=VOCAB_SIZE):  # ->
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad(set_to_none=True)
-    return step, model
-
-
-def train_nanogpt(flags, hp, text, vocab):  # -> number of steps, the trained model, seconds of its training loop
-    """Trains as nanoGPT's config/train_shakespeare_char.py; on a CPU, with the flags in its README."""
-    n = flags.peer_iters or (5000 if hp.device.startswith("cuda") else 2000)
-
-    def rate(i):
-        if i < 100:
-            return 1e-3 * (i + 1) / 101
-        return 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * (i - 100) / max(1, n - 100)))
-    step, model = nanogpt_step(flags.nanogpt, hp, text, rate, vocab)
-    begin = time.perf_counter()
-    with_torch_defaults(repeat(step, n))(0)
-    synchronize(torch.device(hp.device))
-    return n, model.eval(), time.perf_counter() - begin
+    return step
 
 
 # ---- parts: each takes the flags and the settings of the first objective, and prints a table
@@ -220,7 +193,7 @@ def bench_train(flags, hp):
     flops = {name: count_flops(own_hp) / n for name, own_hp in hps.items()}         # per position
     programs = {name: repeat(make_step(own_hp), flags.steps, n * hp.accum) for name, own_hp in hps.items()}
     if flags.nanogpt:
-        step, _ = nanogpt_step(flags.nanogpt, hp, random_corpus(hp)[0]["train"])
+        step = nanogpt_step(flags.nanogpt, hp, random_corpus(hp)[0]["train"])
         programs[PEER] = with_torch_defaults(repeat(step, flags.steps, n))
     programs["GEMM"] = gemm(device, getattr(torch, hp.dtype))
     speed = interleave(programs, flags.repeats, device)
@@ -294,54 +267,10 @@ def bench_decode(flags, hp):
         print(f"{statistics.fmean(kept + 1 for _, kept in stats):.2f} bytes per pass with drafts")
 
 
-def bench_loss(flags, hp):
-    """Nats per byte of the validation split after a training, and seconds of the training loop: of --repeats seeds,
-    then of nanoGPT once. Scores disjoint windows of block_size bytes, each after one byte of context."""
-    exact = [name for name, objective in OBJECTIVES.items() if objective.bpb == "loss"]
-    if len(hp.data) > 1 or hp.objective not in exact:
-        fail(f"--parts loss: trains {exact[0]} on one text. Try --objectives {exact[0]} and one file for --data")
-    [source] = open_corpus(hp.data)
-    argv = ["--objective", hp.objective, "--eval_interval", str(hp.max_iters), *flags.rest]
-    argv += [f"--{name}" for name in ("compile", "cuda_graph") if getattr(flags, name)]
-
-    def nats(model, text):
-        return score_exact(model, text, hp.block_size, hp.block_size) * math.log(2) / len(text)
-    print(f"{'loss':12s} {'nats':>8s} {'loop, s':>8s}")
-    ours = []                                   # (nats, seconds) of each seed
-    for seed in range(1, flags.repeats + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            argv_of_seed = [*argv, "--seed", str(seed), "--out_dir", folder]
-            with contextlib.redirect_stdout(io.StringIO()):
-                code = with_torch_defaults(lambda i: train.main(argv_of_seed, with_sample=False))(seed)
-            if code:
-                sys.exit(code)
-            model, _, ckpt = load_run(folder, hp.device, "float32")
-        loss = nats(model, source["val"])
-        ours.append((loss, ckpt["seconds"]))
-        print(f"seed {seed:<7d} {loss:8.4f} {ckpt['seconds']:8.1f}", flush=True)
-    loss, loop = (statistics.median(column) for column in zip(*ours))
-    print(f"{'median':12s} {loss:8.4f} {loop:8.1f}")
-    if not flags.nanogpt:
-        return
-    used = torch.cat((source["train"], source["val"])).unique().long()              # the characters of its vocabulary
-    table = torch.zeros(256, dtype=torch.uint8).index_copy_(0, used, torch.arange(len(used), dtype=torch.uint8))
-    n, peer, seconds = train_nanogpt(flags, hp, table[source["train"].long()], len(used))
-
-    def as_ours(x, prefix):                     # nanoGPT, called as score_exact calls our model
-        return peer(x, x.contiguous())[0]       # nanoGPT returns the logits of all positions only if it gets targets
-    as_ours.embed = peer.transformer.wte
-    as_ours.logits = lambda logits: logits
-    peer_loss = nats(as_ours, table[source["val"].long()])
-    verdict = "no worse" if loss <= peer_loss else "worse"
-    print(f"{PEER:12s} {peer_loss:8.4f} {seconds:8.1f}   {n} steps without evaluation\n"
-          f"{PEER} takes {seconds / loop:.1f} times as long; our median loss is {verdict}")
-
-
-PARTS = dict(train=bench_train, decode=bench_decode, loss=bench_loss)
+PARTS = dict(train=bench_train, decode=bench_decode)
 
 
 def main(argv=None):  # -> exit code
-    argv = sys.argv[1:] if argv is None else argv
     flags, rest = parse_with_train_flags("python -m experiments.bench", __doc__, FLAGS, RESERVED, argv)
     parts = flags.parts.split(",")
     for part in parts:

@@ -10,11 +10,11 @@
     python -m experiments.compare --sweep start=none,clm,mlm --first_steps 8000     start from the weights of a run of
                                                                                     another objective
 
-Every objective is trained with its own defaults. Each cell of a table is a run of train.py. Its folder is named after
-its settings and its text: a finished run is not trained again, an interrupted run is resumed, and other settings make
-another run. The run's metrics are in measured.json in its folder; delete that file to measure the run again. The tables
-show the largest budget. The last table, curves.csv and the picture show all budgets. Infilling and replaced bytes are
-only measured if rows have at least 128 positions; the shorter the rows, the less context these evaluations give.
+Every objective is trained with its own defaults. Each row of a table has a run of train.py for each seed. The folder of
+a run is named after its settings and its text: a finished run is not trained again, an interrupted run is resumed, and
+other settings make another run. The run's metrics are in measured.json in its folder; delete that file to measure the
+run again. The tables show the largest budget. The last table, curves.csv and the picture show all budgets. Only tasks
+and probes are measured if rows have fewer than 128 positions.
 Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib
@@ -201,7 +201,7 @@ def run_cell(cell, flags, sources, probes):  # corpora, {metric: ProbeData} -> {
             return {}
         unused = OBJECTIVES[cell.hp.objective].unused(Namespace(**vars(cell.hp) | {"init_from": first_folder}))
         argv = [*without_flags(argv, unused), "--init_from", first_folder]
-        for name in ("block_size", "batch_size", "attn_scale"):         # else --init_from takes them from the first run
+        for name in ("block_size", "attn_scale"):               # else --init_from takes them from the first run
             argv += [f"--{name}", str(getattr(cell.hp, name))]
     folder = train_run(argv, crcs, out_dir)
     if not folder:
@@ -341,10 +341,10 @@ def differences(rows):  # -> [Markdown], empty if fewer than two seeds have fini
         return mean_and_error(pairs, 3, standard_error, "+") if len(pairs) > 1 else ""
     n = min(map(len, paired.values()))
     t = STUDENT_T_975[min(n, len(STUDENT_T_975) + 1) - 2]
-    text = (f"Difference from {first}, paired by seed: mean ± standard error over the seeds. All runs are measured on "
-            f"the same text; another text would add to the error. With {n} seeds, a difference that was chosen "
-            f"beforehand is significant (95%) if it exceeds {t} standard errors. Of 20 differences without any cause, "
-            "one does.\n")
+    text = (f"Difference from {first}, paired by seed: mean ± standard error over the seeds. The error does not "
+            f"include the choice of the text. With {n} seeds, a difference that was chosen beforehand is significant "
+            f"(95%) if it exceeds {t} standard errors. If nothing but chance differs, 1 comparison in 20 exceeds this, "
+            "too.\n")
     return [text, filled_table(paired, RANKED, difference, paired)]
 
 
@@ -416,8 +416,8 @@ def draw_picture(budgets, path, xlabel="steps"):  # -> path, or the reason why t
 
 
 def draw_lines(axis, metric, lines, colors):  # lines {row: {steps: value}} -> {row: its last point (steps, value)}
-    """Leaves out values in bits above twice the median, which would squeeze the other lines together. The title names
-    the rows that are left out completely."""
+    """Where less is better, values above twice the median are not drawn: they would flatten the other lines. The title
+    names the rows that are left out completely."""
     highest = math.inf
     if not metric.more_is_better:
         highest = 2 * statistics.median(value for means in lines.values() for value in means.values())
@@ -444,7 +444,7 @@ def name_lines(axis, ends, colors):  # writes the name of each row at the end of
 
 
 def spread(values, gap):  # {name: value}, smallest distance -> {name: height near its value}
-    """So that names do not overlap: pushes neighbours that are too close apart, a hundred times over."""
+    """In a hundred passes, moves apart neighbours whose distance is below `gap`, so that names do not overlap."""
     names = sorted(values, key=values.get)
     heights = [values[name] for name in names]
     for _ in range(100):
@@ -518,7 +518,7 @@ def write_report(path, budgets, setting, references):  # path: of the table and 
 
 
 def over_values(budgets, setting):  # -> {value: {setting: {seed: metrics}}}, or budgets itself
-    """If there is one budget, the picture of a sweep over numbers is drawn over the values of the setting instead."""
+    """With one budget, the horizontal axis of a sweep over numbers is the setting instead of the number of steps."""
     rows = budgets[max(budgets)]
     try:
         values = {float(name.partition("=")[2]): seeds for name, seeds in rows.items()}

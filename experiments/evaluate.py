@@ -79,8 +79,8 @@ def target_logits(model, objective, hp, prompts, P, middle):  # N lists of ids, 
 
 
 def bits_per_byte(logits, ids):  # (N, m or more, V), (N, m) -> float
-    """Takes the length of the middle as known: unlike ended_bits, does not count the end of a hole. The softmax is over
-    the bytes that occur in a text, 1 to 255. An EOT in a window is not counted."""
+    """The length of the middle is given, so the end of a hole costs nothing here (ended_bits counts it). The softmax is
+    over the bytes that occur in a text, 1 to 255. An EOT in a window is not counted."""
     logits = logits[:, :ids.size(1), 1:N_BYTES].float()
     nats = F.cross_entropy(logits.flatten(0, 1), ids.flatten() - 1, ignore_index=EOT - 1)
     return float(nats) / math.log(2)
@@ -122,8 +122,8 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m
 
 
 def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, bound_there: bits per byte}
-    """Exact bits of a model that fills, by the chain rule. Windows start without context, as those of left to right.
-    Also returns the bound on the same windows: they are too few to compare with a bound on other windows."""
+    """Exact bits of a model that fills, by the chain rule. As in left to right, windows start without context. The
+    bound is computed on the same few windows, so that the two can be compared."""
     fill = find_use(objective, "fill")
     if not fill:
         return {}
@@ -141,7 +141,7 @@ def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, b
 
 # ---- replaced bytes
 def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
-    """Replaces a tenth of the bytes by random bytes of the text. How well do the model's scores tell them apart?
+    """Replaces a tenth of the bytes by random bytes of the text. How well do the model's scores separate them?
 
     The score is that of a head that marks bytes. Without such a head it is the nats of the byte, given the bytes
     around it while every eighth byte is masked, or given the bytes before it."""
@@ -305,9 +305,9 @@ def edit_distance(a, b):  # -> minimum number of bytes to insert, delete or repl
 
 
 def eval_typos(model, objective, hp, text):
-    """Share of windows in which the most suspicious byte is their one typo: another letter in place of a random
-    lower-case letter between two others (the first byte, if there is none). Baseline: marks the byte that forms the two
-    rarest pairs with its neighbours."""
+    """Each window gets one typo: a random lower-case letter with letters on both sides (if there is none, the first
+    byte) becomes another letter. Returns the share of windows whose typo is the most suspicious byte. Baseline: the
+    byte that forms the two rarest pairs with its neighbours."""
     g = make_rng("compare,typos")
     x = windows(text, min(hp.block_size, 128), 4 * ROWS, "typos")
     is_letter = (x >= ord("a")) & (x <= ord("z"))
@@ -394,7 +394,7 @@ def spaced_windows(documents, n):  # -> x (N, n), label (N, n), part (N,)
 
 def byte_probe(n):  # -> ProbeData of windows of n bytes: the class of each byte
     """Reads the standard library. PROBE_TEST are the documents that data.py holds out, with up to 9 windows each; the
-    others have up to 3. About 8,000 bytes fit the probe and choose its layer."""
+    others have up to 3. About 8,000 bytes of the other documents train the probe and select its layer."""
     documents = []
     for i, text in enumerate(read_stdlib().values()):
         classes = byte_classes(text)
@@ -430,9 +430,9 @@ def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
 
 
 def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None where they are not tokens of Python
-    """White space and tokens without a class have class 0. Takes only ASCII, where a column is a byte. Versions of
-    Python give the same result, except for malformed numbers, <> and braces, which 3.12 and later refuse, and for a
-    single !, which they accept."""
+    """White space and tokens without a class have class 0. Takes only ASCII, where a column is a byte. All versions
+    of Python agree, except that 3.12 and later refuse malformed numbers, <> and unbalanced braces, and accept a lone !.
+    """
     if not text.isascii():
         return None
     lines = [line + "\n" for line in text.decode().split("\n")]
@@ -459,8 +459,8 @@ def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None whe
 
 
 def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): the output of each block, normalized
-    """Reads windows in rows of at most block_size positions, with the objective's own attention. Hooks catch the
-    states, since nothing else needs the states inside the model."""
+    """Reads windows in rows of at most block_size positions, with prefix 0 if the objective is causal, otherwise with
+    prefix T. Reads the states with hooks, so that the model need not return them."""
     N, n = x.shape
     kept = []
 

@@ -5,14 +5,15 @@
 
 B rows, T positions
 """
+import textwrap
 from collections import namedtuple
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, Flag
-from data import fail, from_bytes, make_rng, to_symbol
+from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng, to_symbol
 from experiments.flags import parse_own_flags
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES, get_members
 from run import get_config, run_program
+from train import explain_symbols
 import torch
 
 FLAGS = {
@@ -26,10 +27,6 @@ READ, TARGET, SPECIAL, LABEL, NO_LOSS = "#dde8f5", "#f9e3c8", "#c9b6e4", "#cfe8c
 COLORS = {READ: "input", TARGET: "target", SPECIAL: "special id", LABEL: "label, a number for the row",
           NO_LOSS: "no loss"}
 CIRCLED = "STIXGeneral"                         # the only font of matplotlib with letters in circles
-MEANINGS = {MASK: "MASK: hides a byte", CLS: "CLS: where a row is classified", SEP: "SEP: ends a text",
-            EOT: "EOT: end of a document", PRE: "PRE: starts a prefix", SUF: "SUF: a suffix", MID: "MID: a middle",
-            PAD: "PAD: fills the row", MODE_R: "R: short spans", MODE_S: "S: a suffix follows", MODE_X: "X: long spans",
-            SENTINEL: "extra_id_0: the first span", 128: "byte: no character"}
 # lines: list of (title, cells, color); a cell is an id, or the text of a label. mask (T, T): who attends to whom
 Row = namedtuple("Row", "title lines mask")
 
@@ -103,13 +100,11 @@ def cell(i, color):  # an id or the text of a label -> its text, its color
 
 
 def legend_texts(rows):  # -> lines of text that explain every symbol in the rows
-    symbols = {cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids}
-    words = [f"{to_symbol(i)} {meaning}" for i, meaning in MEANINGS.items() if to_symbol(i) in symbols]
-    half = (len(words) + 1) // 2
+    symbols = "".join(cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids)
     last = "at the right: which position (down) attends to which (across)"
     if any(len(row.lines[0][1]) > len(row.mask) for row in rows):
         last = "black line: two texts that do not attend to each other   " + last
-    return ["   ".join(words[:half]), "   ".join(words[half:]), last]
+    return [*textwrap.wrap(explain_symbols(symbols), 110), last]
 
 
 def draw_row(axis, row, rectangle):

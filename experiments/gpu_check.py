@@ -28,7 +28,6 @@ FLAGS = {
     "device": Flag("cuda", "cuda, cuda:1, or cpu to test this program"),
     "small": Flag(False, "tiny models and few steps, to test this program"),
     "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT, measured in the same runs"),
-    "data": Flag("", "text to measure the time to a loss on, such as tinyshakespeare; default: skip this step"),
 }
 SIZE_384 = "--n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --batch_size 64"
 SIZE_768 = "--n_layer 12 --n_head 6 --n_embd 768 --block_size 1024 --batch_size 32"
@@ -46,7 +45,7 @@ def list_steps(flags):  # -> [Step], the most useful first: tests, speed, traini
         return ["-m", f"experiments.{program}", *words]
 
     def bench(size, part, objective, *words):
-        few = "--repeats 1 --steps 1 --new 8 --peer_iters 9" if flags.small else ""
+        few = "--repeats 1 --steps 1 --new 8" if flags.small else ""
         return command("bench", size, *few.split(), "--parts", part, "--objectives", objective, *words)
     graph = [] if flags.device == "cpu" else ["--cuda_graph"]
     peer = ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
@@ -61,9 +60,6 @@ def list_steps(flags):  # -> [Step], the most useful first: tests, speed, traini
         Step("decoding, width 384", bench(SIZE_384, "decode", FIRST, *fast)),
         Step("decoding with drafts, width 384", bench(SIZE_384, "decode", DRAFTING[0], *fast)),
     ]
-    if flags.data:
-        words = ["--data", flags.data, "--weight_decay", "2", "--max_iters", "4" if flags.small else "200"]
-        steps.append(Step("time to a loss", bench(SIZE_384, "loss", FIRST, *words, *graph, *peer)))
     words = ["--budgets", "4"] if flags.small else ["--budgets", "20000", "--block_size", "512"]
     out = os.path.join(flags.out_dir, "compare")
     return [*steps, Step("every objective", command("compare", SIZE_384, "--out_dir", out, *words))]

@@ -11,7 +11,6 @@ any context before them. Flags that are not listed below are train.py's.
 
 N windows, T = 64 bytes of a window
 """
-import importlib.util
 import os
 import pickle
 import statistics
@@ -21,6 +20,7 @@ import tempfile
 import time
 
 from data import Flag, fail
+from experiments.bench import load_nanogpt
 from experiments.flags import parse_with_train_flags
 from run import load_run, run_program
 import torch
@@ -35,8 +35,9 @@ T = 64
 NANOGPT_FLAGS = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20",
                  "--log_interval=1", f"--block_size={T}", "--batch_size=12", "--n_layer=4", "--n_head=4",
                  "--n_embd=128", "--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0"]
-OUR_FLAGS = ["--device", "cpu", "--block_size", str(T), "--batch_size", "12", "--n_layer", "4", "--n_embd", "128"]
-OUR_STEPS = ["--max_iters", "180"]              # by default; these reach a lower loss than nanoGPT's 2,000 steps
+# 180 steps reach a lower loss than nanoGPT's 2,000
+OUR_FLAGS = ["--device", "cpu", "--block_size", str(T), "--batch_size", "12", "--n_layer", "4", "--n_embd", "128",
+             "--max_iters", "180"]
 
 
 def run_timed(argv, folder):  # -> seconds from start to exit
@@ -63,9 +64,7 @@ def mean_nats(predict, ids):  # predict: (N, T) -> logits (N, T, V)
 
 
 def nanogpt_loss(folder, out_dir, text):  # -> nats per byte of the checkpoint that nanoGPT saved
-    spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(folder, "model.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_nanogpt(folder)
     ckpt = torch.load(os.path.join(out_dir, "ckpt.pt"), map_location="cpu", weights_only=False)
     model = module.GPT(module.GPTConfig(**ckpt["model_args"]))
     model.load_state_dict(ckpt["model"])
@@ -88,7 +87,6 @@ def main(argv=None):
         fail(f"--nanogpt {flags.nanogpt}: its text is not prepared. Try python data/shakespeare_char/prepare.py there")
     with open(path, encoding="ascii") as f:     # one character is one byte, so losses can be compared
         text = f.read()
-    steps = [] if "--max_iters" in rest else OUR_STEPS
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     seconds = {"nanoGPT": [], "nanoPretext": []}
     losses = {"nanoGPT": [], "nanoPretext": []}
@@ -98,7 +96,7 @@ def main(argv=None):
             seconds["nanoGPT"].append(run_timed(["train.py", *NANOGPT_FLAGS, f"--out_dir={theirs}"], flags.nanogpt))
             losses["nanoGPT"].append(nanogpt_loss(flags.nanogpt, theirs, text))
             ours = os.path.join(work, "ours")
-            argv = ["train.py", *OUR_FLAGS, *steps, *rest, "--data", os.path.abspath(path), "--out_dir", ours]
+            argv = ["train.py", *OUR_FLAGS, *rest, "--data", os.path.abspath(path), "--out_dir", ours]
             seconds["nanoPretext"].append(run_timed(argv, here))
             losses["nanoPretext"].append(our_loss(ours, text))
         for side in seconds:

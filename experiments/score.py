@@ -83,7 +83,7 @@ def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left t
 def score_bound(model, objective, data, hp, seed):  # (n,) uint8 -> upper bound in bits, its standard error
     """Adds up the objective's bound over disjoint windows. The bound of a window is the mean over BOUND_GROUPS batches,
     each of which corrupts BOUND_ROWS copies of the window; the numbers of masked bytes in the rows of a batch are
-    stratified. The standard error is that of this mean."""
+    stratified. The bounds of the windows are summed; the standard error is that of the sum."""
     g = make_rng(f"{seed},bound", hp.device)
     bits = 0.0
     variance = 0.0

@@ -44,7 +44,7 @@ class GPT(torch.nn.Module):
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         return torch.optim.AdamW(self.parameters(), learning_rate, betas)
     def forward(self, x, y):
-        assert not self.training or torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "highest"
         logits = self.transformer.wte(x)
         return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
     def generate(self, x, n, temperature):
@@ -52,12 +52,12 @@ class GPT(torch.nn.Module):
 """
 
 
-def test_every_part_also_measures_nanogpt(text, tmp_path, capsys):
+def test_every_part_also_measures_nanogpt(tmp_path, capsys):
     (tmp_path / "model.py").write_text(PEER)
-    flags = ["--nanogpt", str(tmp_path), "--data", text, "--max_iters", "2", "--eval_iters", "1"]
-    bench.main([*SMALL, *flags, "--peer_iters", "30", "--parts", "train,decode,loss", "--objectives", "clm,electra"])
+    flags = ["--nanogpt", str(tmp_path)]
+    bench.main([*SMALL, *flags, "--parts", "train,decode", "--objectives", "clm,electra"])
     out = capsys.readouterr().out
-    for word in ("(GEMM)", "electra", "to nanoGPT", "plain", "30 steps without evaluation", "median loss is"):
+    for word in ("(GEMM)", "electra", "to nanoGPT", "plain"):
         assert word in out and "drafted" not in out, word
     bench.main([*SMALL, "--parts", "decode", "--objectives", "mtp"])
     assert "bytes per pass with drafts" in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_decoding_without_a_run_has_random_weights_and_ngrams():
         assert 0.02 < float(t.float().std()) < 0.1
 
 
-@pytest.mark.parametrize("flags, hint", [(["--parts", "fly"], "train,decode"), (["--nanogpt", "nowhere"], "model.py"),
-                                         (["--parts", "loss", "--data", "a", "b"], "one file")])
+@pytest.mark.parametrize("flags, hint", [(["--parts", "fly"], "train,decode"),
+                                         (["--nanogpt", "nowhere"], "model.py")])
 def test_bad_flags_are_refused(flags, hint, refuses):
     refuses(hint, bench.main, [*SMALL, *flags])

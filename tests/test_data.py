@@ -185,7 +185,7 @@ def test_without_weights_shares_follow_sizes_and_weights_for_some_sources_only_a
     (tmp_path / "small.txt").write_text("s" * 100)
     (tmp_path / "large.txt").write_text("l" * 900)
     assert [s["weight"] for s in open_corpus(["small.txt", "large.txt"])] == pytest.approx([0.1, 0.9])
-    refuses("Try small.txt:0.05, or no weight", open_corpus, ["small.txt", "large.txt:.98"])
+    refuses("Try small.txt:0.05, or none", open_corpus, ["small.txt", "large.txt:.98"])
 
 
 @pytest.mark.parametrize("mapped_bytes", [1, 1000])             # a file of 700 bytes is mapped, or read

@@ -226,21 +226,15 @@ PIECES = {"one by one": [*range(T + 1)], "after 3": [0, *range(3, T + 1)], "afte
           "in pieces": [0, 3, 5, T]}
 
 
-@pytest.mark.parametrize("space", [T, T + 3])
-@pytest.mark.parametrize("positions", [None, FAR], ids=["", "with positions"])
-@pytest.mark.parametrize("kind", ["causal", "prefix", "prefix per row"])
 @pytest.mark.parametrize("cuts", PIECES.values(), ids=PIECES)
-def test_passes_over_a_cache_equal_one_pass(cuts, kind, positions, space):
+def test_passes_over_a_cache_with_positions_equal_one_pass(cuts):
     """The prefix is the first piece."""
     net = randomized().requires_grad_(False)
     x = ids()
-    prefix = {"causal": 0, "prefix": cuts[1], "prefix per row": torch.full((B,), cuts[1])}[kind]
-    cache = M.Cache(net, B, space)
-    parts = []
-    for a, b in zip(cuts, cuts[1:]):
-        at = None if positions is None else positions[:, a:b]
-        parts.append(net(x[:, a:b], prefix if a == 0 else 0, cache=cache, positions=at))
-    near(torch.cat(parts, dim=1), net(x, prefix, positions=positions))
+    cache = M.Cache(net, B, T + 3)
+    parts = [net(x[:, a:b], cuts[1] if a == 0 else 0, cache=cache, positions=FAR[:, a:b])
+             for a, b in zip(cuts, cuts[1:])]
+    near(torch.cat(parts, dim=1), net(x, cuts[1], positions=FAR))
     assert int(cache.length) == T
 
 
@@ -427,7 +421,7 @@ def test_training_drops_a_share_of_the_lookups_that_depends_only_on_row_position
 
 
 def test_the_kept_lookups_have_the_gradient_of_the_table(monkeypatch):
-    """Includes dropped, scaled, special and repeated lookups. Without keep_lookups, no gradient is stored."""
+    """Includes dropped, scaled, special and repeated lookups. Without store_gradients, no gradient is stored."""
     net = randomized(ngram_rows=5)
     net.ngrams.drop.fill_(0.25)
     direction = torch.randn(B, T, 16, generator=make_rng("direction"))
@@ -438,7 +432,7 @@ def test_the_kept_lookups_have_the_gradient_of_the_table(monkeypatch):
         return [p.grad for p in net.parameters()]
     want = gradients()
     assert not net.ngrams.lookups
-    net.ngrams.keep_lookups = True
+    net.ngrams.store_gradients = True
     near(gradients(), want)
     [(row, grad, square)] = net.ngrams.lookups
     assert grad.shape == (B * T * N, M.NGRAM_DIM)

@@ -83,7 +83,7 @@ def test_commands_of_help_texts_parse():
 
 
 def test_commands_of_the_gpu_check_parse():
-    flags = argparse.Namespace(out_dir="out", device="cpu", small=False, nanogpt="", data="text")
+    flags = argparse.Namespace(out_dir="out", device="cpu", small=False, nanogpt="")
     for _, words in gpu_check.list_steps(flags):
         if words[1] != "pytest":
             check(f"-m {words[1]}", shlex.join(words[2:]))

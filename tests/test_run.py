@@ -323,7 +323,10 @@ BAD = {  # name: flags, part of the error message
     "resume another corpus": ("--resume --out_dir run --data other.txt", "not those of the run"),
     "resume other weights": ("--resume --out_dir run --data text.txt:1 other.txt:.1", "not those of the run"),
     "init from nothing": ("--init_from nowhere", "nowhere"),
+    "fewer steps than planned": ("--resume --out_dir stopped --max_iters 1", "is at step 1"),
     "init from another width": ("--init_from run --n_layer 5", "weight is missing, here torch.float32 ["),
+    "init from fewer layers": ("--init_from run --n_layer 1", "ngrams.gain is torch.float32 [2, 16], here"),
+    "init without n-grams": ("--init_from run --ngram_rows 0", "here missing"),
     "init from another version": ("--init_from version.pt", "layout"),
 } | {f"init from {f}": (f"--init_from {f}", "not a checkpoint") for f in ("text.txt", "parts.pt", "payload.pt")}
 
@@ -343,6 +346,10 @@ def folder(tmp_path_factory):  # with a run, and with bad files of every kind
         write("tiny.txt", b"tiny")
         fit("text.txt", "run", "--objective", "electra", "--optimizer", "muon", "--max_iters", "1")
         os.mkdir("bare")
+        os.mkdir("stopped")
+        stopped = run.load_checkpoint("run")    # at step 1 of 3
+        stopped["config"]["max_iters"] = 3
+        torch.save(stopped, "stopped/ckpt.pt")
         os.mkdir("crafted")
         save_checkpoint("version.pt", load_checkpoint("run") | {"version": run.VERSION + 1})
         save_checkpoint("parts.pt", dict(version=run.VERSION))
@@ -370,11 +377,11 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, ref
 @pytest.mark.parametrize("error, code, message", [
     (KeyboardInterrupt(), 130, ""),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), 2,
-     "error: CUDA out of memory. Try half of --batch_size, and --accum 2\n"),
+     "error: CUDA out of memory. Try less at once: in training, half of --batch_size, and --accum 2\n"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
                   "to allocate 64 bytes. Error code 12"), 2,
-     "error: DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Try half of --batch_size, and "
-     "--accum 2\n"),
+     "error: DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Try less at once: in "
+     "training, half of --batch_size, and --accum 2\n"),
     (RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet TORCH_LOGS"), 2,
      "error: InvalidCxxCompiler: No working C++ compiler found. Try it without --compile\n")])
 def test_ctrl_c_and_errors_of_the_machine_end_a_program_without_a_traceback(error, code, message, capsys):

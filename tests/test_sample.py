@@ -50,7 +50,7 @@ class Stub:
     def __init__(self, logits):
         self.logits = logits
 
-    def __call__(self, ids, prefix=0, doc=None, cache=None, positions=None, mask=None):
+    def __call__(self, ids, prefix=0, cache=None, positions=None, mask=None):
         if cache is not None:
             cache.length += ids.size(1)
         return ids
@@ -456,6 +456,7 @@ def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sou
     assert [*sample.repair(None, OBJECTIVES["bart"], text, hp, rng())] == text
     assert asked == sources
     assert [*sample.repair(None, OBJECTIVES["bart"], [97, EOT, 98], hp, rng())] == [97, 98], "a NUL would end the copy"
+    assert [*sample.repair(None, OBJECTIVES["bart"], [EOT] * 40, hp, rng())] == [], "writes from nothing"
 
 
 @pytest.mark.parametrize("n, ended", [(2, True), (9, False)])
@@ -549,7 +550,7 @@ def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, caps
 @pytest.mark.parametrize("name", sample.MODES)
 def test_the_table_lists_the_flags_that_a_mode_reads(name):
     mode = sample.MODES[name]
-    source = inspect.getsource(mode.function).replace("args.hole_sampling", "args.sampling")
+    source = inspect.getsource(mode.function).replace("args.fill_sampling", "args.sampling")
     read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given", "from_file"}
     if "sampling" in read:
         read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
@@ -811,6 +812,14 @@ def test_a_note_says_if_a_hole_is_read_as_text_and_which_objectives_fill_it(run,
 def test_of_a_mixture_any_member_may_be_used(runs, capsys):
     assert len(stdout(capsys, "clm_.5+mlm_.5", "--prompt", "a[MASK]")) < 4, "mlm fills it"
     assert stdout(capsys, "clm_.5+mlm_.5", "--objective", "clm", "--prompt", "a[MASK]").startswith("a[MASK]")
+
+
+def test_texts_that_no_use_of_a_mixture_reads_together_are_refused(refuses):
+    members = get_members(settings("contrastive,clm", T))
+    contrastive = OBJECTIVES["contrastive"]
+    refuses("has no effect when contrastive is used to search", sample.refuse_flag, "prompt", contrastive,
+            sample.MODES["search"], members)
+    refuses("does not continue", sample.refuse_flag, "prompt", contrastive, sample.MODES["search"], members[:1])
 
 
 def test_every_use_can_be_asked_for(runs, capsys):

@@ -10,10 +10,9 @@ from test_sample import FRAMED, IN_PLACE, Stub, T, ids
 
 import sample
 import train
-from data import EOT, MASK, make_rng
+from data import EOT, MASK
 from experiments import score
 from objectives import OBJECTIVES, Fill
-from run import load_checkpoint
 
 
 # ---- bits of a text
@@ -78,7 +77,7 @@ def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_sta
 
 
 # ---- the program
-FILES = {"void.txt": b"", "book.txt": b"import argparse\n" * 40, "ends.txt": b"one\0two\0" * 9}
+FILES = {"void.txt": b"", "book.txt": b"import argparse\n" * 40}
 MIXTURES = {"mix": "bart:.5,mlm:.5", "both": "clm:.5,mlm:.5"}
 
 
@@ -134,19 +133,6 @@ def test_another_seed_masks_other_bytes(runs, capsys):
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
     for run, flags, member in (("mix", [], "mlm"), ("both", [], "clm"), ("both", ["--objective", "mlm"], "mlm")):
         assert f"used as {member}, step 2 of 2" in output(capsys, run, *flags).err
-
-
-@pytest.mark.parametrize("name", ["clm", "mlm", "mdlm"])
-def test_a_run_with_doc_mask_is_scored_across_documents(name, runs, capsys):
-    """Its score equals that of the same weights, here random ones, without --doc_mask."""
-    ckpt = load_checkpoint(name)
-    g = make_rng("weights")
-    ckpt["model"] = {key: torch.randn(w.shape, generator=g) * 0.3 for key, w in ckpt["model"].items()}
-    outputs = []
-    for doc_mask in (False, True):
-        torch.save(ckpt | {"config": ckpt["config"] | {"doc_mask": doc_mask}}, "random.pt")
-        outputs.append(output(capsys, "random.pt", file="ends.txt").out)
-    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("run, flags, hint", [

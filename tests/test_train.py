@@ -1,5 +1,4 @@
 """Training: optimizers, runs that must be equal, CUDA graphs, what a run prints and saves, how it stops."""
-import dataclasses
 import errno
 import io
 import itertools
@@ -97,12 +96,8 @@ def weights(net):  # a model or its state_dict -> {name: copy}: all that inferen
     return {name: t.clone() for name, t in tensors.items() if name != "ngrams.moments"}
 
 
-def moments(s):  # -> {name: tensor}: state of the optimizers, including the n-gram table's second moments
-    return train.optimizer_tensors(s)
-
-
 def state_of(s):  # -> copies of all that a step writes
-    tensors = s.model.state_dict() | moments(s) | {"first_nonfinite_step": s.first_nonfinite_step}
+    tensors = s.model.state_dict() | train.optimizer_tensors(s) | {"first_nonfinite_step": s.first_nonfinite_step}
     return {name: t.clone() for name, t in tensors.items()}
 
 
@@ -165,14 +160,11 @@ def test_muon_equals_torch_for_every_shape_at_once(text):
     assert_close(ours, stacks, rtol=0, atol=1e-3)               # bfloat16 inside both, in another order
 
 
-def test_adamw_equals_torch_with_weight_decay_of_hidden_matrices_only(text):
-    s = start("--data", text, "--optimizer", "adamw", "--weight_decay", "0.5")
+def test_adamw_equals_torch(text):
+    s = start("--data", text, "--optimizer", "adamw")
     ours = [*s.model.parameters()]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    hidden = {id(p) for p in s.opt.matrices}
-    groups = [dict(params=[q for p, q in zip(ours, theirs) if (id(p) in hidden) == decays], weight_decay=0.5 * decays)
-              for decays in (False, True)]
-    reference = torch.optim.AdamW(groups, lr=torch.zeros(()), betas=(0.9, 0.95), eps=1e-10)
+    reference = torch.optim.AdamW(theirs, lr=torch.zeros(()), betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
     for step, lr in enumerate([0.1, 0.03, 0.01, 0.2]):
         for i, (p, q) in enumerate(zip(ours, theirs)):
             p.grad = torch.randn(p.shape, generator=make_rng(f"gradient {step} {i}"))
@@ -285,7 +277,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
 
     table = net.ngrams.table.requires_grad_()
     monkeypatch.setattr(net.ngrams, "look_up", lambda row: torch.nn.functional.embedding(row, table))
-    net.ngrams.keep_lookups = True
+    net.ngrams.store_gradients = True
     net.ngrams.drop.fill_(0.3)
     net.ngrams.seed.copy_(s.model.ngrams.seed)
     m = train.member_of_step(s.members, 0)
@@ -357,9 +349,9 @@ def test_a_child_has_a_new_optimizer(text):
     parent = load_checkpoint("a")
     child = start("--data", text, "--init_from", "a")
     assert equal(weights(child.model), weights(parent["model"]))
-    assert not any(t.any() for t in moments(child).values())
+    assert not any(t.any() for t in train.optimizer_tensors(child).values())
     take(child, 0)
-    assert all(t.any() for t in moments(child).values())
+    assert all(t.any() for t in train.optimizer_tensors(child).values())
     fit(text, "b", "--max_iters", "1", "--init_from", "a", *plan)
     resume("a", "--max_iters", "4")
     assert losses("b") == losses("a")[3:]
@@ -428,6 +420,7 @@ def test_a_step_does_not_change_parameters_that_its_loss_does_not_depend_on(text
     """Nor their momentum, moments and number of updates; nor do they decay."""
     s = start("--data", text, "--objective", "clm,electra,nsp", "--weight_decay", "1")
     randomize(s.model)
+    name_of = {p: name for name, p in s.model.named_parameters()}
     for step in range(12):
         before = state_of(s)
         m = train.member_of_step(s.members, step)
@@ -436,11 +429,11 @@ def test_a_step_does_not_change_parameters_that_its_loss_does_not_depend_on(text
         heads = {name.split(".")[1] for name in changed if name.startswith("heads.")}
         assert heads == {"clm": set(), "electra": {"generator", "replaced"}, "nsp": {"nsp"}}[m.objective.name]
         assert "blocks.0.up.weight" in changed and "ngrams.table" in changed
-        kinds = {kind for kind, _, _ in (name.partition(".") for name in changed)}
-        assert {"muon", "adamw"} <= kinds
-    unreached = [name for name, p in s.model.named_parameters() if name.startswith("heads.generator")]
-    counts = {int(n_updates) for *_, n_updates in s.opt.adamw}
-    assert unreached and len(counts) > 1 and max(counts) == 12
+        for i, state in enumerate(s.opt.adamw):
+            parts = {f"adamw.{i}.{part}" in changed for part in ("first", "second", "updates")}
+            assert parts == {name_of[state.param] in changed}
+        for i, (params, _) in enumerate(s.opt.muon):
+            assert {f"muon.{i}" in changed} == {name_of[p] in changed for p in params}
 
 
 def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
@@ -641,10 +634,11 @@ def test_times_are_hours_minutes_and_seconds():
 
 @pytest.mark.parametrize("threads, seconds, n_notes", [(2, [1] * 15 + [10] * 5 + [1] * 25 + [10] * 15, 1),
                                                        (2, [1, 1, 1, 1.9] * 10, 0), (2, [10] * 30, 0),
+                                                       (2, [10] * 15 + [1] * 25 + [10] * 15, 1),
                                                        (1, [1] * 15 + [10] * 5, 0)])
 def test_a_run_that_slows_down_says_once_that_the_processor_is_used(threads, seconds, n_notes, text, monkeypatch,
                                                                     capsys):
-    """seconds: of each step; between evaluations every 20 steps."""
+    """seconds: duration of each step. The run evaluates every 20 steps."""
     clock = [0.0]
     taken = iter(seconds)
 
@@ -750,14 +744,6 @@ def test_compiling_without_a_compiler_is_one_line(text):
     assert re.fullmatch(r"error: .*C\+\+ compiler.* Try it without --compile\n", result.stderr)
 
 
-@pytest.mark.slow
-def test_torchs_limit_of_recompilations_allows_for_every_mixture(text, monkeypatch):
-    s = start("--objective", ",".join(OBJECTIVES), "--data", text)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)                 # torch's default
-    train.compile_step(s)
-    assert torch._dynamo.config.recompile_limit >= 4 * len(OBJECTIVES)
-
-
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("bad", [0, 2])
 def test_after_a_non_finite_step_no_weight_changes(optimizer, bad, text):
@@ -773,41 +759,18 @@ def test_after_a_non_finite_step_no_weight_changes(optimizer, bad, text):
     after = state_of(s)
     assert int(after["first_nonfinite_step"]) == bad and all(t.isfinite().all() for t in after.values())
     assert all(equal(t, before[name]) for name, t in weights(s.model).items())
-    decayed = [name for name in moments(s) if not name.endswith(".updates")]
+    decayed = [name for name in train.optimizer_tensors(s) if not name.endswith(".updates")]
     assert all((after[name].abs() <= before[name].abs()).all() for name in decayed)
     s.first_nonfinite_step.fill_(-1)
     take(s, 6)
     assert [name for name, t in state_of(s).items() if torch.equal(t, before[name])] == ["first_nonfinite_step"]
 
 
-@pytest.mark.parametrize("where, log, seen", [("loss", 4, 9), ("gradient", 4, 9), ("loss", 100, 10)])
-def test_a_non_finite_step_ends_the_run_with_the_weights_before_it(where, log, seen, text, monkeypatch, capsys):
-    """Step 7 is bad. This is noticed after step 8, which is logged, or before step 10, which is saved."""
-    clm = OBJECTIVES["clm"]
-    calls = []
-
-    def poisoned(net, batch, hp):
-        loss, figures = clm.loss(net, batch, hp)
-        calls.append(torch.is_grad_enabled())
-        if calls[-1] and sum(calls) == 8:
-            zero = (net.head.weight * 0).sum()  # the gradient of its root is not finite
-            loss = loss + (zero * math.nan if where == "loss" else zero.sqrt())
-        return loss, figures
-    monkeypatch.setitem(OBJECTIVES, "clm", dataclasses.replace(clm, loss=poisoned))
-    fit(text, "a", "--max_iters", "12", "--eval_interval", "5", "--log_interval", str(log), code=1)
-    err = capsys.readouterr().err
-    assert "error: loss or gradient is not finite at step 7" in err and err.count("\n") == 1 and sum(calls) == seen
-    assert load_checkpoint("a")["step"] == 7
-    resume("a")
-    fit(text, "b", "--max_iters", "12", "--eval_interval", "5", "--log_interval", str(log))
-    assert losses("a", "step") == [*range(0, 12, log)], "the bad step is repeated"
-    assert losses("a")[:2] == losses("b")[:2]
-
-
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_run_saves_the_weights_before_a_non_finite_step(where, text, monkeypatch, capsys):
-    """It is noticed three steps later. Only its first micro-batch of two is bad. A child of the run trains."""
-    plan = ["--accum", "2", "--lr_decay", "0", "--ngram_drop", "0", "--eval_interval", "10", "--log_interval", "100"]
+@pytest.mark.parametrize("where, log, noticed", [("loss", 4, 9), ("gradient", 4, 9), ("loss", 100, 10)])
+def test_a_non_finite_step_ends_the_run_with_the_weights_before_it(where, log, noticed, text, monkeypatch, capsys):
+    """In step 7 the first of two micro-batches is bad. It is noticed after step 8, which is logged, or before step 10,
+    which is saved. A child of the run trains; the resumed run repeats the step."""
+    plan = ["--accum", "2", "--lr_decay", "0", "--ngram_drop", "0", "--eval_interval", "5", "--log_interval", str(log)]
     forward = model.Transformer.forward
     passes = itertools.count()
 
@@ -821,15 +784,17 @@ def test_a_run_saves_the_weights_before_a_non_finite_step(where, text, monkeypat
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(model.Transformer, "forward", poisoned)
-        fit(text, "bad", "--max_iters", "20", *plan, code=1)
+        fit(text, "a run", "--max_iters", "12", *plan, code=1)
     [line] = capsys.readouterr().err.splitlines()
-    assert re.search(r"^error: .*\bstep 7\b.*\bbad\b.*--init_from bad\b", line) and next(passes) == 10 * 2
-    before, bad = (load_checkpoint(out) for out in ("before", "bad"))
-    assert equal(weights(before["model"]), weights(bad["model"])) and before["model"]["ngrams.table"].any()
+    assert re.search(r"^error: .*\bstep 7; a run .*--init_from 'a run' with", line) and next(passes) == noticed * 2
+    before, bad = (load_checkpoint(out) for out in ("before", "a run"))
+    assert before["model"]["ngrams.table"].any() and equal(weights(before["model"]), weights(bad["model"]))
     assert (before["step"], bad["step"]) == (7, 7)
-    fit(text, "child", "--max_iters", "3", "--init_from", "bad", "--learning_rate", "0.001")
-    assert len(losses("child")) == 3 and all(map(math.isfinite, losses("child")))
+    fit(text, "child", "--max_iters", "3", "--init_from", "a run", "--learning_rate", "0.001")
     assert not any(equal(t, bad["model"][name]) for name, t in weights(load_checkpoint("child")["model"]).items())
+    resume("a run")
+    assert losses("a run", "step") == [*range(0, 12, log)], "the bad step is repeated"
+    assert all(map(math.isfinite, losses("a run")))
 
 
 @on_posix
@@ -866,8 +831,6 @@ def test_printed_commands_quote_a_folder_with_a_space(text, monkeypatch, capsys,
     monkeypatch.setattr("sample.main", lambda argv: None)
     train.finish(start("--data", text, "--out_dir", out))
     assert capsys.readouterr().out.endswith(f"python sample.py --out_dir '{out}'\n")
-    fit(text, "bad runs", "--learning_rate", "1e30", "--max_iters", "5", code=1)
-    assert "--init_from 'bad runs' with" in capsys.readouterr().err
 
 
 def command(text, out, *flags):  # train.py as a process of its own
@@ -929,16 +892,16 @@ def test_a_failed_save_ends_the_run_in_one_line_and_the_last_checkpoint_stays(n,
     flags = ["--max_iters", "4", "--eval_interval", "2"]
     fit(text, "whole", *flags)
     calls = itertools.count(1)
+
+    def fsync(_):
+        if next(calls) == n:
+            raise FULL
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: next(calls) == n and raise_error(FULL))
+        patch.setattr(os, "fsync", fsync)
         refuses("python train.py --resume --out_dir a", fit, text, "a", *flags)
     assert sorted(os.listdir("a")) == ["best.pt", "ckpt.pt", "metrics.jsonl"] and load_checkpoint("a")["step"] == 0
     resume("a")
     assert_same_run("whole", "a")
-
-
-def raise_error(e):
-    raise e
 
 
 @on_posix
