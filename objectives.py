@@ -258,6 +258,7 @@ class Predict:
     """
     mode: str
     predict: Callable
+    piece_bytes: Callable | None = None         # search: (hp) -> maximum number of bytes to embed at once; None: a row
 
 
 def find_use(objective, mode):  # -> the objective's use with this mode, or None
@@ -1116,10 +1117,14 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, n_crop)
     - Crops have one length. Theirs are .05 to .5 of a window.
     - There are no ids around a crop, no deleted bytes, and no queue of older negatives."""
     B, T = x.shape
-    n_crop = max(1, round(hp.crop * T))
+    n_crop = crop_bytes(T, hp)
     start = torch.randint(0, T - n_crop + 1, (B, 2, 1), generator=g, device=g.device)
     column = start + torch.arange(n_crop, device=g.device)                          # (B, 2, n_crop)
     return dict(inp=x.gather(1, column.flatten(1)).view(B, 2, n_crop), prefix=n_crop)
+
+
+def crop_bytes(T, hp):
+    return max(1, round(hp.crop * T))
 
 
 def embed_crops(model, x):  # (N, n_crop) -> (N, C) float32 of norm 1: the mean of the states, normalized
@@ -1142,7 +1147,8 @@ OBJECTIVES["contrastive"] = Objective(
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
     flag_defaults=MORE_HEADS | {"batch_size": 32},            # the other rows are the negatives
-    compares_rows=True, uses=(Predict("search", embed_crops),), aliases=("contriever", "infonce", "info_nce"))
+    compares_rows=True, uses=(Predict("search", embed_crops, piece_bytes=lambda hp: crop_bytes(hp.block_size, hp)),),
+    aliases=("contriever", "infonce", "info_nce"))
 
 
 # ---- mdlm: masked diffusion

@@ -42,7 +42,7 @@ DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for te
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
-SEARCH_ROWS = 64                                # maximum number of lines that are embedded at once
+SEARCH_ROWS = 64                                # maximum number of pieces that are embedded at once
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::(\d{1,6}))?\]"
 HOLES = rb"<extra_id_\d+>"
@@ -60,7 +60,7 @@ FLAGS = {
         "prefix": Flag("", "text before a hole; nsp: the first text"),
         "suffix": Flag("", "text after a hole; nsp: the second text"),
         "query": Flag("", "contrastive: text to look for"),
-        "corpus": Flag("", "contrastive: file whose lines are searched, each by its first block_size bytes"),
+        "corpus": Flag("", "contrastive: file in which the three nearest lines are searched"),
     },
     "writing": {
         "max_new_tokens": Flag(300, "maximum number of new bytes; if it is given, over 16 for each hole let ul2 write "
@@ -681,7 +681,7 @@ def mark_mode(model, objective, use, hp, args, g):
     words = sorted(find_words(prompt, is_marked), key=lambda word: -max(p[word]))
     if args.from_file and len(prompt) > hp.block_size:
         words = [word for word in words if any(is_marked[word])]
-        note(f"{len(words)} suspicious words, as line:column, with the probability that they are wrong:")
+        note(f"{len(words)} suspicious words, as line:column, with the probability that they are wrong, over .5:")
     else:
         words = words[:10]
         print(highlight(prompt, is_marked, ("«", "»")))
@@ -707,16 +707,23 @@ def follow_mode(model, objective, use, hp, args, g):  # prints the probability t
     print(f"the second text follows the first with probability {p:.3f} (.5 is chance)")
 
 
-def search_mode(model, objective, use, hp, args, g):  # prints the three lines of --corpus nearest to --query
+def search_mode(model, objective, use, hp, args, g):
+    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces as long as those in
+    training. Each piece of the query is compared with the nearest piece of a line, and the similarities are averaged.
+    """
     numbers = {}                                # {line: its number}; of equal lines that of the first
     for number, line in enumerate(args.corpus.splitlines(), 1):
         if line.strip():
-            numbers.setdefault(line[:hp.block_size], number)
+            numbers.setdefault(line, number)
     if not numbers:
         fail("--corpus: has no line of text. Try another file")
     lines = list(numbers)
-    vectors = embed_texts(model, use, [bytes(args.query[:hp.block_size]), *lines], hp)
-    similarity = vectors[1:] @ vectors[0]
+    n = use.piece_bytes(hp) if use.piece_bytes else hp.block_size
+    cut = [list(cut_after_spaces(text, n)) for text in [bytes(args.query), *lines]]
+    distinct = dict.fromkeys(piece for pieces in cut for piece in pieces)
+    vectors = dict(zip(distinct, embed_texts(model, use, list(distinct), hp)))
+    query, *others = [torch.stack([vectors[piece] for piece in pieces]) for pieces in cut]          # (pieces, C) each
+    similarity = torch.stack([(query @ line.T).amax(1).mean() for line in others])
     for i in similarity.argsort(descending=True)[:3].tolist():
         print(f"--- similarity {float(similarity[i]):.3f}, line {numbers[lines[i]]}:\n{to_text(lines[i])}")
 

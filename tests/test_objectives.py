@@ -506,7 +506,7 @@ def add_forks():  # the examples of README.md and docs/EXTENDING.md
                 exec(block, dict(vars(O)))
 
 
-@pytest.mark.parametrize("name", ["all_tokens", "recase"])
+@pytest.mark.parametrize("name", ["all_tokens", "recase", "few_spaces"])
 @mock.patch.dict(OBJECTIVES)
 def test_the_custom_objectives_of_the_pages_pass_the_generic_tests(name):
     add_forks()

@@ -19,7 +19,7 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, make_rng
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Fill, Predict, find_use, get_members
+from objectives import OBJECTIVES, Fill, find_use, get_members
 from run import load_checkpoint
 
 T = 12
@@ -513,7 +513,8 @@ def changed_run(run, name, config=(), **fields):  # writes out/name, a run with 
 
 def replace_prediction(monkeypatch, name, predict):
     [use, *_] = OBJECTIVES[name].uses
-    monkeypatch.setitem(OBJECTIVES, name, dataclasses.replace(OBJECTIVES[name], uses=(Predict(use.mode, predict),)))
+    use = dataclasses.replace(use, predict=predict)
+    monkeypatch.setitem(OBJECTIVES, name, dataclasses.replace(OBJECTIVES[name], uses=(use,)))
 
 
 def has_control_characters(out):  # other than those that highlight new parts
@@ -731,6 +732,10 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
     assert re.findall(r"line (\d:\n.*)", out) == ["4:\nbb", "3:\nccc", "1:\na"]
     out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "equal.txt")
     assert re.findall(r"line (\d:\n.*)", out) == ["1:\nbb", "4:\nccc", "2:\na"], "equal lines are one result"
+    with open("long.txt", "wb") as f:           # is cut into pieces of at most 8 bytes
+        f.write(b"aaaa bb cc\nxx ccc aaaaaa\n")
+    out = stdout(capsys, "contrastive", "--query", "bb cc", "--corpus", "long.txt")
+    assert re.findall(r"similarity (.{5}), line (\d)", out) == [("1.000", "1"), ("0.998", "2")]
     replace_prediction(monkeypatch, "nsp", lambda *args: torch.tensor(-2.0))
     assert f"follows the first with probability {1 / (1 + math.exp(2)):.3f}" in stdout(capsys, "nsp", *SIDES)
 
@@ -759,7 +764,7 @@ def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, c
 
 @pytest.mark.parametrize("name, flags, n", [
     ("electra", ["--prompt", "FILE:typos.txt"], 5), ("bart", ["--prompt", "FILE:typos.txt"], 9),
-    ("contrastive", ["--query", "a", "--corpus", "equal.txt"], 4)])
+    ("contrastive", ["--query", "a", "--corpus", "equal.txt"], 3)])
 def test_reading_a_file_shows_progress_up_to_its_end(name, flags, n, runs, capsys, monkeypatch):
     monkeypatch.setattr(sample, "tqdm", functools.partial(sample.tqdm, mininterval=0))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
