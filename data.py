@@ -44,7 +44,8 @@ SYMBOL_MEANINGS = {
     "Ⓜ": ("MID starts a middle", "M"), "ⓡ": ("R: short spans", "r"), "ⓢ": ("S: a suffix", "s"),
     "ⓧ": ("X: long spans", "x"), "░": ("PAD fills the row", "_"),
     **{symbol: ("sentinels replace spans", str(i)) for i, symbol in enumerate("①②③④⑤⑥⑦⑧⑨", start=1)},
-    "⇥": ("tab", ">"), "⏎": ("newline", "/"), "�": ("a byte outside printable ASCII", "~"), "·": ("no loss", ".")}
+    "␣": ("space", "_"), "⇥": ("tab", ">"), "⏎": ("newline", "/"),
+    "�": ("a byte outside printable ASCII", "~"), "·": ("no loss", ".")}
 
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time

@@ -466,7 +466,8 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
                 continue
             rows_of_ids = batch[key][b].reshape(-1, batch[key].size(-1))            # (1 or 2, T)
             for ids in rows_of_ids[:, :256].tolist():
-                texts.append((key, "".join(map(to_symbol, ids))))
+                text = "".join(map(to_symbol, ids))
+                texts.append((key, text if key == "inp" else text.replace(" ", "␣")))       # else it looks like no loss
         for start in range(0, len(texts[0][1]), width):
             lines += [f"  {name} {key}   {text[start:start + width]}" for key, text in texts]
         if "labels" in batch:
@@ -503,7 +504,7 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
             load_step_inputs(s, member, 0)
             lines += draw_rows(member.objective.name, make_batch(member, s.corpus, "train", s.windows, s.g))
         rows = "\n".join(lines)
-        print("rows of the first batch, one of each kind, one character for each position:")
+        print("rows of the first batch, one of each kind; a row has several lines, one character for each position:")
         print(f"{explain_symbols(rows)}\n{rows}")
     sys.stdout.flush()
 
@@ -555,6 +556,9 @@ def finish(s):  # after training: prints what compressors reach on the validatio
             bits = compressor_bits(source["val"])
             print(f"for comparison, compressors on the validation text of {source['name']}: {bits}")
     print(flush=True)
+    if not s.hp.max_iters:                      # an untrained model has nothing to show
+        print(f"done: {out_dir}/ckpt.pt")
+        return
     if not any(member.objective.uses for member in s.members):
         print(f"done: {out_dir}/ckpt.pt. sample.py has no use for {s.hp.objective}")
         return

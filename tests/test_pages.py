@@ -105,3 +105,12 @@ def test_functions_that_a_page_quotes_are_those_of_the_code(page):
         name = re.match(r"def (\w+)", quoted)
         if name and f"\ndef {name[1]}(" in source:
             assert quoted in source, f"{page} quotes an older version of {name[1]}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tests_that_a_page_names_exist(page):
+    """"..." at the end stands for the rest of a name."""
+    sources = [Path(path).read_text("utf-8") for path in glob.glob(os.path.join(ROOT, "tests", "*.py"))]
+    names = [name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)]
+    for start, dots in re.findall(r"`(test_\w+?)(\.\.\.)?`", Path(ROOT, page).read_text("utf-8")):
+        assert any(name.startswith(start) if dots else name == start for name in names), f"{page}: {start}"
