@@ -63,7 +63,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file in which the three nearest lines are searched"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes; if it is given, over 16 for each hole let ul2 write "
+        "max_new_tokens": Flag(300, "maximum number of new bytes; if you give more than 16 for each hole, ul2 writes "
                                     "long spans", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte. The default is 0 for holes and "
