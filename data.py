@@ -166,7 +166,8 @@ def check_text(path, data):  # fails if data (N,) is empty, or if its first byte
 
 
 def read_stdlib():  # -> {path: contents} of the sources of Python's standard library, without its tests
-    return read_folder(sysconfig.get_paths()["stdlib"], ".py", SKIPPED_FOLDERS)[0]
+    documents, _ = read_folder(sysconfig.get_paths()["stdlib"], ".py", SKIPPED_FOLDERS)
+    return {path: text.replace(b"\r\n", b"\n") for path, text in documents.items()}            # CRLF on Windows
 
 
 def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_documents returns of its files
