@@ -38,7 +38,7 @@ def cut_commands(line):  # "A && B # why" -> (program, flags) of A and of B
     for part in re.split(r" && |; ", line):
         match = re.search(PROGRAM, part)
         if match:
-            yield match[1], part[match.end():]
+            yield match[1], part[match.end():].partition(" > ")[0]
 
 
 def check(program, flags):
