@@ -10,6 +10,9 @@ import itertools
 import math
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -498,21 +501,41 @@ def test_a_prompt_is_laid_out_as_in_training(name):
 
 
 # ---- custom objectives
-def add_forks():  # the examples of README.md and docs/EXTENDING.md
-    for name in ("README.md", "docs/EXTENDING.md"):
-        text = (pathlib.Path(O.__file__).parent / name).read_text(encoding="utf-8")
+def read_forks():  # -> {name: code} of the objectives in README.md and docs/EXTENDING.md
+    forks = {}
+    for page in ("README.md", "docs/EXTENDING.md"):
+        text = (pathlib.Path(O.__file__).parent / page).read_text(encoding="utf-8")
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            if "OBJECTIVES[" in block:
-                exec(block, dict(vars(O)))
+            name = re.search(r'^OBJECTIVES\["(\w+)"\]', block, re.MULTILINE)
+            if name:
+                forks[name[1]] = block
+    return forks
 
 
-@pytest.mark.parametrize("name", ["all_tokens", "recase", "few_spaces"])
+@pytest.mark.parametrize("name", read_forks())
 @mock.patch.dict(OBJECTIVES)
 def test_the_custom_objectives_of_the_pages_pass_the_generic_tests(name):
-    add_forks()
+    exec(read_forks()[name], dict(vars(O)))
     for test in GENERIC:
         with contextlib.suppress(pytest.skip.Exception):
             test(name)
+
+
+@pytest.mark.slow
+def test_the_custom_objectives_of_the_pages_pass_the_tests_that_the_page_names(tmp_path):
+    """In a copy of the repository, as somebody would add them."""
+    forks = read_forks()
+    root = pathlib.Path(O.__file__).parent
+    for path in [*root.glob("*.py"), root / "pyproject.toml", root / "README.md"]:
+        shutil.copy(path, tmp_path)
+    for folder in ("tests", "experiments", "docs"):
+        shutil.copytree(root / folder, tmp_path / folder)
+    with open(tmp_path / "objectives.py", "a", encoding="utf-8") as f:
+        f.write("\n\n" + "\n\n".join(forks.values()))
+    for name in forks:
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests", "-k", f"[{name}]"], cwd=tmp_path,
+                              capture_output=True, text=True)
+        assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
 
 def prefix_one_too_long(x, g, hp):
