@@ -581,7 +581,8 @@ READS_ITS_TARGET = {                            # objective, what is wrong, does
 @pytest.mark.parametrize("name, wrong, learns", READS_ITS_TARGET.values(), ids=READS_ITS_TARGET)
 @mock.patch.dict(OBJECTIVES)
 def test_a_target_that_is_read_would_be_noticed(name, wrong, learns):
-    add_forks()
+    for code in read_forks().values():
+        exec(code, dict(vars(O)))
     OBJECTIVES[name] = dataclasses.replace(OBJECTIVES[name], **wrong)
     with pytest.raises(AssertionError, match="can be read"):
         test_no_position_reads_its_target(name)
