@@ -44,7 +44,7 @@ SYMBOL_MEANINGS = {
     "Ⓜ": ("MID starts a middle", "M"), "ⓡ": ("R: short spans", "r"), "ⓢ": ("S: a suffix", "s"),
     "ⓧ": ("X: long spans", "x"), "░": ("PAD fills the row", "_"),
     **{symbol: ("sentinels replace spans", str(i)) for i, symbol in enumerate("①②③④⑤⑥⑦⑧⑨", start=1)},
-    "␣": ("space", "_"), "⇥": ("tab", ">"), "⏎": ("newline", "/"),
+    "␣": ("space", "`"), "⇥": ("tab", ">"), "⏎": ("newline", "/"),
     "�": ("a byte outside printable ASCII", "~"), "·": ("no loss", ".")}
 
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row

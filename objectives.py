@@ -593,7 +593,7 @@ def fim_order(prefix_end, middle_end, length, is_spm, n):  # (B, 1) each -> (B, 
     suf_key = torch.where(is_spm, 1, 2)
     suffix_key = torch.where(is_spm, 2, 3)
     mid_key = torch.where(is_spm, 3, 4)
-    # each line overrides the sections to the left of its own
+    # each line also writes the sections left of its own, which the next lines overwrite
     byte_key = torch.where(i < length, suffix_key, 7)                               # (B, n)
     byte_key = torch.where(i < middle_end, 5, byte_key)
     byte_key = torch.where(i < prefix_end, prefix_key, byte_key)

@@ -60,7 +60,7 @@ FLAGS = {
         "prefix": Flag("", "text before a hole; nsp: the first text"),
         "suffix": Flag("", "text after a hole; nsp: the second text"),
         "query": Flag("", "contrastive: text to look for"),
-        "corpus": Flag("", "contrastive: file in which the three nearest lines are searched"),
+        "corpus": Flag("", "contrastive: file whose three nearest lines are printed"),
     },
     "writing": {
         "max_new_tokens": Flag(300, "maximum number of new bytes; if you give more than 16 for each hole, ul2 writes "
@@ -440,8 +440,9 @@ def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any l
     longest = T - 1 - n                         # a noisy text may be longer than the clean one
     if use.max_bytes and use.max_bytes(hp):
         longest = min(n, use.max_bytes(hp))
-    noisy = [i for i in noisy if i != EOT]      # the model would copy an EOT, which ends the row
-    pieces = list(cut_after_spaces(noisy, longest))
+    # without EOT: the model would copy it, and it ends a row
+    pieces = [[i for i in piece if i != EOT] for piece in cut_after_spaces(noisy, longest)]
+    pieces = [piece for piece in pieces if piece]
     # on a terminal, the text that appears shows the progress
     for piece in tqdm(pieces, disable=True if sys.stdout.isatty() else None, leave=False):
         row = to_row(piece + [SEP], hp)
@@ -708,9 +709,9 @@ def follow_mode(model, objective, use, hp, args, g):  # prints the probability t
 
 
 def search_mode(model, objective, use, hp, args, g):
-    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces as long as those in
-    training. Each piece of the query is compared with the nearest piece of a line, and the similarities are averaged.
-    """
+    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces that are at most as
+    long as those in training. Each piece of the query is compared with the nearest piece of a line. The similarities
+    are averaged, weighted by the lengths of the query's pieces."""
     numbers = {}                                # {line: its number}; of equal lines that of the first
     for number, line in enumerate(args.corpus.splitlines(), 1):
         if line.strip():
@@ -723,7 +724,9 @@ def search_mode(model, objective, use, hp, args, g):
     distinct = dict.fromkeys(piece for pieces in cut for piece in pieces)
     vectors = dict(zip(distinct, embed_texts(model, use, list(distinct), hp)))
     query, *others = [torch.stack([vectors[piece] for piece in pieces]) for pieces in cut]          # (pieces, C) each
-    similarity = torch.stack([(query @ line.T).amax(1).mean() for line in others])
+    lengths = torch.tensor([len(piece) for piece in cut[0]], device=query.device)
+    share = lengths / lengths.sum()             # of each piece in the query
+    similarity = torch.stack([(query @ line.T).amax(1) @ share for line in others])
     for i in similarity.argsort(descending=True)[:3].tolist():
         print(f"--- similarity {float(similarity[i]):.3f}, line {numbers[lines[i]]}:\n{to_text(lines[i])}")
 

@@ -156,8 +156,9 @@ def make_optimizer(model, hp):
 def group_matrices(model):  # -> {(network, r, c): [weight (stack, rows, columns)]} of the matrices inside blocks
     """Muon updates a group at once: a few large products are faster than many small ones. A tall matrix is transposed,
     so r <= c. The network is the part of a layer's name before "blocks.": "" for the model, "heads.generator." for
-    electra's generator, which in a mixture has gradients only in electra's steps. With the default sizes, the groups of
-    the model are ("", 128, 128), with qkv and proj of each block, and ("", 128, 512), with up and down."""
+    electra's generator, which in a mixture has gradients only in electra's steps. With the default sizes of a
+    CPU, the groups of the model are ("", 128, 128), with qkv and proj of each block, and ("", 128, 512), with up and
+    down."""
     groups = {}
     for name, layer in model.named_modules():
         network, separator, _ = name.rpartition("blocks.")
@@ -376,7 +377,7 @@ def mean_loss(member, model, batches):  # -> mean loss, {name: mean figure} over
 
 def bits_per_byte(member, model, source, loss):  # the member's loss in nats -> bits, or None if they are not defined
     """The softmax is over the 256 bytes alone, even if the byte head also predicts special ids, as in a mixture: a text
-    contains none. Objectives with rows of several kinds, such as hybrid, are evaluated on clm's rows."""
+    contains none. Objectives with bpb="causal" are evaluated on clm's rows."""
     if member.objective.bpb is None:
         return None
     if member.objective.bpb == "causal":        # evaluate the model on clm's rows
@@ -450,7 +451,8 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     """Shows the first 256 positions of one row of each kind: inputs, with targets below, then the label, if any. Rows
     are of the same kind if both or neither have causal attention, and if the same control ids are among their first two
-    ids. Of each kind, the row with the fewest PADs is shown. If a row holds two texts, inp is (B, 2, T), and each has
+    ids. Of each kind, the row with the fewest PADs is shown. Further targets are
+    not shown. If a row holds two texts, inp is (B, 2, T), and each has
     its own lines."""
     inp = batch["inp"].flatten(1)
     prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
@@ -462,7 +464,7 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     for b in rows.values():
         texts = []                              # (key, text)
         for key in ("inp", "tgt"):
-            if key not in batch:
+            if key not in batch or batch[key].dim() < 2:
                 continue
             rows_of_ids = batch[key][b].reshape(-1, batch[key].size(-1))            # (1 or 2, T)
             for ids in rows_of_ids[:, :256].tolist():
@@ -475,7 +477,7 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     return lines
 
 
-def explain_symbols(text):  # -> "█ MASK, ①② sentinels", the symbols that occur in the text
+def explain_symbols(text):  # -> "█ MASK hides a byte, ①② sentinels replace spans", the symbols that occur in the text
     symbols = {}                                # {meaning: symbols}
     for symbol, (meaning, _) in SYMBOL_MEANINGS.items():
         if symbol in text:
@@ -556,7 +558,7 @@ def finish(s):  # after training: prints what compressors reach on the validatio
             bits = compressor_bits(source["val"])
             print(f"for comparison, compressors on the validation text of {source['name']}: {bits}")
     print(flush=True)
-    if not s.hp.max_iters:                      # an untrained model has nothing to show
+    if not s.hp.max_iters and not s.hp.init_from:               # an untrained model has nothing to show
         print(f"done: {out_dir}/ckpt.pt")
         return
     if not any(member.objective.uses for member in s.members):

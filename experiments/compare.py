@@ -12,9 +12,10 @@
 
 Every objective is trained with its own defaults. Each row of a table has a run of train.py for each seed. The folder of
 a run is named after its settings and its text: a finished run is not trained again, an interrupted run is resumed, and
-other settings make another run. The run's metrics are in measured.json in its folder; delete that file to measure the
-run again. The tables show the largest budget. The last table, curves.csv and the picture show all budgets. Only tasks
-and probes are measured if rows have fewer than 128 positions.
+other settings make another run. The run's metrics are in measured.json in its folder (with --tasks_only in
+measured_tasks.json); delete that file to measure the run again. The tables show the largest budget. The last table,
+curves.csv and the picture show all budgets. If rows have fewer than 128 positions, holes, replaced bytes and some tasks
+are not measured.
 Flags that are not listed below are train.py's, such as --n_layer 6.
 """
 import contextlib

@@ -737,8 +737,17 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
         f.write(b"aaaa bb cc\nxx ccc aaaaaa\n")
     out = stdout(capsys, "contrastive", "--query", "bb cc", "--corpus", "long.txt")
     assert re.findall(r"similarity (.{5}), line (\d)", out) == [("1.000", "1"), ("0.998", "2")]
+    # two pieces of 7 and 5 bytes, of which the second has an equal piece in both lines
+    out = stdout(capsys, "contrastive", "--query", "bb ccc dd ee", "--corpus", "long.txt")
+    near = 7 / 12 * math.cos(math.atan(5 / 2) - math.atan(7 / 2)) + 5 / 12
+    assert f"similarity {near:.3f}, line 1" in out and f"similarity {7 / 12 + 5 / 12 * 0.998:.3f}, line 2" in out
     replace_prediction(monkeypatch, "nsp", lambda *args: torch.tensor(-2.0))
     assert f"follows the first with probability {1 / (1 + math.exp(2)):.3f}" in stdout(capsys, "nsp", *SIDES)
+
+
+def test_words_end_at_white_space_and_at_the_end_of_a_document():
+    assert sample.find_words([*b"ab c\0de"], [False] * 7) == [slice(0, 2), slice(3, 4), slice(5, 7)]
+    assert sample.find_words([*b"ab c"], [False, False, True, False]) == [slice(0, 4)], "a marked space"
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 100])
