@@ -51,7 +51,7 @@ def ids_before(ids):  # (B, T) -> (B, T, W - 1): the ids before each position, n
 
 
 def document_mask(batch):  # -> "mask" and "before", which keep attention, convolution and n-grams inside a document
-    """A document ends with EOT. Documents are found in the corrupted ids, so an EOT that is masked ends none."""
+    """A document ends with EOT. Documents are found in the corrupted ids, so a masked EOT does not end its document."""
     assert "mask" not in batch, "an objective that sets its own mask needs supports_doc_mask=False"
     inp = batch["inp"]
     doc = document_ids(inp)                                                         # (B, T)
@@ -809,8 +809,8 @@ OBJECTIVES["electra"] = Objective(
 
 # ---- bart: denoising. A noisy text is the source, the clean text is the target
 # A noise is a function (ids (B, U), keep (B, U), k (B, 1), g, hp) -> ids, keep (B, U'). k is the number of bytes to
-# change. U' is larger than U if the noise inserts ids. permute and infill are applied first, and rely on it that the
-# bytes to keep are the first ones of a row.
+# change. U' is larger than U if the noise inserts ids. permute and infill are applied first, because they require that
+# the bytes to keep are the first ones of a row.
 def pick_bytes(ids, keep, k, g):  # -> (B, U) bool: k random bytes of each row; never an id that is already MASK
     free = keep & (ids < N_BYTES)
     key = torch.rand(ids.shape, generator=g, device=g.device).masked_fill(~free, 2)

@@ -60,7 +60,7 @@ FLAGS = {
         "prefix": Flag("", "text before a hole; nsp: the first text"),
         "suffix": Flag("", "text after a hole; nsp: the second text"),
         "query": Flag("", "contrastive: text to look for"),
-        "corpus": Flag("", "contrastive: file whose three nearest lines are printed"),
+        "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
         "max_new_tokens": Flag(300, "maximum number of new bytes; if you give more than 16 for each hole, ul2 writes "
