@@ -238,6 +238,18 @@ def test_passes_over_a_cache_with_positions_equal_one_pass(cuts):
     assert int(cache.length) == T
 
 
+def test_a_cache_cannot_be_combined_with_a_mask_or_with_ids_before():
+    """They would be ignored, since a pass over a cache has a mask and a context of its own."""
+    net = randomized()
+    x = ids()
+    mask = torch.ones(1, T, T, dtype=torch.bool)
+    before = torch.ones(B, T, M.CONTEXT_WIDTH - 1, dtype=torch.long)
+    net(x, mask=mask, before=before)
+    for given in (dict(mask=mask), dict(before=before)):
+        with pytest.raises(AssertionError):
+            net(x, cache=M.Cache(net, B, T), **given)
+
+
 def test_a_cache_that_forgot_or_was_emptied_equals_a_fresh_one():
     net = randomized().requires_grad_(False)
     x = ids()

@@ -650,6 +650,7 @@ def test_times_are_hours_minutes_and_seconds():
 
 @pytest.mark.parametrize("threads, seconds, n_notes", [(2, [1] * 15 + [10] * 5 + [1] * 25 + [10] * 15, 1),
                                                        (2, [1, 1, 1, 1.9] * 10, 0), (2, [10] * 30, 0),
+                                                       (2, [1] * 20 + [1.9] * 20, 0), (2, [1] * 20 + [2.1] * 20, 1),
                                                        (2, [10] * 15 + [1] * 25 + [10] * 15, 1),
                                                        (1, [1] * 15 + [10] * 5, 0)])
 def test_a_run_that_slows_down_says_once_that_the_processor_is_used(threads, seconds, n_notes, text, monkeypatch,
