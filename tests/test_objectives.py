@@ -532,8 +532,12 @@ def test_the_custom_objectives_of_the_pages_pass_the_tests_that_the_page_names(t
         shutil.copytree(root / folder, tmp_path / folder)
     with open(tmp_path / "objectives.py", "a", encoding="utf-8") as f:
         f.write("\n\n" + "\n\n".join(forks.values()))
-    for name in forks:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests", "-k", f"[{name}]"], cwd=tmp_path,
+    tests = re.findall(r"```python\n(def test_.*?)```", (tmp_path / "docs/EXTENDING.md").read_text("utf-8"), re.DOTALL)
+    assert tests
+    with open(tmp_path / "tests/test_objectives.py", "a", encoding="utf-8") as f:
+        f.write("\n\n" + "\n\n".join(tests))
+    for selected in [f"[{name}]" for name in forks] + re.findall(r"def (test_\w+)", "".join(tests)):
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests", "-k", selected], cwd=tmp_path,
                               capture_output=True, text=True)
         assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
