@@ -66,15 +66,16 @@ FLAGS = {
         "max_new_tokens": Flag(300, "maximum number of new bytes; if you give more than 16 for each hole, ul2 writes "
                                     "long spans", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
-        "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte. The default is 0 for holes and "
-                                         "repairs (0.8 if num_samples > 1), 1 with top_p 0.8 if mdlm, sedd or bd3lm "
-                                         "continue a prompt, and otherwise", 0.0, 1e6),
+        "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte. Other defaults: 0 for holes and "
+                                         "repairs if num_samples is 1; 1, with top_p 0.8, if mdlm, sedd or bd3lm "
+                                         "continue a prompt", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled; analytic: only sedd",
                       choices=("confident", "left", "ancestral", "analytic")),
-        "steps": Flag(0, "number of passes that fill the [MASK]s (bd3lm: of a block; in a long text: of each window); "
-                         "0: one for each [MASK], but 64 if mdlm or sedd fills in order ancestral or analytic", 0),
+        "steps": Flag(0, "number of passes that fill all [MASK]s (in a long text those of a window, in bd3lm of a "
+                         "block); 0: one pass for each [MASK], but 64 if mdlm or sedd fills in order ancestral or "
+                         "analytic", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
