@@ -71,7 +71,8 @@ FLAGS = {
                                          "continue a prompt", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
-        "order": Flag("", "order in which [MASK]s are filled; analytic: only sedd",
+        "order": Flag("", "order in which [MASK]s are filled (analytic: only sedd); default: ancestral with "
+                          "mdlm and sedd, left with bd3lm, otherwise confident",
                       choices=("confident", "left", "ancestral", "analytic")),
         "steps": Flag(0, "number of passes that fill all [MASK]s (in a long text those of a window, in bd3lm of a "
                          "block); 0: one pass for each [MASK], but 64 if mdlm or sedd fills in order ancestral or "
@@ -643,10 +644,12 @@ def infill_mode(model, objective, use, hp, args, g):
     # 2. the parts of them that the model reads: around a single hole, only the bytes nearest to it
     near = texts
     if n_holes == 1:
-        half = (T - 8 - min(args.max_new_tokens, T // 3)) // 2  # 8: space for special ids
+        space = min(args.max_new_tokens, T // 3)                # for the answer
+        half = (T - 8 - space) // 2             # 8: space for special ids
         near = [texts[0][-half:], texts[1][:half]]
         if near != texts:
-            note(f"reads only the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it")
+            note(f"reads only the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it: the "
+                 f"row has {T} positions, and {space} of them are for the answer (--max_new_tokens)")
     # 3. the answers
     expected = args.max_new_tokens // n_holes if "max_new_tokens" in args.given else HOLE_BYTES
     prompt, prefix = use.prompt(near, expected, hp)
@@ -810,7 +813,9 @@ def refuse_flag(flag, objective, mode, members):  # fails because of a flag that
     # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
     able = [other.name for other in OBJECTIVES.values() if find_use(other, reader)]
-    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}; train {' or '.join(able)} for that")
+    read = [f"--{text}" for text in FLAGS["texts"] if any(text in MODES[use.mode].flags for use in uses)]
+    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try {' and '.join(read)}, or train "
+         f"{' or '.join(able)} for that")
 
 
 def note_unread_holes(prompt, objective, use):  # a note if the prompt has markers of holes that this use reads as text
@@ -871,7 +876,7 @@ def main(argv=None):
         texts = demonstration(use.mode, ckpt["held_out"], hp.block_size)
     for flag in mode.required:
         if not texts.get(flag):
-            fail(f"--{flag}: is missing or empty. Try some text")
+            fail(f"--{flag}: is missing or empty. Try {'the name of a file' if flag == 'corpus' else 'some text'}")
     vars(args).update(dict.fromkeys(FLAGS["texts"]) | texts)
     args.given = set(given)
     args.from_file = given.get("prompt", "").startswith("FILE:")

@@ -1,6 +1,7 @@
 import argparse
 import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from model import ModelConfig, Transformer
 from objectives import get_members
 
 torch.set_num_threads(1)                        # on tensors this small, several threads are slower
+signal.signal(signal.SIGINT, signal.default_int_handler)        # ignored if pytest is a background job of a shell
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
