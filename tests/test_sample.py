@@ -857,7 +857,7 @@ BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
     ("mlm", ["--prompt", "no hole"], "[MASK]"), ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
-    ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try --prompt, or train contrastive for that"),
+    ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try --prompt, or train contrastive"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
     ("mlm", ["--prompt", "a[MASK:0]"], "[MASK"), ("mlm", ["--prompt", "[MASK]", "--order", "analytic"], "or left"),
     ("mdlm", ["--prompt", "[MASK]", "--max_new_tokens", "1"], "lengths"),
