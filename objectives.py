@@ -1218,8 +1218,8 @@ def unused_diffusion_flags(hp):
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags=MASK_RATE | {"uniform_from": Flag(0.7, "share of the steps, at the start, with the rate mask_rate; then the "
-                                                 "rate is uniform (with --init_from always)", 0.0, 1.0)},
+    flags=MASK_RATE | {"uniform_from": Flag(0.7, "this share of the steps masks the share mask_rate; then each row "
+                                                 "draws its rate (with --init_from from the start)", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.4}, unused=unused_diffusion_flags,
     uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))

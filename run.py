@@ -37,12 +37,13 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders or stdlib, each with a :weight or all without; of a .jsonl file, the "
-                                 "\"text\" of each line is read"),
+        "data": Flag(["stdlib"], "files, folders or stdlib. Give all of them a weight (a.txt:0.9 b.txt:0.1) or none. Of "
+                                 "a .jsonl file, the \"text\" of each line is read"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
         "init_from": Flag("", "start from the latest weights of this run, with a new optimizer, and with its "
-                              "objective unless another is given; for the same one, try a third of --learning_rate"),
+                              "objective unless another is given; for the same objective, try a third of the learning "
+                              "rate"),
         "seed": Flag(1, "random seed for weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -64,8 +65,8 @@ SETTINGS = {
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient (without the n-gram table); 0: no limit", 0.0),
-        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more in several epochs", 0.0, 0.99),
-        "doc_mask": Flag(False, "positions attend only within their document (a masked NUL does not end it)"),
+        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; over several epochs it rises", 0.0, 0.99),
+        "doc_mask": Flag(False, "positions attend only within their document; a NUL byte ends it, unless it is masked"),
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {

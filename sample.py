@@ -63,8 +63,8 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes; if you give more than 16 for each hole, ul2 writes "
-                                    "long spans", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes. ul2 writes short spans unless you give this flag and "
+                                    "more than 16 for each hole", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte. Other defaults: 0 for holes and "
                                          "repairs if num_samples is 1; 1, with top_p 0.8, if mdlm, sedd or bd3lm "
