@@ -37,8 +37,8 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders or stdlib. Give all of them a weight (a.txt:0.9 b.txt:0.1) or none. Of "
-                                 "a .jsonl file, the \"text\" of each line is read"),
+        "data": Flag(["stdlib"], "files, folders or stdlib. Give all of them a weight (a.txt:0.9 b.txt:0.1) or none. "
+                                 "Of a .jsonl file, the \"text\" of each line is read"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
         "init_from": Flag("", "start from the latest weights of this run, with a new optimizer, and with its "
