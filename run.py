@@ -59,7 +59,7 @@ SETTINGS = {
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
         "max_passes": Flag(8.0, "stop after this many epochs, but not before 200 steps; no limit if it is 0 or if you "
-                                "give max_iters", 0),
+                                "give max_iters alone", 0),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),

@@ -70,7 +70,8 @@ FLAGS = {
                                          "repairs if num_samples is 1; 1, with top_p 0.8, if mdlm, sedd or bd3lm "
                                          "continue a prompt", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
-        "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
+        "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability; see temperature "
+                           "for another default", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled (analytic: only sedd); default: ancestral with "
                           "mdlm and sedd, left with bd3lm, otherwise confident",
                       choices=("confident", "left", "ancestral", "analytic")),
@@ -813,9 +814,11 @@ def refuse_flag(flag, objective, mode, members):  # fails because of a flag that
     # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
     able = [other.name for other in OBJECTIVES.values() if find_use(other, reader)]
-    read = [f"--{text}" for text in FLAGS["texts"] if any(text in MODES[use.mode].flags for use in uses)]
-    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try {' and '.join(read)}, or train "
-         f"{' or '.join(able)} for that")
+    if mode.required:
+        read = " and ".join(f"--{text}" for text in mode.required)
+    else:
+        read = " or ".join(f"--{text}" for text in FLAGS["texts"] if text in mode.flags)
+    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try {read}, or train {' or '.join(able)} for that")
 
 
 def note_unread_holes(prompt, objective, use):  # a note if the prompt has markers of holes that this use reads as text

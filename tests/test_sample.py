@@ -855,6 +855,8 @@ def test_every_use_can_be_asked_for(runs, capsys):
 # ---- what is refused
 BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
+    ("contrastive", ["--prompt", "a"], "contrastive does not continue a prompt. Try --query and --corpus, or train"),
+    ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
     ("mlm", ["--prompt", "no hole"], "[MASK]"), ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
     ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try --prompt, or train contrastive"),
