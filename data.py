@@ -39,8 +39,7 @@ ID_SYMBOLS = {-100: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "�
               **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
 # what each symbol means, and the ASCII character that replaces it on a console that lacks it
 SYMBOL_MEANINGS = {
-    "█": ("MASK hides a byte (bart: any number)", "#"), "∅": ("EOT ends a document", "0"),
-    "‖": ("SEP ends a text", "|"),
+    "█": ("MASK hides text", "#"), "∅": ("EOT ends a document", "0"), "‖": ("SEP ends a text", "|"),
     "Ⓒ": ("CLS stands for the row", "C"), "Ⓟ": ("PRE starts a prefix", "P"), "Ⓢ": ("SUF starts a suffix", "S"),
     "Ⓜ": ("MID starts a middle", "M"), "ⓡ": ("R: short spans", "r"), "ⓢ": ("S: a suffix", "s"),
     "ⓧ": ("X: long spans", "x"), "░": ("PAD fills the row", "_"),

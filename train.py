@@ -156,9 +156,8 @@ def make_optimizer(model, hp):
 def group_matrices(model):  # -> {(network, r, c): [weight (stack, rows, columns)]} of the matrices inside blocks
     """Muon updates a group at once: a few large products are faster than many small ones. A tall matrix is transposed,
     so r <= c. The network is the part of a layer's name before "blocks.": "" for the model, "heads.generator." for
-    electra's generator, which in a mixture has gradients only in electra's steps. With the default sizes of a
-    CPU, the groups of the model are ("", 128, 128), with qkv and proj of each block, and ("", 128, 512), with up and
-    down."""
+    electra's generator, which in a mixture has gradients only in electra's steps. With the default sizes of a CPU, the
+    groups of the model are ("", 128, 128), with qkv and proj of each block, and ("", 128, 512), with up and down."""
     groups = {}
     for name, layer in model.named_modules():
         network, separator, _ = name.rpartition("blocks.")
@@ -451,9 +450,8 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     """Shows the first 256 positions of one row of each kind: inputs, with targets below, then the label, if any. Rows
     are of the same kind if both or neither have causal attention, and if the same control ids are among their first two
-    ids. Of each kind, the row with the fewest PADs is shown. Further targets are
-    not shown. If a row holds two texts, inp is (B, 2, T), and each has
-    its own lines."""
+    ids. Of each kind, the row with the fewest PADs is shown. Further targets are not shown. If a row holds two texts,
+    inp is (B, 2, T), and each has its own lines."""
     inp = batch["inp"].flatten(1)
     prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
     rows = {}                                   # {kind: number of a row}
@@ -477,7 +475,7 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     return lines
 
 
-def explain_symbols(text):  # -> "█ MASK hides a byte, ①② sentinels replace spans", the symbols that occur in the text
+def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace spans", the symbols that occur in the text
     symbols = {}                                # {meaning: symbols}
     for symbol, (meaning, _) in SYMBOL_MEANINGS.items():
         if symbol in text:

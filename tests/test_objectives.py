@@ -293,8 +293,8 @@ ENTROPY = math.log(255)                         # nats of a byte that is drawn u
 
 
 def byte_entropy(batches):
-    """-> nats: the entropy of the targets, by their weights. Frequencies of few targets have too low an entropy: by
-    (K - 1) / (2 n) for n targets of K kinds (Miller 1955), here with weights."""
+    """-> nats: the entropy of the weighted targets. An estimate from the frequencies of n targets of K kinds is too low
+    by about (K - 1) / (2 n) (Miller 1955). `missing` is this correction for weighted targets."""
     tgt = torch.cat([batch["tgt"].flatten() for batch in batches])
     has_target = tgt != IGNORE_INDEX
     weight = torch.cat([batch["weight"].flatten() for batch in batches])[has_target].double()
@@ -352,7 +352,7 @@ def check_entropy(name, **changes):
     assert int(s.first_nonfinite_step) == -1
     after = figures()
     limit = ENTROPY
-    if likelihoods and objective.bpb not in ("loss", "bound"):  # those count every byte of a text
+    if likelihoods and objective.bpb not in ("loss", "bound"):  # these predict all bytes of a text
         limit = byte_entropy(batches)
     for key in likelihoods:
         nats = after[key] / before[key] * log_V
@@ -637,12 +637,11 @@ def mlm_in_slots(x, g, hp):  # each byte gets two positions; the first is masked
 
 
 def mlm_letters_that_shows_the_case(x, g, hp):
-    batch = O.mlm(x, g, hp)
     is_letter = ((x | 32) >= ord("a")) & ((x | 32) <= ord("z"))
     chosen = is_letter & (torch.rand(x.shape, generator=g, device=g.device) < 0.6)
     chosen = chosen.scatter(1, O.random_positions(*x.shape, 1, g), True)
     mask = torch.where(x < ord("a"), SEP, MASK)
-    return dict(batch, inp=torch.where(chosen, mask, x), tgt=x.where(chosen, IGNORE_INDEX))
+    return dict(inp=torch.where(chosen, mask, x), tgt=x.where(chosen, IGNORE_INDEX), prefix=x.size(1))
 
 
 def mlm_case_of_visible_letters(x, g, hp):

@@ -530,8 +530,8 @@ def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, 
         run = changed_run(name, "raw", held_out=torch.tensor([*text.encode()], dtype=torch.uint8))
         out = stdout(capsys, run, *flags)
         assert out.startswith(f"held-out text:\n{text[:16]}\n")
-        answer = out.partition("--- the model's answer:\n")[2]
-        assert answer.strip() or use.mode == "repair"           # an untrained model may end at once
+        _, heading, answer = out.partition("--- the model's answer:\n")
+        assert heading and (answer.strip() or use.mode == "repair")                 # an untrained model may end at once
         assert out == stdout(capsys, run, *flags), "the same seed gave another text"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert not has_control_characters(stdout(capsys, run, *flags))
