@@ -1,11 +1,15 @@
 """Tests for a GPU. Those that make sense on a CPU run there, too."""
 import pytest
 import torch
-from conftest import NEEDS_CUDA, randomized
+from conftest import NEEDS_CUDA, NoWaiting, randomized, settings, tensors_in
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from data import make_rng
+import train
+from data import from_bytes, make_rng
 from experiments import gpu_check
 from model import ModelConfig, choose_attention, dense_mask
+from objectives import OBJECTIVES
 
 H = 2
 T = 161                                         # odd: not a multiple of a kernel's tiles
@@ -52,6 +56,86 @@ def test_a_model_computes_the_same_on_the_gpu_and_on_the_cpu():
     want = [net(x, prefix) for prefix in (0, 7, 48)]
     have = [net.cuda()(x.cuda(), prefix).cpu() for prefix in (0, 7, 48)]
     torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-3)
+
+
+# ---- a training step on a CPU that pretends to be a GPU
+def on_gpu(t):  # is this tensor marked as one of the GPU? The mark is on its memory, so its views have it, too
+    return getattr(t.untyped_storage(), "on_gpu", False)
+
+
+class Operations(NoWaiting):
+    """Runs each operation on the CPU, and marks the results that would be on the GPU. In a step, fails if an operation
+    runs on the CPU, reads a tensor of the CPU that is not a single number, or waits for the device."""
+    in_step = False
+    call_has_gpu = False                        # has the call that contains this operation a tensor of the GPU?
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        given = tensors_in((args, kwargs))
+        device = kwargs.get("device")
+        if device is None:
+            result_on_gpu = self.call_has_gpu or any(map(on_gpu, given))
+        else:
+            result_on_gpu = self.call_has_gpu or "cuda" in str(device)
+            kwargs["device"] = torch.device("cpu")
+        if self.in_step:
+            on_cpu = [t for t in given if t.dim() and not on_gpu(t)]
+            assert result_on_gpu and not on_cpu, f"{func} reads or makes a tensor of the CPU"
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        old = {t.untyped_storage()._cdata for t in given}
+        for t in tensors_in(out):
+            if t.untyped_storage()._cdata not in old:           # in new memory
+                t.untyped_storage().on_gpu = result_on_gpu
+        return out
+
+
+class FakeGpu(TorchFunctionMode):
+    """Tensors on "cuda" are in the memory of the CPU, but their device is cuda:0, and they have a mark. torch does not
+    call this class in hooks of a backward pass: a .cpu() in a hook is not noticed, but mixed devices are."""
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        to_gpu = func is Tensor.to and "cuda" in str(args[1:2])
+        if func is Tensor.pin_memory or to_gpu and on_gpu(args[0]):
+            return args[0]
+        if to_gpu or func in (Tensor.cpu, Tensor.tolist) and on_gpu(args[0]):
+            assert not Operations.in_step, f"{func} copies between the devices in a step"
+            copy = args[0].clone()
+            copy.untyped_storage().on_gpu = to_gpu
+            return copy if to_gpu else func(copy)
+        if func == Tensor.is_cuda.__get__:
+            return on_gpu(args[0])
+        if func == Tensor.device.__get__ and on_gpu(args[0]):
+            return torch.device("cuda", 0)
+        Operations.call_has_gpu = "device" not in kwargs and any(map(on_gpu, tensors_in((args, kwargs))))
+        return func(*args, **kwargs)
+
+
+class FakeGenerator(torch.Generator):  # one of the CPU, whose `device` is the requested one
+    def __new__(cls, device="cpu"):
+        g = super().__new__(cls)
+        g.requested = torch.device(device)
+        return g
+    device = property(lambda self: self.requested)
+
+
+@pytest.mark.parametrize("flags", [
+    *({"name": name} for name in [*OBJECTIVES, "clm,electra"]), {"name": "mtp", "mtp_kind": "sequential"},
+    *({"name": name, "accum": 2, "doc_mask": True} for name, o in OBJECTIVES.items() if o.supports_doc_mask)], ids=str)
+def test_a_step_on_a_gpu_stays_on_it_and_never_waits_for_it(flags, monkeypatch):
+    monkeypatch.setattr(torch, "Generator", FakeGenerator)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    with FakeGpu(), Operations():
+        text = from_bytes(b"\0abc defg. hijk\n" * 99).to("cuda")
+        corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0)]
+        s = train.prepare(corpus, settings(T=64, device="cuda", n_layer=1, n_embd=16, max_iters=4, **flags))
+        for step in range(2):
+            m = train.member_of_step(s.members, step)
+            train.load_step_inputs(s, m, step)
+            with monkeypatch.context() as inside:
+                inside.setattr(Operations, "in_step", True)
+                train.training_step(s, m)
 
 
 # ---- experiments.gpu_check
