@@ -20,8 +20,6 @@ ROPE_BASE = 10000.0
 CONV_WIDTH = 4                                  # number of ids that the convolution reads at each position
 NGRAMS = 3, 4, 5, 6                             # lengths of the n-grams that are embedded
 NGRAM_DIM = 32                                  # width of an n-gram embedding
-NGRAM_DECAY = 0.95                              # decay of the second moments of the n-gram table
-NGRAM_RATE = 6.0                                # learning rate of the n-gram table, relative to the other parameters
 CONTEXT_WIDTH = max(CONV_WIDTH, *NGRAMS)        # W: the current id and the W - 1 ids before it
 NGRAM_IDS = 258                                 # only n-grams of ids below this (bytes, PAD, MASK) are embedded
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)    # 2^64 / golden ratio (Knuth 1973), as a signed integer
@@ -231,81 +229,28 @@ def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): row in the table 
     return codes % rows + first_row
 
 
-def hash_uniform(key, seed):  # int64 (...), int64 0-D -> (...) float32
-    """Returns a pseudorandom number in [0, 1) for each key. It depends only on key and seed; no generator is needed.
-    With seed 7, the keys 0, 1, 2, 3 give 0.3344, 0.8377, 0.8721, 0.9934."""
-    x = key * HASH_MULTIPLIER + seed
-    for _ in range(2):                          # with one round, another seed would only shift the numbers
-        x = (x ^ (x >> 32)) * HASH_MULTIPLIER
-    return (x >> 40 & 0xFFFFFF) / 2 ** 24       # the highest 24 bits, the precision of float32
-
-
 class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, Cheng et al. 2026).
     The hash of an n-gram selects a row of a table. The rows of the N lengths are concatenated and projected to width C.
     Transformer.forward adds the result e before the first block, and norm(e) times a learned gain before each block.
     The table is initialized to zero. N-grams with an id of NGRAM_IDS or above, such as a sentinel, count as zero,
-    because these ids join unrelated pieces of text. Training drops a share of the lookups, as in dropout. Whether a
-    lookup is dropped depends only on its row of the table, its position and the seed.
-
-    The table is a buffer, not a parameter: an optimizer would update all of its rows, but a step reads only a few.
-    Instead, backward passes store the gradients of the lookups in `lookups`, and `update` applies and discards them.
-    They are stored only if store_gradients is True, which train.py sets. In a program that never calls `update`, the
-    list would grow forever. If it is False, the table does not change."""
+    because these ids join unrelated pieces of text. Training drops the share `drop` of the lookups, as in dropout."""
 
     def __init__(self, config):
         super().__init__()
         self.rows = config.ngram_rows
-        self.register_buffer("table", torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))          # (N R, NGRAM_DIM)
-        # second moments, one for each row; saved with the state of the optimizers
-        self.register_buffer("moments", torch.zeros(len(NGRAMS) * self.rows), persistent=False)
-        self.store_gradients = False
-        self.lookups = []                       # tuples: rows (n,), gradients (n, NGRAM_DIM), their mean squares (n,)
+        self.table = nn.Parameter(torch.zeros(len(NGRAMS) * self.rows, NGRAM_DIM))              # (N R, NGRAM_DIM)
         self.proj = StackedLinear(len(NGRAMS) * NGRAM_DIM, config.n_embd)
         self.gain = nn.Parameter(torch.zeros(config.n_layer, config.n_embd))
-        # the share of the lookups to drop, and the seed; each training step sets them
-        self.register_buffer("drop", torch.zeros(()), persistent=False)
-        self.register_buffer("seed", torch.zeros((), dtype=torch.long), persistent=False)
+        self.drop = 0.0                         # train.py sets it
 
     def forward(self, context, dtype):  # ids (B, T, W) -> (B, T, C)
-        T = context.size(1)
         row = hash_ngrams(context, self.rows)                                       # (B, T, N)
         is_valid = context < NGRAM_IDS                                              # (B, T, W)
         is_embedded = torch.stack([is_valid[..., :n].all(2) for n in NGRAMS], dim=2)            # (B, T, N)
-        scale = is_embedded.float()
-        if self.training:
-            position = torch.arange(T, device=row.device)[:, None]                  # (T, 1)
-            is_kept = hash_uniform(row * T + position, self.seed) >= self.drop      # (B, T, N)
-            scale = scale * is_kept / (1 - self.drop)                               # keeps the expected value
-        if self.training and self.store_gradients:
-            x = self.look_up(row)                                                   # (B, T, N, NGRAM_DIM)
-        else:
-            x = F.embedding(row, self.table)
-        return self.proj((x * scale[..., None]).flatten(2).to(dtype))
-
-    def look_up(self, row):  # (B, T, N) -> (B, T, N, NGRAM_DIM)
-        """The result requires a gradient, although the table does not. The backward pass appends it to `lookups`."""
-        def store(grad):  # (B, T, N, NGRAM_DIM); called by the backward pass
-            grad = grad.flatten(0, 2)
-            self.lookups.append((row.flatten(), grad, grad.square().mean(1)))
-        x = F.embedding(row, self.table).requires_grad_()
-        x.register_hook(store)
-        return x
-
-    @torch.no_grad()
-    def update(self, lr, ok):  # 0-D tensors; if ok is False, all gradients count as zero
-        """Applies the stored gradients, then discards them. This is RMSprop (Tieleman and Hinton 2012) with one moment
-        for each row r of the table. With sums over the gradients g (NGRAM_DIM,) of the row's lookups:
-
-            moments[r] = NGRAM_DECAY * moments[r] + sum of mean(g^2)
-            table[r]   = table[r] - NGRAM_RATE * lr / sqrt(moments[r]) * sum of g"""
-        self.moments.mul_(NGRAM_DECAY)
-        for row, _, square in self.lookups:     # first the moments of all micro-batches, on which the rates depend
-            self.moments.index_add_(0, row, torch.where(ok, square, 0.0))
-        for row, grad, _ in self.lookups:
-            rate = NGRAM_RATE * lr / (self.moments[row].sqrt() + 1e-10)             # (n,)
-            self.table.index_add_(0, row, -rate[:, None] * torch.where(ok, grad, 0.0))
-        self.lookups.clear()
+        scale = F.dropout(is_embedded.float(), self.drop, self.training)
+        x = F.embedding(row, self.table) * scale[..., None]                         # (B, T, N, NGRAM_DIM)
+        return self.proj(x.flatten(2).to(dtype))
 
 
 # ---- the network

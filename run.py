@@ -1,7 +1,8 @@
 """Settings, devices, processes, folders, checkpoints, signals. Skip this file at first reading.
 
-A run is a folder with ckpt.pt (the latest state), best.pt (the state of lowest validation loss), metrics.jsonl and,
-if matplotlib is installed, loss.png.
+A run is a folder with ckpt.pt (the latest state), best.pt (the weights and settings of the lowest validation loss after
+step 0, without the state of the optimizers, so it cannot be resumed), metrics.jsonl and, if matplotlib is installed,
+loss.png.
 """
 import argparse
 import contextlib
@@ -24,7 +25,7 @@ from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
 from tqdm import tqdm
 
-VERSION = 10                                    # of the checkpoint layout; raise it when older files no longer load
+VERSION = 11                                    # of the checkpoint layout; raise it when older files no longer load
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # number of torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)        # no space left, or no more of it for this user
@@ -64,8 +65,8 @@ SETTINGS = {
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
-        "grad_clip": Flag(1.0, "maximum norm of the gradient (without the n-gram table); 0: no limit", 0.0),
-        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; over several epochs it rises", 0.0, 0.99),
+        "grad_clip": Flag(1.0, "maximum norm of the gradient; 0: no limit", 0.0),
+        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more over several epochs", 0.0, 0.99),
         "doc_mask": Flag(False, "positions attend only within their document; a NUL byte ends it, unless it is masked"),
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
@@ -180,7 +181,10 @@ def get_config(argv):
     resume = ""                                 # path of the checkpoint to resume
     if given.pop("resume", False):
         resume = checkpoint_path(given.get("out_dir") or newest_run())
-        saved = load_checkpoint(resume, note=True)["config"]
+        ckpt = load_checkpoint(resume, note=True)
+        if "optimizer" not in ckpt:
+            fail(f"{resume}: holds no state of the optimizers, so it cannot be resumed. Try --init_from {resume}")
+        saved = ckpt["config"]
         given["out_dir"] = os.path.dirname(resume) or "."
         if given.get("dtype") == "auto":        # the run's own type, which is saved as float32 or bfloat16
             given["dtype"] = saved["dtype"]
@@ -379,23 +383,11 @@ def check_processes(hp, corpus):  # fails if another process has other texts or 
             fail(f"--{name}: differs between the processes. Try the same text and flags for each")
 
 
-def sum_over_processes(model, loss):
-    """Replaces the loss and all gradients by their sums over the processes. The gradients of the n-gram table are first
-    collected in a tensor of the table's size. Then all processes have the same list of lookups, one for each row."""
+def sum_over_processes(model, loss):  # replaces the loss and all gradients by their sums over the processes
     if WORLD == 1:
         return
-    tensors = [loss]
-    tensors += [p.grad for p in model.parameters() if p.grad is not None]           # equally many in each process
-    ngrams = model.ngrams
-    if ngrams is not None:
-        n_rows, width = ngrams.table.shape
-        sums = ngrams.table.new_zeros(n_rows, width + 1)        # of gradients; in the last column, of mean squares
-        for row, grad, square in ngrams.lookups:
-            sums.index_add_(0, row, torch.cat((grad, square[:, None]), dim=1))
-        every_row = torch.arange(n_rows, device=sums.device)
-        ngrams.lookups = [(every_row, sums[:, :width], sums[:, width])]
-        tensors.append(sums)
-    for t in tensors:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]              # the same ones in each process
+    for t in [loss, *grads]:
         torch.distributed.all_reduce(t)
 
 
@@ -550,8 +542,7 @@ def load_checkpoint(path, note=False):  # run folder or file -> dict of tensors,
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
         config = defaults() | ckpt["config"]    # so the default of a new flag must preserve the old behaviour
     except Exception as e:                      # a damaged file may raise anything
-        fail(f"{path}: damaged, or not a checkpoint of this program ({first_line(e)}). Try another run, or best.pt "
-             "beside it")
+        fail(f"{path}: damaged, or not a checkpoint of this program ({first_line(e)}). Try another run")
     lacking = [f"{name} {config[name]}" for name in SETTINGS["model"] if name not in ckpt["config"]]
     if note and lacking and not RANK:
         print(f"--- {path}: lacks settings of the model, which get defaults: {', '.join(lacking)}", file=sys.stderr)
@@ -584,7 +575,7 @@ def copy_tensors(target, saved, path):  # {name: tensor} each, of a model or an 
         if here != there:
             fail(f"{path}: {name} is {there}, here {here}. Try its --n_layer, --n_embd, --ngram_rows, or another run")
         if not saved[name].isfinite().all():
-            fail(f"{path}: {name} is not finite. Try best.pt beside it, or another run")
+            fail(f"{path}: {name} is not finite. Try another run")
         target[name].copy_(saved[name])
 
 
@@ -612,8 +603,7 @@ def start_from(model, saved, path):
 
 def load_run(path, device="auto", dtype="auto", train=False):  # -> model, settings, checkpoint
     """Loads a run for inference, with frozen weights. With train=True, the model is in training mode, and its weights
-    are float32 and trainable by any optimizer. The activations are float32, too, unless dtype says otherwise. The
-    n-gram table stays as it is, since it is not a parameter: only train.py updates it.
+    are float32 and trainable by any optimizer. The activations are float32, too, unless dtype says otherwise.
 
     path: a file, or the folder of a run, of which best.pt is loaded if it exists. Also prepares the device, and
     disables cuDNN's attention, which would compile a new plan for every length of a prompt."""

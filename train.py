@@ -38,7 +38,6 @@ HELD_OUT = 4096                                 # bytes of validation text in a 
 MIN_ITERS = 200                                 # --max_passes never shortens a run below this number of steps
 MOMENTUM = 0.9                                  # of Muon; at width 128 better than .95
 NS_STEPS = 4                                    # iterations of Newton-Schulz; at width 128 as good as 5
-NGRAM_WARMUP = 2_500_000                        # maximum number of positions over which the n-gram drop rate grows
 BYTES_PER_ROW = 4                               # bytes of text that a row of the n-gram table can memorize
 
 
@@ -91,32 +90,25 @@ def shorten_run(corpus, members, hp):
               f"least {MIN_ITERS} steps). Use --max_iters to override this")
 
 
-def ngram_drop_rate(step, corpus, members, hp):  # -> share of the n-gram lookups that this step drops
+def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that training drops
     """Averages the rates of the sources, weighted by their shares of the rows. The rate of a source is
 
-        growth * (1 - (1 - ngram_drop) / (1 + repetitions) ** (2 / 3))
+        1 - (1 - ngram_drop) / (1 + repetitions) ** (2 / 3)
 
     repetitions: the number of passes after the first one, times the share of the text that fits into the table. In
         these passes the table could recite what it has memorized.
-    growth: rises from 0 to 1 over the first two passes or NGRAM_WARMUP positions, whichever ends first, because a new
-        table has memorized nothing yet. With --init_from it is 1.
 
-    Example: ngram_drop is 0.5, and a run of 400 steps makes four passes over a short text. So repetitions is 3, and the
-    rate rises to 1 - 0.5 / 4 ** (2 / 3) = 0.80. At step 50, after half a pass, growth is 0.25 and the rate 0.20."""
+    Example: ngram_drop is 0.5, and a run makes four passes over a short text. So repetitions is 3, and the rate is
+    1 - 0.5 / 4 ** (2 / 3) = 0.80."""
     if not hp.ngram_drop:
         return 0.0
-    positions = step * hp.batch_size * hp.accum * hp.block_size                     # trained on so far
     n_bytes = sum(len(source["train"]) for source in corpus)
     memorizable = min(1.0, BYTES_PER_ROW * len(NGRAMS) * hp.ngram_rows / n_bytes)   # share of the text
     rate = 0.0
     for source in corpus:
-        passes = passes_per_step(source, members, hp)
-        repetitions = max(0.0, (hp.max_iters * passes - 1) * memorizable)
-        final = 1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3)
-        growth = min(1.0, max(step * passes / 2, positions / NGRAM_WARMUP))
-        if hp.init_from:
-            growth = 1.0
-        rate += source["weight"] * final * growth
+        passes = hp.max_iters * passes_per_step(source, members, hp)
+        repetitions = max(0.0, passes - 1) * memorizable
+        rate += source["weight"] * (1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3))
     return rate
 
 
@@ -248,16 +240,16 @@ def prepare(corpus, hp):  # -> State before the first step
     model = build(hp)
     if hp.init_from and not hp.resume:
         start_from(model, load_checkpoint(hp.init_from)["model"], hp.init_from)
-    if model.ngrams is not None:
-        model.ngrams.store_gradients = True
     hp = Namespace(**vars(hp) | {"progress": torch.zeros((), device=hp.device)})
     members = get_members(hp)                   # again, since each member holds its settings
+    if model.ngrams is not None:
+        model.ngrams.drop = ngram_drop_rate(corpus, members, hp)
     return Namespace(
         hp=hp, members=members, corpus=corpus, model=model, opt=make_optimizer(model, hp),
         # what compile_step replaces
         loss_fns={member.objective.name: member.objective.loss for member in members},
         optimizer_step=optimizer_step,
-        # inputs of the step, besides hp.progress, opt.lr and those of the n-grams
+        # inputs of the step, besides hp.progress and opt.lr
         step=torch.zeros((), dtype=torch.long, device=hp.device),
         windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
         g=torch.Generator(hp.device),           # for the corruption
@@ -295,9 +287,7 @@ def load_step_inputs(s, member, step):
     s.step.fill_(step)
     s.opt.lr.fill_(learning_rate(step, hp))
     hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
-    if s.model.ngrams is not None:
-        s.model.ngrams.drop.fill_(ngram_drop_rate(step, s.corpus, s.members, hp))
-        s.model.ngrams.seed.fill_(to_seed(key))
+    torch.manual_seed(to_seed(f"{key},{RANK},dropped lookups"))
 
 
 def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
@@ -326,15 +316,11 @@ def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
         p.grad = torch.where(ok, p.grad, 0.0)
     lr = s.opt.lr * ok
     s.optimizer_step(s.opt, lr, hp)
-    if s.model.ngrams is not None:
-        s.model.ngrams.update(lr, ok)
     s.model.zero_grad(set_to_none=True)
     return loss, norm
 
 
 def compile_step(s):  # compiles the losses and the optimizer, but not the corruption
-    if s.model.ngrams is not None:              # torch.compile does not support the hook that stores gradients
-        s.model.ngrams.look_up = torch.compiler.disable(s.model.ngrams.look_up)
     torch._dynamo.reset()                       # torch limits recompilations per process: count anew in each run
     # a mixture compiles losses and optimizer for each kind of member
     torch._dynamo.config.recompile_limit = 4 * len(OBJECTIVES)
@@ -415,19 +401,18 @@ def optimizer_tensors(s):  # -> {name: tensor}
         tensors[f"adamw.{i}.first"] = state.first
         tensors[f"adamw.{i}.second"] = state.second
         tensors[f"adamw.{i}.updates"] = state.n_updates
-    if s.model.ngrams is not None:
-        tensors["ngrams"] = s.model.ngrams.moments
     return tensors
 
 
-def save(s, metrics, name, status):
+def save(s, metrics, name, status):  # name: ckpt.pt or best.pt
     if RANK:
         return
     s.hp.out_dir = restore_folder(s.hp.out_dir, metrics)
     ckpt = status | dict(
         version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
-        held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict(),
-        optimizer=optimizer_tensors(s))
+        held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict())
+    if name == "ckpt.pt":                       # best.pt is smaller: it cannot be resumed
+        ckpt["optimizer"] = optimizer_tensors(s)
     save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt, metrics)
 
 
@@ -485,8 +470,8 @@ def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace 
 
 def announce(s, metrics, status, stop):  # prints what is trained, and logs it in the first line of metrics.jsonl
     hp = s.hp
-    size = sum(p.numel() for p in s.model.parameters())
     table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
+    size = sum(p.numel() for p in s.model.parameters()) - table
     threads = torch.get_num_threads()
     if metrics.tell() == 0:
         write_line(metrics, {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__,
@@ -608,7 +593,7 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     for record in records:
         write_line(metrics, {"step": status["step"], **record, "seconds": round(status["seconds"], 3)})
         say(describe(status["step"], record), stop)
-    if status["val"] < status["best"]:
+    if status["step"] > 0 and status["val"] < status["best"]:   # untrained weights are of no use
         status["best"] = status["val"]
         status["best_step"] = status["step"]
         # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt, and saves both again

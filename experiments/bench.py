@@ -221,8 +221,7 @@ def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
         return model, hp, ckpt["held_out"][:hp.block_size // 2].tolist()
     model = build(hp)
     torch.manual_seed(1)
-    tables = [] if model.ngrams is None else [model.ngrams.table]
-    for t in [*model.requires_grad_(False).parameters(), *tables]:
+    for t in model.requires_grad_(False).parameters():
         t.normal_(0, 0.05)
     torch.backends.cuda.enable_cudnn_sdp(False)                 # as load_run does
     prompt = torch.randint(1, 256, (hp.block_size // 2,), generator=make_rng("bench")).tolist()

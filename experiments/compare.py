@@ -168,7 +168,7 @@ def train_run(argv, crcs, out_dir):  # -> folder of the finished run with these 
     """Skips a finished run and resumes an interrupted one."""
     hp = get_config(argv)
     folder = os.path.join(out_dir, "runs", run_name(hp, crcs))
-    if any(os.path.exists(os.path.join(folder, file)) for file in ("ckpt.pt", "best.pt")):
+    if os.path.exists(os.path.join(folder, "ckpt.pt")):
         if load_checkpoint(folder)["step"] == hp.max_iters:
             return folder
         argv = [*argv, "--resume"]

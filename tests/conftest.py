@@ -67,18 +67,17 @@ def kv_head(h):  # query head -> the head of keys and values that it reads: h //
 
 
 def randomized(n_layer=2, n_head=4, n_embd=16, seed=0, dtype=torch.float32, ngram_rows=64, n_outputs=512):
-    """Returns a model whose parameters and n-gram table are N(0, .3). As initialized, no layer mixes positions, so that
-    even a wrong mask would pass its test."""
+    """Returns a model whose parameters are N(0, .3). As initialized, no layer mixes positions, so even a wrong mask
+    would pass its test."""
     config = ModelConfig(n_layer, n_head, n_embd, n_outputs=n_outputs, ngram_rows=ngram_rows)
     return randomize(Transformer(config, dtype), seed)
 
 
 def randomize(module, seed=0):
     g = make_rng(f"randomize {seed}")
-    tables = [t for name, t in module.named_buffers() if name.split(".")[-1] == "table"]
     with torch.no_grad():
-        for t in [*module.parameters(), *tables]:
-            t.copy_(torch.randn(t.shape, generator=g) * 0.3)
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.3)
     return module
 
 

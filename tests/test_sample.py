@@ -120,7 +120,7 @@ def without_cache(net, x, n, prefix=0):  # what generate writes, by a whole pass
 @pytest.mark.parametrize("n, prefix", [(1, 0), (T, 0), (T + 1, 0), (3 * T, 0), (1, 1), (T, T), (7, 3)])
 def test_the_cache_changes_nothing(n, prefix):
     """Before and after the cache is full. With a prefix the text ends when it is full."""
-    net = randomized().requires_grad_(False)
+    net = randomized(seed=1).requires_grad_(False)              # whose texts are longer than 30 bytes
     x = ids(n, 2)
     out = generated(net, x, 30, T, rng(), prefix)
     assert torch.equal(out, without_cache(net, x, 30, prefix))
