@@ -7,7 +7,6 @@ loss.png.
 import argparse
 import contextlib
 import ctypes
-import errno
 import gc
 import glob
 import itertools
@@ -16,10 +15,9 @@ import os
 import shlex
 import signal
 import sys
-import warnings
 import zipfile
 
-from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng, to_seed
+from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer
 from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
 import torch
@@ -28,7 +26,6 @@ from tqdm import tqdm
 VERSION = 11                                    # of the checkpoint layout; raise it when older files no longer load
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # number of torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)        # no space left, or no more of it for this user
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda if there is a GPU, else cpu"),
     "dtype": Flag("auto", "of the activations; auto: bfloat16 if it is fast", choices=("auto", "float32", "bfloat16")),
@@ -83,8 +80,6 @@ SETTINGS = {
 # flags that may be given with --resume
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
-# paths and devices, which may differ between processes
-LOCAL_SETTINGS = {"data", "out_dir", "init_from", "resume", "device"}
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
 
 
@@ -181,7 +176,7 @@ def get_config(argv):
     resume = ""                                 # path of the checkpoint to resume
     if given.pop("resume", False):
         resume = checkpoint_path(given.get("out_dir") or newest_run())
-        ckpt = load_checkpoint(resume, note=True)
+        ckpt = load_checkpoint(resume)
         if "optimizer" not in ckpt:
             fail(f"{resume}: holds no state of the optimizers, so it cannot be resumed. Try --init_from {resume}")
         saved = ckpt["config"]
@@ -193,7 +188,7 @@ def get_config(argv):
                 fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag] or 'none'}. "
                      f"Try without it, or --init_from {shlex.quote(given['out_dir'])} for a new run")
     elif given.get("init_from"):
-        saved = parent_settings(load_checkpoint(given["init_from"], note=True), given)
+        saved = parent_settings(load_checkpoint(given["init_from"]), given)
 
     device = resolve_device(given.get("device", "auto"))        # of this machine, not the one in the checkpoint
     settings = {"init_step": 0} | defaults(device.type, given.get("optimizer", ""))
@@ -369,20 +364,6 @@ def join_processes(hp):  # connects them; in one process does nothing
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
-def check_processes(hp, corpus):  # fails if another process has other texts or settings
-    if WORLD == 1:
-        return
-    mine = {"data": [[source[key] for key in ("size", "crc", "weight")] for source in corpus]}
-    mine |= {name: value for name, value in vars(hp).items() if name not in LOCAL_SETTINGS}
-    low = torch.tensor([to_seed(repr(value)) for value in mine.values()])           # a checksum for each
-    high = low.clone()
-    torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
-    torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
-    for name, is_equal in zip(mine, (low == high).tolist()):
-        if not is_equal:
-            fail(f"--{name}: differs between the processes. Try the same text and flags for each")
-
-
 def sum_over_processes(model, loss):  # replaces the loss and all gradients by their sums over the processes
     if WORLD == 1:
         return
@@ -408,10 +389,7 @@ def choose_out_dir(hp):  # -> a folder that holds no run; fails if --out_dir hol
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
-    return free_folder(os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_")))
-
-
-def free_folder(base):  # -> the first of base, base-2, base-3, ... that does not exist
+    base = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
     path = base
     for i in itertools.count(2):
         if not os.path.exists(path):
@@ -422,12 +400,12 @@ def free_folder(base):  # -> the first of base, base-2, base-3, ... that does no
 def open_metrics(out_dir, length):
     """Creates the folder and returns metrics.jsonl, opened for appending bytes and locked. Fails if another process
     holds the lock. Truncates the file to `length`, its size when the checkpoint was saved, because a resumed run logs
-    the later steps again. If it is shorter than that, it is emptied. Only the first of several processes writes."""
+    the later steps again. Only the first of several processes writes."""
     if RANK:
-        return open(os.devnull, "r+b")
+        return open(os.devnull, "ab")
     try:
         os.makedirs(out_dir, exist_ok=True)
-        f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b", buffering=0)
+        f = open(os.path.join(out_dir, "metrics.jsonl"), "ab", buffering=0)
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
     # Windows and some network file systems have no such locks; there, a second run in the folder goes unnoticed
@@ -437,40 +415,13 @@ def open_metrics(out_dir, length):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)       # released when the process ends, even if killed
         except BlockingIOError:
             fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
-    is_long_enough = f.seek(0, os.SEEK_END) >= length
-    f.truncate(length if is_long_enough else 0)
-    f.seek(0, os.SEEK_END)
+    f.truncate(min(length, f.tell()))
     return f
 
 
-def restore_folder(out_dir, metrics):  # -> the folder to save into
-    """If somebody has moved or removed the folder, makes it again, with a copy of metrics.jsonl, which is still open.
-    From then on, `metrics` writes to the copy. If another run has taken the folder since, a new one is chosen."""
-    path = os.path.join(out_dir, "metrics.jsonl")
-    if os.path.exists(path):
-        if os.path.samestat(os.stat(path), os.fstat(metrics.fileno())):
-            return out_dir
-        out_dir = free_folder(out_dir)
-        print(f"another run has taken this run's folder; this run is saved in {out_dir} from now on", file=sys.stderr)
-    metrics.seek(0)
-    lines = metrics.read()
-    with open_metrics(out_dir, 0) as copy:
-        copy.write(lines)
-        os.dup2(copy.fileno(), metrics.fileno(), inheritable=False)                 # takes over the copy's lock, too
-    return out_dir
-
-
-def write_line(f, record):  # f: of open_metrics; if the disk is full, warns once and drops the line
+def write_line(f, record):  # f: of open_metrics
     record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
-    line = json.dumps(record).encode() + b"\n"
-    start = f.tell()
-    try:
-        if f.write(line) < len(line):           # only a part of the line fitted on the disk
-            f.truncate(start)
-            f.seek(start)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as e:
-        warnings.warn(f"metrics.jsonl: lines are missing, since they could not be written ({e.strerror})", stacklevel=1)
+    f.write(json.dumps(record).encode() + b"\n")
 
 
 def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
@@ -506,12 +457,9 @@ def newest_run():  # -> the folder under out/ whose checkpoint is the newest
     return os.path.dirname(max(found, key=os.path.getmtime))
 
 
-def save_checkpoint(path, ckpt, metrics=None):
-    """Writes to a temporary file, which is renamed when complete: neither a kill nor a full disk leaves half a file.
-    metrics: the open log whose length ckpt holds; it is written to the disk before the checkpoint."""
+def save_checkpoint(path, ckpt):
+    """Writes to a temporary file, which is renamed when complete: neither a kill nor a full disk leaves half a file."""
     try:
-        if metrics:
-            os.fsync(metrics.fileno())
         with open(path + ".tmp", "wb") as f:
             torch.save(ckpt, f)
             f.flush()
@@ -529,9 +477,9 @@ def settings_to_save(hp):  # -> {name: value}
     return vars(hp) | {"resume": "", "progress": 1.0}
 
 
-def load_checkpoint(path, note=False):  # run folder or file -> dict of tensors, numbers and strings
+def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
     """Checks all checksums. Fails if the file is damaged or not a checkpoint. Never runs code from the file. Settings
-    that the checkpoint lacks, such as a new flag, get their defaults; with `note`, prints those of the model."""
+    that the checkpoint lacks, such as a new flag, get their defaults, which must preserve the old behaviour."""
     path = checkpoint_path(path)
     try:
         with zipfile.ZipFile(path) as z:
@@ -540,13 +488,9 @@ def load_checkpoint(path, note=False):  # run folder or file -> dict of tensors,
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # no code is unpickled
         if ckpt["version"] != VERSION:
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
-        config = defaults() | ckpt["config"]    # so the default of a new flag must preserve the old behaviour
+        return ckpt | {"config": defaults() | ckpt["config"]}
     except Exception as e:                      # a damaged file may raise anything
         fail(f"{path}: damaged, or not a checkpoint of this program ({first_line(e)}). Try another run")
-    lacking = [f"{name} {config[name]}" for name in SETTINGS["model"] if name not in ckpt["config"]]
-    if note and lacking and not RANK:
-        print(f"--- {path}: lacks settings of the model, which get defaults: {', '.join(lacking)}", file=sys.stderr)
-    return ckpt | {"config": config}
 
 
 # ---- models
@@ -608,7 +552,7 @@ def load_run(path, device="auto", dtype="auto", train=False):  # -> model, setti
     path: a file, or the folder of a run, of which best.pt is loaded if it exists. Also prepares the device, and
     disables cuDNN's attention, which would compile a new plan for every length of a prompt."""
     path = checkpoint_path(path, ("best.pt", "ckpt.pt"))
-    ckpt = load_checkpoint(path, note=True)
+    ckpt = load_checkpoint(path)
     if train and dtype == "auto":
         dtype = "float32"
     device = resolve_device(device)
@@ -647,31 +591,21 @@ def catch_signals():  # yields a list, to which signals are appended; a second o
             signal.signal(number, old)
 
 
-def say(text, stop):
-    """Prints. If stdout is closed during the run (| head, a closed terminal), the run stops as after a signal. If
-    stdout is a file on a full disk, the run continues and prints no more."""
+def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal), the run stops as after a signal
     try:
         tqdm.write(text)
         sys.stdout.flush()
-    except OSError as e:
+    except OSError:
         discard_stdout()
-        if e.errno not in FULL_DISK:
-            stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                 # Windows has no SIGPIPE
+        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
+
+
+def discard_stdout():  # redirects it to the null device; otherwise, flushing it at exit would fail again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- a program
-LESS_MEMORY = "less at once: in training, half of --batch_size, and --accum 2"
-HINTS = {  # part of torch's message: what to try
-    "out of memory": LESS_MEMORY,               # on a GPU
-    "can't allocate memory": LESS_MEMORY,       # on a CPU
-    "not enough memory": LESS_MEMORY,           # on a CPU, Windows
-    "C++ compiler": "it without --compile",
-    "C compiler": "it without --compile",       # on a GPU
-}
-
-
-def run_program(main):  # exits with main's code; no traceback on Ctrl-C, a closed pipe, a full disk, errors of HINTS
-    open_streams()
+def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on a closed pipe
     with contextlib.suppress(AttributeError):   # a notebook's stdout has no such method
         sys.stdout.reconfigure(errors="replace_missing")        # of data.py, for characters that a console lacks
     try:
@@ -682,37 +616,6 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C, a clos
     except BrokenPipeError:
         discard_stdout()
         code = 141
-    except RuntimeError as e:
-        # torch's messages have many lines; print the sentence that contains the part
-        sentences = str(e).replace("\n", ". ").split(". ")
-        found = [(sentence, part) for sentence in sentences for part in HINTS if part in sentence]
-        if not found:
-            raise
-        sentence, part = found[0]
-        print(f"error: {sentence}. Try {HINTS[part]}", file=sys.stderr)
-        code = 2
-    except OSError as e:
-        if e.errno not in FULL_DISK:
-            raise
-        discard_stdout()
-        with contextlib.suppress(OSError):      # stderr may be on the same disk
-            print(f"error: {e}. Try to free space, or another disk", file=sys.stderr)
-        code = 2
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)
-
-
-def open_streams():
-    """Opens the streams that were closed at start (>&-) on the null device. Otherwise the next file to be opened would
-    take the number of a closed stream, and libraries would print into it."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:      # takes those of 0, 1 and 2 that are free
-        pass
-    os.close(number)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-
-
-def discard_stdout():  # redirects it to the null device; otherwise, flushing it at exit would fail again
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

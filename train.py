@@ -25,9 +25,9 @@ from data import MASK, PAD, SENTINEL, SYMBOL_MEANINGS, check_sizes, compressor_b
 from data import read_windows, sample_windows, to_seed, to_symbol
 from model import NGRAMS, StackedLinear
 from objectives import CAUSAL, EVAL_ROWS, N_BYTES, OBJECTIVES, Member, add_weights, document_mask, get_members
-from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals, check_processes
+from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals
 from run import choose_out_dir, copy_tensors, draw_losses, get_config, join_processes, load_checkpoint, open_metrics
-from run import restore_folder, run_program, save_checkpoint, say, settings_to_save, start_from, sum_over_processes
+from run import run_program, save_checkpoint, say, settings_to_save, start_from, sum_over_processes
 from run import use_device, write_line
 import torch
 from torch.optim.adamw import adamw
@@ -407,13 +407,12 @@ def optimizer_tensors(s):  # -> {name: tensor}
 def save(s, metrics, name, status):  # name: ckpt.pt or best.pt
     if RANK:
         return
-    s.hp.out_dir = restore_folder(s.hp.out_dir, metrics)
     ckpt = status | dict(
         version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
         held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict())
     if name == "ckpt.pt":                       # best.pt is smaller: it cannot be resumed
         ckpt["optimizer"] = optimizer_tensors(s)
-    save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt, metrics)
+    save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
 
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
@@ -571,7 +570,6 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     use_device(torch.device(hp.device))
     members = get_members(hp)
     corpus = open_corpus(hp.data)
-    check_processes(hp, corpus)
     check_sizes(corpus, max(member.n for member in members), hp.block_size)
     if hp.max_passes and not hp.resume:
         shorten_run(corpus, members, hp)

@@ -181,21 +181,6 @@ def test_the_page_fine_tunes_a_run_on_labels(text):
     assert float(out.getvalue().split()[1]) > 0.82
 
 
-def test_a_checkpoint_that_lacks_a_setting_of_the_model_says_so(text, capsys):
-    fit(text, "a", "--max_iters", "1")
-    ckpt = load_checkpoint("a")
-    del ckpt["config"]["attn_scale"]
-    for name in ("ckpt.pt", "best.pt"):
-        save_checkpoint(f"a/{name}", ckpt)
-    for act in (lambda: run.load_run("a", "cpu"), lambda: fit(text, "b", "--init_from", "a", "--max_iters", "1"),
-                lambda: resume("a", "--max_iters", "2")):
-        capsys.readouterr()
-        act()
-        assert capsys.readouterr().err.count("attn_scale 1.0") == 1
-    resume("a", "--max_iters", "3")
-    assert "attn_scale" not in capsys.readouterr().err
-
-
 def test_an_objective_without_uses_trains_and_sample_py_refuses_it(text, capsys, refuses):
     name = next(iter(OBJECTIVES))
     with mock.patch.dict(OBJECTIVES, {name: dataclasses.replace(OBJECTIVES[name], uses=())}):
@@ -374,20 +359,10 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, ref
     assert not os.path.exists("executed")
 
 
-@pytest.mark.parametrize("error, code, message", [
-    (KeyboardInterrupt(), 130, ""),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), 2,
-     "error: CUDA out of memory. Try less at once: in training, half of --batch_size, and --accum 2\n"),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
-                  "to allocate 64 bytes. Error code 12"), 2,
-     "error: DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Try less at once: in "
-     "training, half of --batch_size, and --accum 2\n"),
-    (RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet TORCH_LOGS"), 2,
-     "error: InvalidCxxCompiler: No working C++ compiler found. Try it without --compile\n")])
-def test_ctrl_c_and_errors_of_the_machine_end_a_program_without_a_traceback(error, code, message, capsys):
+def test_ctrl_c_ends_a_program_without_a_traceback(capsys):
     with pytest.raises(SystemExit) as e:
-        run.run_program(mock.Mock(side_effect=error))
-    assert (e.value.code, capsys.readouterr().err) == (code, message)
+        run.run_program(mock.Mock(side_effect=KeyboardInterrupt()))
+    assert (e.value.code, capsys.readouterr().err) == (130, "")
 
 
 def test_other_errors_keep_their_traceback():
@@ -400,19 +375,3 @@ def test_a_full_disk_leaves_no_temporary_file(text, refuses):
     os.symlink("/dev/full", "a.pt.tmp")
     refuses("No space left on device", save_checkpoint, "a.pt", {"t": torch.zeros(100_000)})
     assert not os.path.lexists("a.pt.tmp")
-
-
-# ---- several processes
-@pytest.mark.parametrize("name", ["data", "learning_rate"])
-def test_processes_with_different_texts_or_settings_are_refused(name, text, monkeypatch, refuses):
-    hp = settings("clm", 32, data=[text], max_passes=0.0)
-    monkeypatch.setattr(run, "WORLD", 2)
-    checked = ["data", *(key for key in vars(hp) if key not in run.LOCAL_SETTINGS)]
-    for difference, check in ((0, lambda _, f, *args: f(*args)), (1, refuses)):
-
-        def reduce(checksums, op):
-            if op == torch.distributed.ReduceOp.MAX:
-                checksums[checked.index(name)] += difference
-        monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
-        check(f"--{name}: differs between the processes", train.set_up, hp)
-    assert not os.path.exists("out")
