@@ -286,8 +286,6 @@ class Objective:
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; a name must not be a batch key
     flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, or {device: default}
-    # (hp) -> {flag that has no effect: the setting that causes this}; such flags are refused on the command line
-    unused: Callable = lambda hp: {}
     # rows are one text in its order, and the loss reads the batch's mask (see hidden_states), so that --doc_mask works
     supports_doc_mask: bool = False
 
@@ -640,7 +638,6 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    unused=lambda hp: {} if hp.fim_rate else {"fim_spm_rate": "--fim_rate 0"},
     uses=(Infill(fim_prompt, (EOT,)), Continue()), aliases=("fill_in_the_middle", "santacoder", "starcoder"))
 
 
@@ -738,7 +735,6 @@ OBJECTIVES["mtp"] = Objective(
     flags={"mtp_heads": Flag(4, "number of bytes predicted at each position", 1),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
-    unused=lambda hp: {} if hp.mtp_heads > 1 else dict.fromkeys(("mtp_kind", "mtp_weight"), "--mtp_heads 1"),
     supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),),
     aliases=("multi_token", "multi_token_prediction"))
 
@@ -1007,26 +1003,18 @@ def bart_piece_bytes(hp):  # -> maximum number of bytes to repair at once, or No
     return None if moves_text else 32
 
 
-def unused_bart_flags(hp):
-    noises = set(hp.bart_noise.split(","))
-    flags = [] if "infill" in noises else ["poisson_lambda"]
-    if not noises & set(NOISES_WITH_RATE):
-        flags += ["bart_rate", "bart_rate_min"]
-    return dict.fromkeys(flags, f"--bart_noise {hp.bart_noise}")
-
-
 OBJECTIVES["bart"] = Objective(
     "bart", corrupt=bart, help="a whole text from a noisy one", use_help="repair a text", attention="prefix",
     n_bytes=bart_bytes,
     flags={"bart_noise": Flag("infill,replace", "any of " + ",".join(NOISES)),
            "bart_rate": Flag(0.3, f"maximum share of bytes that {', '.join(NOISES_WITH_RATE)} change", 0.001, 0.9),
            "bart_rate_min": Flag(0.0, "minimum share of such bytes; never more than bart_rate", 0.0, 0.9),
-           "poisson_lambda": Flag(3.0, "mean length of an infilled span; the last is cut to fit", 2.0, 20.0)},
+           "poisson_lambda": Flag(3.0, "infill: mean length of a span; the last is cut to fit", 2.0, 20.0)},
     # short rows are learned sooner; n-grams lower the loss, but with them the model loses its place sooner
     flag_defaults=(SHARP_ATTENTION | MORE_HEADS
                    | {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 256}, "ngram_rows": 0}),
-    unused=unused_bart_flags, numbering=bart_positions, target_hidden=False,
-    uses=(Repair(max_bytes=bart_piece_bytes),), aliases=("denoising", "denoising_autoencoder"))
+    numbering=bart_positions, target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes),),
+    aliases=("denoising", "denoising_autoencoder"))
 
 
 # ---- nsp: next sentence prediction
@@ -1209,18 +1197,12 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
                 prefix=x.size(1))
 
 
-def unused_diffusion_flags(hp):
-    if hp.init_from:                            # progress is 1 throughout
-        return dict.fromkeys(("mask_rate", "uniform_from"), "--init_from")
-    return {} if hp.uniform_from else {"mask_rate": "--uniform_from 0"}
-
-
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
     flags=MASK_RATE | {"uniform_from": Flag(0.7, "this share of the steps masks the share mask_rate; then each row "
                                                  "draws its rate (with --init_from from the start)", 0.0, 1.0)},
-    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.4}, unused=unused_diffusion_flags,
+    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.4},
     uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))
 

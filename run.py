@@ -235,23 +235,17 @@ def parent_settings(ckpt, given):  # -> settings that a run with --init_from tak
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
 
 
-def check_combinations(hp, given):  # fails if settings exclude each other, or if a given flag would have no effect
+def check_combinations(hp, given):  # fails if settings exclude each other, or if no objective has a given flag
     if hp.cuda_graph and not hp.device.startswith("cuda"):
         fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {hp.device}. Try --no-cuda_graph")
     if hp.n_embd % (2 * hp.n_head):
         fits = 2 * hp.n_head * (hp.n_embd // (2 * hp.n_head) + 1)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
-    members = get_members(hp)
-    objectives = [member.objective for member in members]
-    if "ngram_drop" in given and not hp.ngram_rows:
-        fail("--ngram_drop: has no effect with --ngram_rows 0. Try without it")
+    objectives = [member.objective for member in get_members(hp)]
     for flag in sorted(set(given) - SHARED_FLAGS):
         if not any(flag in objective.flags for objective in objectives):
             names = " ".join(name for name, other in OBJECTIVES.items() if flag in other.flags)
             fail(f"--{flag}: {hp.objective} has no such setting. Try it with {names}")
-        unused = [member.objective.unused(member.hp) for member in members if flag in member.objective.flags]
-        if all(flag in why for why in unused):
-            fail(f"--{flag}: has no effect with {unused[0][flag]}. Try without one of them")
     if hp.doc_mask and not all(objective.supports_doc_mask for objective in objectives):
         names = " ".join(name for name, other in OBJECTIVES.items() if other.supports_doc_mask)
         fail(f"--doc_mask: {hp.objective} cannot keep documents apart. Try it with {names}")

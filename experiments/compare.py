@@ -200,8 +200,7 @@ def run_cell(cell, flags, sources, probes):  # corpora, {metric: ProbeData} -> {
         first_folder = train_run(cell.first_argv, crcs[:1], out_dir)
         if not first_folder:
             return {}
-        unused = OBJECTIVES[cell.hp.objective].unused(Namespace(**vars(cell.hp) | {"init_from": first_folder}))
-        argv = [*without_flags(argv, unused), "--init_from", first_folder]
+        argv = [*argv, "--init_from", first_folder]
         for name in ("block_size", "attn_scale"):               # else --init_from takes them from the first run
             argv += [f"--{name}", str(getattr(cell.hp, name))]
     folder = train_run(argv, crcs, out_dir)
@@ -224,15 +223,6 @@ def run_cell(cell, flags, sources, probes):  # corpora, {metric: ProbeData} -> {
         json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
     os.replace(path + ".tmp", path)             # a kill leaves no half file
     return metrics
-
-
-def without_flags(argv, names):  # (["--a", "1", "--b", "2"], ["a"]) -> ["--b", "2"]
-    kept = list(argv)
-    for name in names:
-        while f"--{name}" in kept:
-            i = kept.index(f"--{name}")
-            del kept[i:i + 2]
-    return kept
 
 
 @torch.no_grad()

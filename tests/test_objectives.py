@@ -483,33 +483,35 @@ def test_an_alias_is_no_name_of_an_objective(name):
     assert [alias.lower().replace("-", "_") for alias in aliases] == [*aliases]
 
 
-def what_training_reads(name, flag, **changes):  # -> [batches, weights, loss] for two values of the flag
-    results = []
-    spec = OBJECTIVES[name].flags[flag]
-    low, high = spec.low or 0, min(spec.high or 9, 9)
-    values = spec.choices or (0.9 * low + 0.1 * high, 0.3 * low + 0.7 * high)
-    for value in values[:2]:
-        if isinstance(spec.default, int):
-            value = round(value)
-        hp = settings(name, T, **changes | {flag: value})
-        x = clean_windows(settings(name, T, **changes), 4)
-        batches = [OBJECTIVES[name].corrupt(x, make_rng("corruption"), argparse.Namespace(**vars(hp) | {"progress": p}))
-                   for p in ([1.0] if hp.init_from else [0.0, 1.0])]
+def another_value(spec):  # of a Flag, not its default; None if it is free text
+    if spec.choices:
+        return spec.choices[1]
+    if isinstance(spec.default, str):
+        return None
+    if isinstance(spec.default, int):
+        return spec.default * 2
+    return max(spec.low, spec.default * 0.6) if spec.default else spec.high * 0.3
+
+
+@every
+def test_each_flag_of_an_objective_changes_its_rows_its_weights_or_its_loss(name):
+    """With the defaults of its other flags, or with other values of them."""
+    windows = torch.randint(1, 256, (4, 2 * T), generator=make_rng("windows"))
+
+    def training(**changes):  # -> all that depends on the settings
+        hp = settings(name, T, **changes)
+        x = windows[:, :get_members(hp)[0].n]
+        batches = []
+        for hp.progress in (0.0, 0.5, 1.0):
+            batches.append(OBJECTIVES[name].corrupt(x, make_rng("corruption"), hp))
         net = randomize(run.build(hp))
-        batch = O.add_weights(batches[-1])
-        results.append([batches, net.state_dict(), OBJECTIVES[name].loss(net, batch, hp)[0].detach()])
-    return results
-
-
-@pytest.mark.parametrize("name, changes", [
-    ("fim", dict(fim_rate=0.0)), ("mtp", dict(mtp_heads=1)), ("mdlm", dict(uniform_from=0.0)),
-    ("bd3lm", dict(uniform_from=0.0)), ("mdlm", dict(init_from="a")), ("sedd", dict(init_from="a")),
-    ("bart", dict(bart_noise="replace")), ("bart", dict(bart_noise="permute")), ("bart", dict(bart_noise="rotate"))])
-def test_the_flags_that_are_called_unused_change_nothing(name, changes):
-    unused = OBJECTIVES[name].unused(settings(name, T, **changes))
-    assert unused
-    for flag in unused:
-        assert equal(*what_training_reads(name, flag, **changes)), flag
+        loss, _ = OBJECTIVES[name].loss(net, O.add_weights(batches[-1]), hp)
+        return batches, net.state_dict(), loss.detach()
+    values = {flag: another_value(spec) for flag, spec in OBJECTIVES[name].flags.items()}
+    values = {flag: value for flag, value in values.items() if value is not None}
+    for flag, value in values.items():
+        others = {other: changed for other, changed in values.items() if other != flag}
+        assert any(not equal(training(**same), training(**same, **{flag: value})) for same in ({}, others)), flag
 
 
 @every
