@@ -47,7 +47,6 @@ SYMBOL_MEANINGS = {
     "␣": ("space", "`"), "⇥": ("tab", ">"), "⏎": ("newline", "/"),
     "�": ("a byte outside printable ASCII", "~"), "·": ("no loss", ".")}
 
-MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
 NUL_CHECK_BYTES = 1 << 20                       # bytes at the start of a file in which NULs are counted

@@ -27,9 +27,7 @@ A loss is a weighted sum of nats. add_weights computes the weights that `corrupt
 so the losses of micro-batches add up to the loss of the step. A mean of means would weight targets unequally.
 """
 import dataclasses
-import difflib
 import math
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +40,6 @@ import torch.nn.functional as F
 
 IGNORE_INDEX = -100                             # as a target: no loss at this position
 N_BYTES = 256
-EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
 
 
 # ---- shared by several objectives: from a batch to a loss
@@ -285,7 +282,7 @@ class Objective:
     loss: Callable = token_loss
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; a name must not be a batch key
-    flag_defaults: dict = dataclasses.field(default_factory=dict)       # defaults of shared flags, or {device: default}
+    flag_defaults: dict = dataclasses.field(default_factory=dict)       # {flag of run.SETTINGS: default}
     # rows are one text in its order, and the loss reads the batch's mask (see hidden_states), so that --doc_mask works
     supports_doc_mask: bool = False
 
@@ -754,7 +751,7 @@ def electra(x, g, hp):  # x (B, T) -> inp, tgt (B, T), chosen positions (B, k), 
     - Generator and discriminator do not share embeddings, and there is no dense layer before the two heads.
     - The generator has no n-grams."""
     B, T = x.shape
-    k = max(1, round(hp.mask_rate * T))
+    k = max(1, round(hp.electra_mask_rate * T))
     chosen = random_positions(B, T, k, g)
     u = torch.rand(B, 2, k, generator=g, device=g.device)
     clean = x.gather(1, chosen)
@@ -796,9 +793,10 @@ def electra_loss(model, batch, hp):
 OBJECTIVES["electra"] = Objective(
     "electra", corrupt=electra, help="which bytes a generator replaced", use_help="mark suspicious bytes",
     attention="bidirectional", n_bytes=aligned_window, heads=electra_heads, loss=electra_loss,
-    flags=MASK_RATE | {"electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0),
-                       "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
-    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.15},
+    flags={"electra_mask_rate": Flag(0.15, "share of bytes that the generator predicts", 0.001, 1.0),
+           "electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0),
+           "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
+    flag_defaults=SHARP_ATTENTION,
     uses=(Predict("mark", lambda model, x: score_positions(model, x, "replaced")),),
     aliases=("rtd", "replaced_token_detection"))
 
@@ -1053,7 +1051,7 @@ def nsp(x, g, hp):  # x (B, 2 n_text + NSP_GAP) -> inp, tgt (B, T), labels (B,)
     sep = constant_column(x, SEP)
     row = torch.cat((constant_column(x, CLS), left, sep, right, sep), dim=1)
     row = F.pad(row, (0, hp.block_size - row.size(1)), value=PAD)                   # one PAD if T is even
-    k = max(1, round(hp.mask_rate * 2 * n_text))
+    k = max(1, round(hp.nsp_mask_rate * 2 * n_text))
     chosen = random_positions(B, 2 * n_text, k, g)              # among the bytes of both texts
     inp, tgt = mask_bytes(row, 1 + chosen + (chosen >= n_text), g)                  # skip CLS, and SEP after the first
     return dict(inp=inp, tgt=tgt, labels=(~negative).long(), prefix=hp.block_size)
@@ -1082,10 +1080,11 @@ OBJECTIVES["nsp"] = Objective(
     "nsp", corrupt=nsp, help="whether a text follows another, and masked bytes", use_help="compare two texts",
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
     heads=lambda config, hp: {"nsp": ScalarHead(config)}, loss=nsp_loss,
-    flags=MASK_RATE | {"nsp_negatives": Flag("random", "random (another row's second text) or swap (both texts)",
-                                             choices=("random", "swap")),
-                       "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
-    flag_defaults=SHARP_ATTENTION | MORE_HEADS | {"mask_rate": 0.15},
+    flags={"nsp_mask_rate": Flag(0.15, "share of bytes to predict", 0.001, 1.0),
+           "nsp_negatives": Flag("random", "random (another row's second text) or swap (both texts)",
+                                 choices=("random", "swap")),
+           "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
+    flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     uses=(Predict("follow", predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),
     aliases=("next_sentence", "next_sentence_prediction", "albert", "sop", "sentence_order_prediction"))
 
@@ -1140,20 +1139,19 @@ OBJECTIVES["contrastive"] = Objective(
 
 
 # ---- mdlm: masked diffusion
-def masked_counts(size, B, g, hp):  # number of bytes of each block (blocks,) -> how many to mask (B, blocks)
-    """Before progress reaches uniform_from, masks a share mask_rate of each block. After it, each count from 1 to the
-    size of the block is equally likely. The counts are stratified: for each block, the rows draw one number each from
-    [0, 1/B), [1/B, 2/B), ..., in random order. With B = 2 rows and 4 bytes, the numbers .7 and .3 give 3 and 2."""
+EARLY_MASK_RATE = {"early_mask_rate": Flag(0.4, "share of bytes that early steps mask", 0.001, 1.0)}
+
+
+def masked_counts(size, B, g):  # number of bytes of each block (blocks,) -> how many to mask (B, blocks)
+    """Each count from 1 to the size of the block is equally likely. The counts are stratified: for each block, the rows
+    draw one number each from [0, 1/B), [1/B, 2/B), ..., in random order. With B = 2 rows and 4 bytes, the numbers .7
+    and .3 give 3 and 2."""
     order = torch.rand(B, len(size), generator=g, device=g.device).argsort(dim=0)
     u = (order + torch.rand(B, len(size), generator=g, device=g.device)) / B
-    uniform_count = 1 + (u * size).long().minimum(size - 1)                         # (B, blocks)
-    early_count = (size * hp.mask_rate + 0.5).long().clamp(min=1)                   # (blocks,)
-    # a bool, or in training a 0-D tensor: an `if` would wait for the device, so is_early is used as a number
-    is_early = hp.progress < hp.uniform_from
-    return uniform_count + is_early * (early_count - uniform_count)
+    return 1 + (u * size).long().minimum(size - 1)
 
 
-def mask_blocks(x, block_bytes, g, hp):  # x (B, n) -> masked (B, n) bool, weight (B, n)
+def mask_blocks(x, block_bytes, g, is_early, early_rate):  # x (B, n) -> masked (B, n) bool, weight (B, n)
     """Masks k bytes of each block and gives the bytes of this block the weight (bytes of the block) / k. One row with
     n = 6 and block_bytes = 4:
 
@@ -1161,11 +1159,15 @@ def mask_blocks(x, block_bytes, g, hp):  # x (B, n) -> masked (B, n) bool, weigh
         rank      2  0  3  1     1  0   of random keys; the bytes with a rank below k are masked
         masked    x  x  .  x     .  x
         weight   4/3 for all     2 for both
-    """
+
+    k is what masked_counts draws, or if is_early, the share early_rate of the block. is_early is a bool, or in training
+    a 0-D tensor: an `if` would wait for the device, so it is used as a number."""
     B, n = x.shape
     block_bytes = min(block_bytes, n)
     size = (n - torch.arange(0, n, block_bytes, device=g.device)).clamp(max=block_bytes)            # (blocks,)
-    count = masked_counts(size, B, g, hp)                                           # (B, blocks): k
+    count = masked_counts(size, B, g)                                               # (B, blocks): k
+    early_count = (size * early_rate + 0.5).long().clamp(min=1)                     # (blocks,)
+    count = count + is_early * (early_count - count)
     key = torch.rand(B, n, generator=g, device=g.device)
     key = F.pad(key, (0, len(size) * block_bytes - n), value=2.0)                   # padding ranks last: never masked
     masked = ranks(key.view(B, len(size), block_bytes)) < count[..., None]          # (B, blocks, block_bytes)
@@ -1190,9 +1192,9 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
     is an upper bound on -log p(x). MDLM integrates (1/t) E[sum of nats at bytes masked with probability t] over t in
     (0, 1). This equals the mean over k = 1 .. T of (T/k) E[sum of nats at k masked bytes]. Masking exactly k bytes has
     a far smaller variance, weights of at most T, and no row without a target. Departure: before progress reaches
-    uniform_from, the rate k / T is mask_rate; after it, uniform. High rates teach little early. The early losses are no
-    bound."""
-    masked, weight = mask_blocks(x, x.size(1), g, hp)
+    uniform_from, the rate k / T is early_mask_rate; after it, uniform. High rates teach little early. The early losses
+    are no bound."""
+    masked, weight = mask_blocks(x, x.size(1), g, hp.progress < hp.uniform_from, hp.early_mask_rate)
     return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight / x.numel(),
                 prefix=x.size(1))
 
@@ -1200,9 +1202,9 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags=MASK_RATE | {"uniform_from": Flag(0.7, "this share of the steps masks the share mask_rate; then each row "
-                                                 "draws its rate (with --init_from from the start)", 0.0, 1.0)},
-    flag_defaults=SHARP_ATTENTION | {"mask_rate": 0.4},
+    flags=EARLY_MASK_RATE | {"uniform_from": Flag(0.7, "early share of the steps; after it, each row draws its rate "
+                                                       "(with --init_from from the start)", 0.0, 1.0)},
+    flag_defaults=SHARP_ATTENTION,
     uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))
 
@@ -1248,8 +1250,8 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
               3   . . x x | x x . .           3   . . . . | x x x x
 
     Both copies count positions from 0. Before a noisy block, convolution and n-grams read clean bytes, as from the
-    cache in sampling: with blocks of 2, noisy 3 reads noisy 2, then clean 1 and clean 0. By default uniform_from is 0,
-    so every number of masked bytes is equally likely throughout.
+    cache in sampling: with blocks of 2, noisy 3 reads noisy 2, then clean 1 and clean 0. By default, every number of
+    masked bytes is equally likely in all steps: a constant rate at the start, as mdlm's, does not help small blocks.
 
     If k of the m bytes of a block are masked, each has the weight m / k, divided by B * n. The loss is an upper bound
     on -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p(x), as clm's. Departures:
@@ -1257,7 +1259,7 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
     - Their first token is never masked. Ours is predicted from nothing.
     - sample.py fills a block from the left, one byte a pass. They fill a random MASK a pass."""
     n = x.size(1)
-    masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp)
+    masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp.progress < hp.bd3lm_uniform_from, hp.early_mask_rate)
     noisy = x.masked_fill(masked, MASK)
     tgt = x.where(masked, IGNORE_INDEX)
     i = torch.arange(n, device=g.device)
@@ -1280,13 +1282,14 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
         positions=i.repeat(2).expand(len(x), -1))
 
 
-# the two copies take twice the positions; a constant rate at the start (uniform_from) does not help small blocks
-BD3LM_DEFAULTS = {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}, "uniform_from": 0.0}
 OBJECTIVES["bd3lm"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion",
     use_help="continue a prompt", attention="blocks", n_bytes=lambda T, hp: T // 2, supports_doc_mask=False,
-    flags=OBJECTIVES["mdlm"].flags | {"bd3lm_block": Flag(4, "number of bytes in a block", 1)},
-    flag_defaults=OBJECTIVES["mdlm"].flag_defaults | BD3LM_DEFAULTS,
+    flags=EARLY_MASK_RATE | {
+        "bd3lm_block": Flag(4, "number of bytes in a block", 1),
+        "bd3lm_uniform_from": Flag(0.0, "early share of the steps; after it, each block draws its rate", 0.0, 1.0)},
+    # the two copies take twice the positions
+    flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
     uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),), aliases=("bd3", "bd3_lm", "block_diffusion"))
 
 
@@ -1363,54 +1366,3 @@ OBJECTIVES["hybrid"] = Objective(
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
     supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()),
     aliases=("gpt_bert", "gptbert"))
-
-
-# ---- --objective: one objective, or a mixture of several. Both become a list of members
-@dataclass(frozen=True)
-class Member:
-    objective: Objective
-    weight: float                               # share of the steps that train it; the weights add up to 1
-    n: int                                      # raw bytes that fill a row
-    hp: Namespace                               # the run's settings, with the defaults of this member's flags
-
-
-def member_names(objective):  # hp.objective, such as "clm:0.5,mlm:0.5" -> ["clm", "mlm"]
-    return [part.partition(":")[0].strip() for part in objective.split(",")]
-
-
-def refuse_name(name):  # of an objective that does not exist; suggests the closest one
-    word = name.lower().replace("-", "_")
-    for known, objective in OBJECTIVES.items():
-        if word in objective.aliases:
-            fail(f"--objective {name}: {name} is called {known} here. Try --objective {known}")
-    close = difflib.get_close_matches(word, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
-    fail(f"--objective {name}: unknown. Try {close[0]}")
-
-
-def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Member]
-    """Fails if a name is unknown, and if the settings allow no row."""
-    names = member_names(hp.objective)
-    for name in names:
-        if name not in OBJECTIVES:
-            refuse_name(name)
-    weights = []
-    try:
-        for part in hp.objective.split(","):
-            _, colon, weight = part.partition(":")
-            weights.append(float(weight) if colon else 1.0)
-    except ValueError:
-        weights = [0.0]                         # refused by the next lines
-    if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):
-        fail(f"--objective {hp.objective}: needs different names with positive weights, as in clm:0.5,mlm:0.5")
-    members = []
-    for name, weight in zip(names, weights):
-        objective = OBJECTIVES[name]
-        settings = vars(hp) | hp.member_defaults.get(name, {})
-        member_hp = Namespace(**settings)
-        rows = hp.batch_size if objective.compares_rows else hp.batch_size * hp.accum
-        if rows < objective.min_rows:
-            fail(f"--batch_size {hp.batch_size}: {name} needs {objective.min_rows} rows. "
-                 f"Try --batch_size {objective.min_rows}")
-        n = objective.n_bytes(hp.block_size, member_hp)         # fails if the settings allow no row
-        members.append(Member(objective, weight / sum(weights), n, member_hp))
-    return members

@@ -7,6 +7,7 @@ loss.png.
 import argparse
 import contextlib
 import ctypes
+import difflib
 import gc
 import glob
 import itertools
@@ -16,16 +17,19 @@ import shlex
 import signal
 import sys
 import zipfile
+from dataclasses import dataclass
 
-from data import MIN_BLOCK_SIZE, VOCAB_SIZE, Flag, fail, make_rng
+from data import VOCAB_SIZE, Flag, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer
-from objectives import EVAL_ROWS, OBJECTIVES, get_members, member_names
+from objectives import OBJECTIVES, Objective
 import torch
 from tqdm import tqdm
 
 VERSION = 11                                    # of the checkpoint layout; raise it when older files no longer load
 WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # number of torchrun's processes
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
+MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
+EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda if there is a GPU, else cpu"),
     "dtype": Flag("auto", "of the activations; auto: bfloat16 if it is fast", choices=("auto", "float32", "bfloat16")),
@@ -133,6 +137,53 @@ def first_line(e):  # of the message of an exception, or the name of its type
     return (str(e).splitlines() or [type(e).__name__])[0]
 
 
+# ---- --objective: one objective, or a mixture of several. Both become a list of members
+@dataclass(frozen=True)
+class Member:
+    objective: Objective
+    weight: float                               # share of the steps that train it; the weights add up to 1
+    n: int                                      # raw bytes that fill a row
+
+
+def member_names(objective):  # hp.objective, such as "clm:0.5,mlm:0.5" -> ["clm", "mlm"]; fails if a name is unknown
+    names = [part.partition(":")[0].strip() for part in objective.split(",")]
+    for name in names:
+        if name not in OBJECTIVES:
+            refuse_name(name)
+    return names
+
+
+def refuse_name(name):  # of an objective that does not exist; suggests the closest one
+    word = name.lower().replace("-", "_")
+    for known, objective in OBJECTIVES.items():
+        if word in objective.aliases:
+            fail(f"--objective {name}: {name} is called {known} here. Try --objective {known}")
+    close = difflib.get_close_matches(word, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
+    fail(f"--objective {name}: unknown. Try {close[0]}")
+
+
+def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Member]; fails if the settings allow no row
+    names = member_names(hp.objective)
+    weights = []
+    try:
+        for part in hp.objective.split(","):
+            _, colon, weight = part.partition(":")
+            weights.append(float(weight) if colon else 1.0)
+    except ValueError:
+        weights = [0.0]                         # refused by the next lines
+    if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):
+        fail(f"--objective {hp.objective}: needs different names with positive weights, as in clm:0.5,mlm:0.5")
+    members = []
+    for name, weight in zip(names, weights):
+        objective = OBJECTIVES[name]
+        rows = hp.batch_size if objective.compares_rows else hp.batch_size * hp.accum
+        if rows < objective.min_rows:
+            fail(f"--batch_size {hp.batch_size}: {name} needs {objective.min_rows} rows. "
+                 f"Try --batch_size {objective.min_rows}")
+        members.append(Member(objective, weight / sum(weights), objective.n_bytes(hp.block_size, hp)))
+    return members
+
+
 # ---- settings of a run
 def flag_specs():  # -> {name: Flag} of train.py, including those of single objectives
     groups = [*SETTINGS.values(), *(objective.flags for objective in OBJECTIVES.values())]
@@ -169,8 +220,7 @@ def get_config(argv):
         attn_scale   2.0    span's default, which parent_settings prefers to the checkpoint's 1.0
         batch_size   16     default of a CPU
 
-    hp also has progress and member_defaults. progress is the share of the run that is done: 1.0 here; training replaces
-    it by a tensor. member_defaults is what objective_defaults returns, without the flags in argv."""
+    hp also has progress, the share of the run that is done: 1.0 here; training replaces it by a tensor."""
     given = parse(argv)
     saved = {}                                  # settings from a checkpoint
     resume = ""                                 # path of the checkpoint to resume
@@ -198,26 +248,15 @@ def get_config(argv):
         settings["max_passes"] = 0.0
     settings |= saved | given | {"device": str(device), "resume": resume, "progress": 1.0}
     hp = argparse.Namespace(**settings)
-    hp.member_defaults = {name: {flag: value for flag, value in flags.items() if flag not in given}
-                          for name, flags in hp.member_defaults.items()}
     hp.dtype = resolve_dtype(hp.dtype, device)
     check_combinations(hp, given)
     return hp
 
 
-def objective_defaults(objective, kind="cpu"):  # -> {setting: default}
-    """For a single objective: the defaults that it changes, and an empty "member_defaults". The members of a mixture
-    share most settings, so for a mixture only "member_defaults" is returned: for each member, its defaults of the flags
-    that it defines itself. For mlm,electra it is {"mlm": {}, "electra": {"mask_rate": 0.15}}."""
-    changed = {}
-    for name in member_names(objective):
-        if name in OBJECTIVES:                  # get_members refuses other names
-            flag_defaults = OBJECTIVES[name].flag_defaults
-            changed[name] = {flag: choose_default(value, kind) for flag, value in flag_defaults.items()}
-    if len(changed) == 1:
-        return changed.popitem()[1] | {"member_defaults": {}}
-    return {"member_defaults": {name: {flag: value for flag, value in flags.items() if flag in OBJECTIVES[name].flags}
-                                for name, flags in changed.items()}}
+def objective_defaults(objective, kind="cpu"):  # -> {flag: default} that an objective changes; a mixture changes none
+    names = member_names(objective)
+    changed = OBJECTIVES[names[0]].flag_defaults if len(names) == 1 else {}
+    return {flag: choose_default(value, kind) for flag, value in changed.items()}
 
 
 def parent_settings(ckpt, given):  # -> settings that a run with --init_from takes from its parent's checkpoint
@@ -229,7 +268,7 @@ def parent_settings(ckpt, given):  # -> settings that a run with --init_from tak
         fail(f"--n_head {given['n_head']}: the run of --init_from has {config['n_head']} heads. Try without --n_head")
     if member_names(given.get("objective", config["objective"])) == member_names(config["objective"]):
         own_flags = set(flag_specs()) - SHARED_FLAGS
-        names |= {"objective", "member_defaults", "doc_mask"} | own_flags
+        names |= {"objective", "doc_mask"} | own_flags
     else:
         names -= {"attn_scale", "block_size"} & set(objective_defaults(given["objective"]))
     return {name: config[name] for name in names} | {"init_step": config["init_step"] + ckpt["step"]}
@@ -241,7 +280,7 @@ def check_combinations(hp, given):  # fails if settings exclude each other, or i
     if hp.n_embd % (2 * hp.n_head):
         fits = 2 * hp.n_head * (hp.n_embd // (2 * hp.n_head) + 1)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
-    objectives = [member.objective for member in get_members(hp)]
+    objectives = [OBJECTIVES[name] for name in member_names(hp.objective)]
     for flag in sorted(set(given) - SHARED_FLAGS):
         if not any(flag in objective.flags for objective in objectives):
             names = " ".join(name for name, other in OBJECTIVES.items() if flag in other.flags)
@@ -488,17 +527,16 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
 
 
 # ---- models
-def build(hp):  # -> model
+def build(members, hp):  # -> model
     """Initializes the weights on the CPU, those of the network first, then those of the objectives' heads. So runs with
     the same seed start from the same network on every device and for every objective."""
-    members = get_members(hp)
     n_outputs = max(m.objective.n_outputs for m in members)
     config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, VOCAB_SIZE, n_outputs, hp.ngram_rows, hp.attn_scale)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hp.seed)
         model = Transformer(config, getattr(torch, hp.dtype))
         for m in members:
-            model.heads.update(m.objective.heads(config, m.hp))
+            model.heads.update(m.objective.heads(config, hp))
     return model.to(hp.device)
 
 
@@ -553,7 +591,7 @@ def load_run(path, device="auto", dtype="auto", train=False):  # -> model, setti
     use_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     hp = argparse.Namespace(**ckpt["config"] | {"device": str(device), "dtype": resolve_dtype(dtype, device)})
-    model = build(hp)
+    model = build(get_members(hp), hp)
     copy_tensors(model.state_dict(), ckpt["model"], path)
     model = model.train() if train else for_inference(model)
     return model, hp, ckpt

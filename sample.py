@@ -31,8 +31,8 @@ from collections import namedtuple
 
 from data import EOT, MASK, SEP, Flag, fail, make_rng
 from model import Cache
-from objectives import N_BYTES, OBJECTIVES, Fill, find_use, get_members, inverse_cdf
-from run import DEVICE_FLAGS, GraphedStep, load_run, make_parser, newest_run, run_program
+from objectives import N_BYTES, OBJECTIVES, Fill, find_use, inverse_cdf
+from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -889,7 +889,7 @@ def main(argv=None):
     for i in range(args.num_samples):
         if args.num_samples > 1:
             print(f"--- sample {i + 1}")
-        mode.function(model, objective, use, m.hp, args, make_rng(f"{args.seed},{i},sample"))
+        mode.function(model, objective, use, hp, args, make_rng(f"{args.seed},{i},sample"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@
 B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
 """
 import copy
-import dataclasses
 import itertools
 import math
 import os
@@ -24,10 +23,10 @@ from functools import partial
 from data import MASK, PAD, SENTINEL, SYMBOL_MEANINGS, check_sizes, compressor_bits, fail, make_rng, open_corpus
 from data import read_windows, sample_windows, to_seed, to_symbol
 from model import NGRAMS, StackedLinear
-from objectives import CAUSAL, EVAL_ROWS, N_BYTES, OBJECTIVES, Member, add_weights, document_mask, get_members
-from run import RANK, VERSION, WORLD, GraphedStep, any_rank, barrier, build, catch_signals
-from run import choose_out_dir, copy_tensors, draw_losses, get_config, join_processes, load_checkpoint, open_metrics
-from run import run_program, save_checkpoint, say, settings_to_save, start_from, sum_over_processes
+from objectives import CAUSAL, N_BYTES, OBJECTIVES, add_weights, document_mask
+from run import EVAL_ROWS, RANK, VERSION, WORLD, GraphedStep, Member, any_rank, barrier, build, catch_signals
+from run import choose_out_dir, copy_tensors, draw_losses, get_config, get_members, join_processes, load_checkpoint
+from run import open_metrics, run_program, save_checkpoint, say, settings_to_save, start_from, sum_over_processes
 from run import use_device, write_line
 import torch
 from torch.optim.adamw import adamw
@@ -42,20 +41,20 @@ BYTES_PER_ROW = 4                               # bytes of text that a row of th
 
 
 # ---- batches
-def make_batch(member, corpus, split, windows, g):  # windows: source (B,), offset (B,) -> batch of B rows
+def make_batch(member, corpus, split, windows, g, hp):  # windows: source (B,), offset (B,) -> batch of B rows
     source, offset = (t.to(corpus[0][split].device) for t in windows)
     x = read_windows(corpus, split, source, offset, member.n)                       # (B, n)
-    device = member.hp.device
-    if device.startswith("cuda") and not x.is_cuda:             # the corpus does not fit on the GPU
-        x = x.pin_memory().to(device, non_blocking=True)
-    return add_weights(member.objective.corrupt(x.to(device), g, member.hp))
+    if hp.device.startswith("cuda") and not x.is_cuda:          # the corpus does not fit on the GPU
+        x = x.pin_memory().to(hp.device, non_blocking=True)
+    return add_weights(member.objective.corrupt(x.to(hp.device), g, hp))
 
 
-def draw_batch(member, corpus, split, B, key):  # -> batch of B rows
+def draw_batch(member, corpus, split, B, key, hp):  # -> batch of B rows
     """Draws windows and corruption from generators seeded with the string `key`. The same key gives the same batch if
     all other arguments and the kind of device are the same."""
     windows = sample_windows(corpus, split, member.n, B, make_rng(f"{key},windows"))
-    return make_batch(member, corpus, split, windows, make_rng(f"{key},{member.objective.name}", member.hp.device))
+    g = make_rng(f"{key},{member.objective.name}", hp.device)
+    return make_batch(member, corpus, split, windows, g, hp)
 
 
 def micro_batch(batch, i, n, hp):  # -> part i of n
@@ -234,14 +233,13 @@ def optimizer_step(opt, lr, hp):  # opt: of make_optimizer; lr: 0-D tensor
 
 
 # ---- a training step
-def prepare(corpus, hp):  # -> State before the first step
+def prepare(corpus, members, hp):  # -> State before the first step
     """A State is a Namespace of all that a step reads and writes. load_step_inputs writes the inputs of the step,
     training_step the rest. Tensors are only modified in place: a CUDA graph reads and writes the same addresses."""
-    model = build(hp)
+    model = build(members, hp)
     if hp.init_from and not hp.resume:
         start_from(model, load_checkpoint(hp.init_from)["model"], hp.init_from)
     hp = Namespace(**vars(hp) | {"progress": torch.zeros((), device=hp.device)})
-    members = get_members(hp)                   # again, since each member holds its settings
     if model.ngrams is not None:
         model.ngrams.drop = ngram_drop_rate(corpus, members, hp)
     return Namespace(
@@ -294,11 +292,11 @@ def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
     """Updates the weights once, on the inputs that load_step_inputs has set. Never waits for the device."""
     hp = s.hp
     # forward and backward: the losses of micro-batches add up to that of the step
-    batch = make_batch(member, s.corpus, "train", s.windows, s.g)
+    batch = make_batch(member, s.corpus, "train", s.windows, s.g, hp)
     loss_fn = s.loss_fns[member.objective.name]
     loss = torch.zeros((), device=hp.device)
     for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
-        part_loss, _ = loss_fn(s.model, micro_batch(batch, i, hp.accum, member.hp), member.hp)
+        part_loss, _ = loss_fn(s.model, micro_batch(batch, i, hp.accum, hp), hp)
         part_loss.backward()
         loss += part_loss.detach()
     sum_over_processes(s.model, loss)
@@ -343,16 +341,15 @@ def make_step_fns(s):  # -> {objective: function without arguments that calls tr
 
 
 # ---- evaluation
-def validation_batches(member, source):  # yields batches, the same whatever the seed, the batch size and the step
-    hp = Namespace(**vars(member.hp) | {"progress": 1.0})       # validation does not change during training
-    member = dataclasses.replace(member, hp=hp)
+def validation_batches(member, source, hp):  # yields batches, the same whatever the seed, batch size and step
+    hp = Namespace(**vars(hp) | {"progress": 1.0})              # validation does not change during training
     for i in range(hp.eval_iters):
-        batch = draw_batch(member, [source], "val", EVAL_ROWS, f"validation,{i}")
+        batch = draw_batch(member, [source], "val", EVAL_ROWS, f"validation,{i}", hp)
         yield micro_batch(batch, 0, 1, hp)
 
 
-def mean_loss(member, model, batches):  # -> mean loss, {name: mean figure} over batches
-    results = [member.objective.loss(model, batch, member.hp) for batch in batches]
+def mean_loss(member, model, batches, hp):  # -> mean loss, {name: mean figure} over batches
+    results = [member.objective.loss(model, batch, hp) for batch in batches]
     loss = statistics.fmean(float(loss) for loss, _ in results)
     means = {}
     for name in results[0][1]:
@@ -360,23 +357,23 @@ def mean_loss(member, model, batches):  # -> mean loss, {name: mean figure} over
     return loss, means
 
 
-def bits_per_byte(member, model, source, loss):  # the member's loss in nats -> bits, or None if they are not defined
+def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats -> bits, or None if not defined
     """The softmax is over the 256 bytes alone, even if the byte head also predicts special ids, as in a mixture: a text
     contains none. Objectives with bpb="causal" are evaluated on clm's rows."""
     if member.objective.bpb is None:
         return None
     if member.objective.bpb == "causal":        # evaluate the model on clm's rows
-        member = Member(CAUSAL, 1.0, member.hp.block_size + 1, member.hp)
+        member = Member(CAUSAL, 1.0, hp.block_size + 1)
     elif model.config.n_outputs == N_BYTES:
         return loss / math.log(2)
     byte_model = copy.copy(model)               # shares the weights
     byte_model.logits = lambda h: model.logits(h)[..., :N_BYTES]
-    loss, _ = mean_loss(member, byte_model, validation_batches(member, source))
+    loss, _ = mean_loss(member, byte_model, validation_batches(member, source, hp), hp)
     return loss / math.log(2)
 
 
 @torch.no_grad()
-def evaluate(model, members, corpus):  # -> records, loss
+def evaluate(model, members, corpus, hp):  # -> records, loss
     """Evaluates each member on the validation text of each source. Returns one record for each pair of source and
     member, and the mean of their losses, weighted by the weights of source and member. A record holds the names of
     source and member, the mean "loss" in nats, the means of the other "figures" that the loss function returns, and
@@ -385,8 +382,8 @@ def evaluate(model, members, corpus):  # -> records, loss
     records = []
     total = 0.0
     for source, member in itertools.product(corpus, members):
-        loss, figures = mean_loss(member, model, validation_batches(member, source))
-        bpb = bits_per_byte(member, model, source, loss)
+        loss, figures = mean_loss(member, model, validation_batches(member, source, hp), hp)
+        bpb = bits_per_byte(member, model, source, loss, hp)
         records.append({"split": "val", "data": source["name"], "objective": member.objective.name, "loss": loss,
                         "bpb": bpb, "figures": figures})
         total += source["weight"] * member.weight * loss
@@ -486,7 +483,8 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
         lines = []
         for member in s.members:
             load_step_inputs(s, member, 0)
-            lines += draw_rows(member.objective.name, make_batch(member, s.corpus, "train", s.windows, s.g))
+            batch = make_batch(member, s.corpus, "train", s.windows, s.g, hp)
+            lines += draw_rows(member.objective.name, batch)
         rows = "\n".join(lines)
         print("rows of the first batch, one of each kind; a row has several lines, one character for each position:")
         print(f"{explain_symbols(rows)}\n{rows}")
@@ -516,8 +514,7 @@ def format_time(seconds):  # 8426 -> "2 h 20 min", 506 -> "8 min 26 s"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def log_step(member, metrics, status, step, loss, norm, seconds):  # -> loss and speed, time left (texts), positions/s
-    hp = member.hp
+def log_step(hp, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed, time left, positions/s
     speed = (step + 1 - status["step"]) / (seconds - status["seconds"])             # steps/s since the last evaluation
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
     write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
@@ -574,7 +571,7 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     if hp.max_passes and not hp.resume:
         shorten_run(corpus, members, hp)
     move_corpus(corpus, hp)
-    s = prepare(corpus, hp)
+    s = prepare(corpus, members, hp)
     if hp.resume:
         status = resume(load_checkpoint(hp.resume), s)
     else:
@@ -586,7 +583,7 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
 
 
 def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
-    records, loss = evaluate(s.model, s.members, s.corpus)
+    records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
     status["val"] = math.inf if math.isnan(loss) else loss      # NaN: the weights have exploded
     for record in records:
         write_line(metrics, {"step": status["step"], **record, "seconds": round(status["seconds"], 3)})
@@ -665,7 +662,7 @@ def train(hp):  # -> exit code, State
                 if int(s.first_nonfinite_step) >= 0:
                     break
                 seconds = time.perf_counter() - start
-                line, left, speed = log_step(member, metrics, status, step, float(loss), float(norm), seconds)
+                line, left, speed = log_step(hp, member, metrics, status, step, float(loss), float(norm), seconds)
                 bar.set_postfix_str(line)
                 if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
                     last_line = seconds

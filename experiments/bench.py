@@ -25,8 +25,8 @@ from data import VOCAB_SIZE, Flag, fail, make_rng
 from experiments.flags import parse_with_train_flags
 import sample
 import train
-from objectives import OBJECTIVES, find_use, get_members
-from run import build, for_inference, get_config, load_run, run_program, use_device
+from objectives import OBJECTIVES, find_use
+from run import build, for_inference, get_config, get_members, load_run, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,8 +93,8 @@ def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backw
     """Also counts attention scores that a mask hides, some of which a GPU's kernels skip."""
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     [member] = get_members(cpu)
-    model = train.prepare(random_corpus(cpu), cpu).model
-    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops")
+    model = train.prepare(random_corpus(cpu), [member], cpu).model
+    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
     batch = train.micro_batch(batch, 0, 1, cpu)
     model = model.to("meta")                    # meta tensors have shapes but no values: nothing is computed
     batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
@@ -105,7 +105,7 @@ def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backw
 
 
 def make_step(hp):  # -> a function that takes one training step
-    s = train.prepare(random_corpus(hp), hp)
+    s = train.prepare(random_corpus(hp), get_members(hp), hp)
     if hp.compile:
         train.compile_step(s)
     [m] = s.members
@@ -219,7 +219,7 @@ def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
     if flags.run:
         model, hp, ckpt = load_run(flags.run, hp.device, hp.dtype)
         return model, hp, ckpt["held_out"][:hp.block_size // 2].tolist()
-    model = build(hp)
+    model = build(get_members(hp), hp)
     torch.manual_seed(1)
     for t in model.requires_grad_(False).parameters():
         t.normal_(0, 0.05)

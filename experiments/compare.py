@@ -35,8 +35,9 @@ from data import Flag, check_sizes, fail, open_corpus
 from experiments import bench, evaluate
 from experiments.flags import parse_with_train_flags
 import train
-from objectives import OBJECTIVES, get_members
-from run import SETTINGS, VERSION, build, flag_specs, for_inference, get_config, load_checkpoint, load_run, run_program
+from objectives import OBJECTIVES
+from run import SETTINGS, VERSION, build, flag_specs, for_inference, get_config, get_members, load_checkpoint, load_run
+from run import run_program
 import torch
 from tqdm import tqdm
 
@@ -257,7 +258,7 @@ def logged_metrics(folder):  # -> {metric: number} from metrics.jsonl and the se
 
 def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    records, _ = train.evaluate(model, get_members(hp), sources)
+    records, _ = train.evaluate(model, get_members(hp), sources, hp)
     return [record["bpb"] for record in records]
 
 
@@ -488,7 +489,7 @@ def is_inside(path, folder):
 def probe_references(hp, probes):  # -> {row: {"-": metrics}}: what the probes find without training
     hp = Namespace(**vars(hp) | {"device": "cpu", "dtype": "float32", "block_size": 256})
     objective = get_members(hp)[0].objective
-    features = functools.partial(evaluate.layer_states, for_inference(build(hp)), objective, hp)
+    features = functools.partial(evaluate.layer_states, for_inference(build(get_members(hp), hp)), objective, hp)
     bytes_alone = {"probe": evaluate.eval_probe(evaluate.byte_features, probes["probe"])}
     histogram = {"passages": evaluate.eval_probe(evaluate.histogram_features, probes["passages"])}
     return {"untrained model": {"-": eval_probes(features, probes)}, "five raw bytes": {"-": bytes_alone},

@@ -22,7 +22,8 @@ from experiments.score import score_bound, score_by_filling
 import sample
 import train
 from model import norm
-from objectives import EVAL_ROWS, IGNORE_INDEX, N_BYTES, find_use, get_members
+from objectives import IGNORE_INDEX, N_BYTES, find_use
+from run import EVAL_ROWS, get_members
 import torch
 import torch.nn.functional as F
 
@@ -342,8 +343,8 @@ def eval_accuracy(model, objective, hp, text):
     """Share of correct answers on 512 rows, corrupted as in training. Baseline: chance."""
     [member] = get_members(hp)
     corpus = [dict(weight=1.0, text=text)]
-    batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}") for i in range(16)]
-    _, figures = train.mean_loss(member, model, batches)
+    batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
+    _, figures = train.mean_loss(member, model, batches, hp)
     n_answers = 2 if find_use(objective, "follow") else hp.block_size
     return {"task": figures["accuracy"], "task_baseline": 1 / n_answers}
 

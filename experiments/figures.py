@@ -11,8 +11,8 @@ from collections import namedtuple
 from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng, to_symbol
 from experiments.flags import parse_own_flags
 from model import can_attend
-from objectives import IGNORE_INDEX, OBJECTIVES, get_members
-from run import get_config, run_program
+from objectives import IGNORE_INDEX, OBJECTIVES
+from run import get_config, get_members, run_program
 from train import explain_symbols
 import torch
 

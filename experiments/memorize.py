@@ -15,8 +15,8 @@ from pathlib import Path
 from data import Flag, fail, make_rng, open_corpus, to_bytes
 from experiments.flags import parse_with_train_flags
 import train
-from objectives import N_BYTES, get_members
-from run import get_config, load_run, run_program
+from objectives import N_BYTES
+from run import get_config, get_members, load_run, run_program
 import torch
 import torch.nn.functional as F
 

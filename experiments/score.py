@@ -15,8 +15,8 @@ import math
 from data import MASK, Flag, compressor_bits, fail, from_bytes, make_rng
 from experiments.flags import parse_own_flags
 import sample
-from objectives import N_BYTES, OBJECTIVES, add_weights, find_use, get_members
-from run import DEVICE_FLAGS, load_run, newest_run, run_program
+from objectives import N_BYTES, OBJECTIVES, add_weights, find_use
+from run import DEVICE_FLAGS, get_members, load_run, newest_run, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -132,7 +132,7 @@ def main(argv=None):  # -> exit code
     print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
     T = hp.block_size
     if objective.bpb == "bound":
-        bits, error = score_bound(model, objective, data, m.hp, flags.seed)
+        bits, error = score_bound(model, objective, data, hp, flags.seed)
         print_bits(bits, len(data), f"{objective.name}'s upper bound, standard error {error / len(data):.4f}")
     elif objective.bpb:
         bits = score_exact(model, data, T, T // 2)

@@ -19,8 +19,8 @@ from data import EOT, Flag, fail, make_rng, open_corpus, to_bytes
 from experiments import evaluate
 from experiments.compare import markdown
 from experiments.flags import parse_own_flags
-from objectives import find_use, get_members
-from run import load_run, run_program
+from objectives import find_use
+from run import get_members, load_run, run_program
 import torch
 
 FLAGS = {

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_flatten
 
 import run
 from data import make_rng
+from run import get_members
 from model import ModelConfig, Transformer
-from objectives import get_members
 
 torch.set_num_threads(1)                        # on tensors this small, several threads are slower
 signal.signal(signal.SIGINT, signal.default_int_handler)        # ignored if pytest is a background job of a shell
@@ -83,7 +83,7 @@ def randomize(module, seed=0):
 
 def settings(name, T, **changes):  # -> all settings of a run of this objective or mixture, in rows of T positions
     tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
-                init_step=0, resume="", progress=1.0, member_defaults={})
+                init_step=0, resume="", progress=1.0)
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 

@@ -10,6 +10,7 @@ from data import from_bytes, make_rng
 from experiments import gpu_check
 from model import ModelConfig, choose_attention, dense_mask
 from objectives import OBJECTIVES
+from run import get_members
 
 H = 2
 T = 161                                         # odd: not a multiple of a kernel's tiles
@@ -129,7 +130,8 @@ def test_a_step_on_a_gpu_stays_on_it_and_never_waits_for_it(flags, monkeypatch):
     with FakeGpu(), Operations():
         text = from_bytes(b"\0abc defg. hijk\n" * 99).to("cuda")
         corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0)]
-        s = train.prepare(corpus, settings(T=64, device="cuda", n_layer=1, n_embd=16, max_iters=4, **flags))
+        hp = settings(T=64, device="cuda", n_layer=1, n_embd=16, max_iters=4, **flags)
+        s = train.prepare(corpus, get_members(hp), hp)
         for step in range(2):
             m = train.member_of_step(s.members, step)
             train.load_step_inputs(s, m, step)

@@ -2,7 +2,6 @@
 
 They know no objective by name. What they may assume is a field of Objective.
 """
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -26,7 +25,8 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, make_rng
 from model import CONTEXT_WIDTH, Cache, ModelConfig, can_attend, norm, run_blocks
-from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Repair, find_use, get_members
+from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Repair, find_use
+from run import get_members
 
 T = 48
 GENERIC = []                                    # tests that every objective must pass, including README.md's
@@ -325,16 +325,16 @@ def check_entropy(name, **changes):
                                         max_iters=100, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     corpus = random_corpus(1, 256, 100_000)
-    s = train.prepare(corpus, hp)
+    s = train.prepare(corpus, get_members(hp), hp)
     [m] = s.members
-    batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}") for i in range(4)]
+    batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(4)]
     labels = [batch["labels"] for batch in batches if "labels" in batch and objective.target_hidden]
     if "tgt" not in batches[0] and not labels:
         pytest.skip("predicts no ids")
 
     @torch.no_grad()
     def figures(batches=batches):
-        loss, others = train.mean_loss(m, s.model, batches)
+        loss, others = train.mean_loss(m, s.model, batches, hp)
         return others | {"loss": loss}
     log_V = math.log(objective.n_outputs)
     likelihoods = [key for key, nats in figures().items() if nats == pytest.approx(log_V, abs=1e-4)]
@@ -360,7 +360,7 @@ def check_entropy(name, **changes):
                                      "leak, or no likelihood")
     if labels:
         others = figures([batch | {"labels": batch["labels"].roll(1, 0)} for batch in batches])
-        loss, found = objective.loss(s.model, batches[0], m.hp)
+        loss, found = objective.loss(s.model, batches[0], hp)
         _, counts = torch.cat(labels).unique(return_counts=True)
         entropy = float(torch.distributions.Categorical(counts).entropy())
         for key, figure in (found | {"loss": loss}).items():
@@ -431,7 +431,7 @@ def test_an_untrained_model_is_at_chance(name):
     """This catches wrong weights, such as those of bd3lm, where only half of a row has targets."""
     _, batch, hp = make(name, B=8)
     objective = OBJECTIVES[name]
-    loss, figures = objective.loss(run.build(hp), batch, hp)
+    loss, figures = objective.loss(run.build(get_members(hp), hp), batch, hp)
     if objective.bpb in ("loss", "bound"):
         why = "the loss is not in nats per byte: mend its weights, or set bpb='causal' or None"
         assert float(loss.detach()) == pytest.approx(math.log(256), abs=1e-4), why
@@ -469,7 +469,9 @@ def test_all_targets_of_a_head_weigh_the_same_unless_corrupt_says_otherwise():
 # ---- generic: flags and uses
 @every
 def test_a_flag_of_several_objectives_is_the_same_for_all(name):
-    """A flag has one default and one range. An objective that wants another default sets flag_defaults."""
+    """A flag has one default and one range. An objective that wants another default has a flag of its own, and its
+    flag_defaults are those of flags of train.py."""
+    assert not set(OBJECTIVES[name].flag_defaults) - run.SHARED_FLAGS
     for flag, spec in OBJECTIVES[name].flags.items():
         assert not any(flag in group for group in run.SETTINGS.values()), f"--{flag} is a flag of train.py"
         for other in OBJECTIVES.values():
@@ -504,7 +506,7 @@ def test_each_flag_of_an_objective_changes_its_rows_its_weights_or_its_loss(name
         batches = []
         for hp.progress in (0.0, 0.5, 1.0):
             batches.append(OBJECTIVES[name].corrupt(x, make_rng("corruption"), hp))
-        net = randomize(run.build(hp))
+        net = randomize(run.build(get_members(hp), hp))
         loss, _ = OBJECTIVES[name].loss(net, O.add_weights(batches[-1]), hp)
         return batches, net.state_dict(), loss.detach()
     values = {flag: another_value(spec) for flag, spec in OBJECTIVES[name].flags.items()}
@@ -740,7 +742,7 @@ def test_other_faults_of_an_objective_would_be_noticed(name, wrong, test, why):
 EQUALLY_LIKELY = {  # number of possible outcomes, and draws of them
     "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, make_rng("p"))[1]),
     "masked bytes": (15, lambda: make("mlm", 4000, T=6, mask_rate=0.34)[1]["tgt"] != IGNORE_INDEX),
-    "electra's bytes": (15, lambda: make("electra", 4000, T=6, mask_rate=0.34)[1]["chosen"].sort(dim=1)[0]),
+    "electra's bytes": (15, lambda: make("electra", 4000, T=6, electra_mask_rate=0.34)[1]["chosen"].sort(dim=1)[0]),
     "prefixes": (T // 2, lambda: make("prefix", 4000)[1]["prefix"]),
     "cuts of ul2": (31, lambda: make("ul2", 4000, T=34)[1]["prefix"][2000:3000]),
     "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(6000, -1), make_rng("c"),
@@ -769,7 +771,7 @@ def test_losses_have_the_papers_weights_and_start_at_chance(name):
     want = sum(weight * figures[key] for key, (weight, _) in FIGURES[name].items() if weight)
     if want:
         torch.testing.assert_close(loss, want)
-    loss, figures = objective.loss(run.build(hp), batch, hp)
+    loss, figures = objective.loss(run.build(get_members(hp), hp), batch, hp)
     for key, (_, kinds) in FIGURES[name].items():
         if kinds:
             assert float(figures[key].detach()) == pytest.approx(math.log(kinds), abs=1e-5)
@@ -819,7 +821,8 @@ def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
     ("mlm", T, 0.001, 1, 0.5, 0.25), ("electra", T, 0.15, 7, 0.85, 0.0), ("electra", T, 0.001, 1, 0.85, 0.0),
     ("mlm", 30, 0.15, 4, 0.8, 0.1), ("mlm", 30, 0.25, 8, 0.8, 0.1), ("mlm", 30, 0.35, 10, 0.0, 0.0)])
 def test_masked_replaced_and_left_bytes_have_their_shares_of_an_exact_count(name, T, rate, k, masked, random):
-    x, batch, _ = make(name, B=2000, T=T, mask_rate=rate, mask_token=masked, mask_random=random)
+    x, batch, _ = make(name, B=2000, T=T, mask_rate=rate, electra_mask_rate=rate, mask_token=masked,
+                       mask_random=random)
     check_mlm(x, batch, k, mask=masked, left=1 - masked - random + random / 255)
 
 
@@ -1268,7 +1271,7 @@ def test_nsp_is_half_true_and_its_classes_look_alike(negatives, B):
 
 @pytest.mark.parametrize("rate, k", [(0.15, 7), (0.001, 1)])
 def test_nsp_masks_its_rate_in_both_texts(rate, k):
-    _, batch, _ = make("nsp", B=1000, mask_rate=rate)
+    _, batch, _ = make("nsp", B=1000, nsp_mask_rate=rate)
     check_mlm(clean_row(batch), batch, k)
     in_text = (clean_row(batch)[0] < 256).tolist()
     assert (batch["tgt"] != IGNORE_INDEX).any(0).tolist() == in_text, "never CLS, SEP or PAD"
@@ -1331,7 +1334,7 @@ def test_mdlm_masks_a_number_of_bytes_from_every_stratum():
 def test_diffusion_masks_a_constant_share_up_to_its_share_of_the_steps(name, counts):
     n = 64 if name == "mdlm" else 4
     for progress, expected in ((0.69, counts), (0.7, set(range(1, n + 1)))):
-        _, batch, hp = make(name, B=256, T=64, mask_rate=0.4, progress=torch.tensor(progress))
+        _, batch, _ = make(name, B=256, T=64, bd3lm_uniform_from=0.7, progress=torch.tensor(progress))
         count = (batch["tgt"][:, :32 if n == 4 else 64] != IGNORE_INDEX).unflatten(1, (-1, n)).sum(2)
         assert {*count.flatten().tolist()} == expected
 
@@ -1421,14 +1424,11 @@ def test_sedd_costs_nothing_where_nothing_is_masked_though_ratios_overflow_there
 
 
 # ---- mixtures
-def test_members_have_their_weights_and_the_defaults_of_their_own_flags():
+def test_members_have_their_weights_and_share_the_settings():
     hp = run.get_config(["--objective", "mlm:3, electra:1,clm:4", "--device", "cpu"])
     members = {m.objective.name: m for m in get_members(hp)}
     assert {name: m.weight for name, m in members.items()} == {"mlm": 0.375, "electra": 0.125, "clm": 0.5}
-    assert (members["mlm"].hp.mask_rate, members["electra"].hp.mask_rate) == (0.3, 0.15)
-    assert all(m.hp.attn_scale == 1.0 and m.hp.n_head == 2 for m in members.values()), "shared flags are the run's"
-    hp = run.get_config(["--objective", "mlm,electra", "--mask_rate", ".2", "--device", "cpu"])
-    assert [m.hp.mask_rate for m in get_members(hp)] == [0.2, 0.2]
+    assert (hp.attn_scale, hp.n_head, hp.mask_rate, hp.electra_mask_rate) == (1.0, 2, 0.3, 0.15)
 
 
 def test_each_member_has_its_share_of_any_stretch_of_steps():

@@ -22,8 +22,8 @@ import run
 import sample
 import train
 from data import make_rng, to_bytes
-from objectives import OBJECTIVES, get_members
-from run import get_config, load_checkpoint, save_checkpoint
+from objectives import OBJECTIVES
+from run import get_config, get_members, load_checkpoint, save_checkpoint
 
 
 def refused(refuses, hint, program, *flags):  # asserts that it fails in one line and changes no file
@@ -37,21 +37,19 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
 
 # ---- settings
 @pytest.mark.parametrize("flags, expected", [
-    ("", dict(objective="clm", data=["stdlib"], resume="", n_layer=4, learning_rate=0.01, max_passes=8.0,
-              member_defaults={})),
+    ("", dict(objective="clm", data=["stdlib"], resume="", n_layer=4, learning_rate=0.01, max_passes=8.0)),
     ("--optimizer adamw", dict(learning_rate=0.003)),
     ("--max_iters 5", dict(max_passes=0.0)),
     ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
-    ("--objective bd3lm", dict(block_size=512, batch_size=16, uniform_from=0.0)),
+    ("--objective bd3lm", dict(block_size=512, batch_size=16)),
     ("--objective mlm", dict(mask_rate=0.3)),
-    ("--objective electra", dict(mask_rate=0.15, attn_scale=2.0)),
+    ("--objective electra", dict(attn_scale=2.0)),
     ("--objective contrastive", dict(batch_size=32, n_head=4)),
     ("--objective rotation", dict(block_size=64, batch_size=64)),
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
     ("--objective rotation --block_size 96", dict(block_size=96, batch_size=64)),
-    # in a mixture, an objective's defaults apply only to its own flags
-    ("--objective mlm,electra", dict(member_defaults={"mlm": {}, "electra": {"mask_rate": 0.15}}, attn_scale=1.0)),
-    ("--objective electra:.5,nsp:.5 --mask_rate .2", dict(member_defaults={"electra": {}, "nsp": {}}, mask_rate=0.2)),
+    # in a mixture, the defaults of its objectives do not apply
+    ("--objective mlm,electra", dict(attn_scale=1.0)),
     ("--objective bart,clm", dict(attn_scale=1.0, n_head=2, block_size=256, batch_size=16))])
 def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
     hp = get_config(["--device", "cpu", *flags.split()])
@@ -60,7 +58,6 @@ def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
 
 
 def test_a_child_has_its_parents_model_and_by_default_its_objective(text):
-    """Of a mixture it also has the members' defaults."""
     fit(text, "a", "--objective", "mlm", "--mask_rate", ".5", "--doc_mask", "--attn_scale", "3", "--block_size", "128",
         "--n_head", "1", "--max_iters", "0")
     same = dict(n_embd=16, n_head=1, block_size=128, batch_size=16, objective="mlm", mask_rate=0.5, doc_mask=True,
@@ -75,11 +72,9 @@ def test_a_child_has_its_parents_model_and_by_default_its_objective(text):
             "--objective rotation": dict(block_size=64, batch_size=64, attn_scale=3.0)}.items():
         hp = get_config(["--device", "cpu", "--init_from", "a", *flags.split()])
         assert {name: getattr(hp, name) for name in expected} == expected, flags
-    fit(text, "b", "--objective", "mlm,electra:2", "--max_iters", "0")
-    for flags, rates in {"": [0.3, 0.15], "--objective mlm:9,electra": [0.3, 0.15], "--mask_rate .2": [0.2, 0.2],
-                         "--objective electra": [0.15]}.items():
-        hp = get_config(["--device", "cpu", "--init_from", "b", *flags.split()])
-        assert [m.hp.mask_rate for m in get_members(hp)] == rates, flags
+    fit(text, "b", "--objective", "mlm,electra:2", "--mask_rate", ".2", "--max_iters", "0")
+    for flags, rate in {"": 0.2, "--objective mlm:9,electra": 0.2, "--objective electra": 0.3}.items():
+        assert get_config(["--device", "cpu", "--init_from", "b", *flags.split()]).mask_rate == rate, flags
 
 
 def test_a_resumed_run_has_all_settings_of_its_checkpoint_except_the_device(text):
@@ -240,8 +235,8 @@ def test_a_child_has_its_parents_weights_and_fresh_heads_where_they_differ(capsy
     """Of the byte head it has those outputs that the parent has, too."""
     parents = {"narrow": settings("mtp", 32, mtp_heads=3), "wide": settings("mtp,span", 32, mtp_heads=2)}
     for parent, child in (("narrow", "wide"), ("wide", "narrow"), ("narrow", "narrow")):
-        saved = randomize(run.build(parents[parent])).state_dict()
-        net = run.build(parents[child])
+        saved = randomize(run.build(get_members(parents[parent]), parents[parent])).state_dict()
+        net = run.build(get_members(parents[child]), parents[child])
         fresh = {name: t.clone() for name, t in net.state_dict().items()}
         run.start_from(net, saved, "a")
         new = capsys.readouterr().out

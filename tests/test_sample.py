@@ -19,8 +19,8 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, make_rng
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Fill, find_use, get_members
-from run import load_checkpoint
+from objectives import OBJECTIVES, Fill, find_use
+from run import get_members, load_checkpoint
 
 T = 12
 GREEDY = dict(temperature=0)

@@ -27,8 +27,8 @@ import model
 import train
 from data import ID_SYMBOLS, SYMBOL_MEANINGS, make_rng, open_corpus, to_symbol
 from model import StackedLinear
-from objectives import OBJECTIVES, get_members, member_names
-from run import SETTINGS, build, get_config, load_checkpoint, run_program
+from objectives import OBJECTIVES
+from run import SETTINGS, build, get_config, get_members, load_checkpoint, member_names, run_program
 
 HOME = os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
@@ -72,13 +72,13 @@ def start(*flags):  # -> State before the first step
     hp = get_config([*TINY, *flags])
     corpus = open_corpus(hp.data)
     train.move_corpus(corpus, hp)
-    return train.prepare(corpus, hp)
+    return train.prepare(corpus, get_members(hp), hp)
 
 
 def batch_of(s, step):  # -> what a step trains on
     m = train.member_of_step(s.members, step)
     train.load_step_inputs(s, m, step)
-    return train.make_batch(m, s.corpus, "train", s.windows, s.g)
+    return train.make_batch(m, s.corpus, "train", s.windows, s.g, s.hp)
 
 
 def take(s, *steps):  # -> what the last of these steps returns
@@ -179,7 +179,7 @@ def test_adamw_equals_torch(text):
 def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(optimizer):
     """Muon trains the StackedLinear layers inside blocks, AdamW all others, whatever their shape."""
     hp = settings("nsp", 32, optimizer=optimizer, weight_decay=0.5)
-    net = build(hp)
+    net = build(get_members(hp), hp)
     net.blocks[1].conv = torch.nn.Conv1d(4, 4, 3)               # a fork's block, with layers that are not the model's
     net.blocks[1].plain = torch.nn.Linear(4, 4)
     opt = train.make_optimizer(net, hp)
@@ -234,7 +234,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     n-gram lookups of its own, so none are dropped here."""
     s = start("--data", text, "--objective", name, "--batch_size", str(batch_size), "--accum", str(accum),
               "--grad_clip", str(clip), "--ngram_drop", "0")
-    net = build(s.hp)
+    net = build(s.members, s.hp)
     for module in (s.model, net):
         randomize(module)
     grads = []
@@ -242,7 +242,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     loss, norm = take(s, 0)
 
     m = train.member_of_step(s.members, 0)
-    batch = train.draw_batch(m, s.corpus, "train", batch_size * accum, f"{s.hp.seed},0")
+    batch = train.draw_batch(m, s.corpus, "train", batch_size * accum, f"{s.hp.seed},0", s.hp)
     total, _ = m.objective.loss(net, batch, s.hp)
     total.backward()
     want = [p.grad for p in net.parameters() if p.grad is not None]
@@ -327,7 +327,7 @@ def test_validation_depends_only_on_objective_and_held_out_text(text):
     def first_batches(entry, data, *flags):
         hp = get_config([*TINY, *flags])
         source, m = [*itertools.product(open_corpus(data), get_members(hp))][entry]
-        return [*train.validation_batches(m, source)]
+        return [*train.validation_batches(m, source, hp)]
     alone = first_batches(0, [text], "--objective", "mlm")
     other = ["--batch_size", "2", "--seed", "9"]
     assert equal(alone, first_batches(1, ["other.txt", text], "--objective", "mlm", *other))
@@ -338,9 +338,9 @@ def test_validation_depends_only_on_objective_and_held_out_text(text):
     assert batch["inp"].unique().tolist() == [ord("a")]
     s = start("--data", text)
     randomize(s.model)
-    records = train.evaluate(s.model, s.members, s.corpus)
+    records = train.evaluate(s.model, s.members, s.corpus, s.hp)
     s.model.ngrams.drop = 0.9
-    assert records == train.evaluate(s.model, s.members, s.corpus) and s.model.training
+    assert records == train.evaluate(s.model, s.members, s.corpus, s.hp) and s.model.training
 
 
 def test_progress_changes_only_training_rows(text):
@@ -348,7 +348,7 @@ def test_progress_changes_only_training_rows(text):
     def counts(batch):
         return {*(batch["tgt"] >= 0).sum(1).tolist()}
     s = start("--data", text, "--objective", "mdlm", "--batch_size", "32", "--max_iters", "10")
-    [val] = train.validation_batches(s.members[0], s.corpus[0])
+    [val] = train.validation_batches(s.members[0], s.corpus[0], s.hp)
     assert len(counts(val)) == 32
     for step, few in ((0, True), (6, True), (7, False), (9, False)):
         batch = batch_of(s, step)
@@ -533,7 +533,7 @@ def test_validation_keeps_documents_apart_as_training_does(text):
     write("nul.txt", Path(text).read_bytes().replace(b"\n", b"\0"))
     for flag in ("--doc_mask", "--no-doc_mask"):
         s = start("--data", "nul.txt", flag)
-        [val] = train.validation_batches(s.members[0], s.corpus[0])
+        [val] = train.validation_batches(s.members[0], s.corpus[0], s.hp)
         assert ("mask" in val and "before" in val) == s.hp.doc_mask
 
 
@@ -628,8 +628,8 @@ def test_bits_per_byte_are_those_of_clms_rows(name, text):
     write("nul.txt", b"in which some windows of 33 bytes have an end and some do not\0" * 200)
     s = start("--data", "nul.txt", "--objective", f"clm,{name}", "--batch_size", "16")
     randomize(s.model)
-    (clm, other), _ = train.evaluate(s.model, s.members, s.corpus)
-    [batch] = train.validation_batches(s.members[0], s.corpus[0])
+    (clm, other), _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
+    [batch] = train.validation_batches(s.members[0], s.corpus[0], s.hp)
     s.model.eval()
     logits = s.model.logits(s.model(batch["inp"]))[..., :256]   # special ids, which fim predicts, do not compete
     nats = float(F.cross_entropy(logits.detach().mT, batch["tgt"]))
@@ -641,7 +641,7 @@ def test_an_untrained_model_has_8_bits_per_byte_even_if_another_member_predicts_
     widest = max(OBJECTIVES, key=lambda other: OBJECTIVES[other].n_outputs)
     s = start("--data", text, "--objective", f"{name},{widest}")
     assert s.model.config.n_outputs == 512
-    (val, _), _ = train.evaluate(s.model, s.members, s.corpus)
+    (val, _), _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
     assert val["bpb"] == pytest.approx(8, abs=1e-6)
 
 
@@ -668,12 +668,12 @@ def test_every_objective_learns_in_a_short_run(name, text):
     data = ["--data", "stdlib", "--block_size", "64"] if name == "nsp" else ["--data", text]
     s = start("--objective", name, "--batch_size", "16", "--n_embd", "32", "--max_iters", str(steps), "--eval_iters",
               "3", *data)
-    [first], _ = train.evaluate(s.model, s.members, s.corpus)
+    [first], _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
     take(s, *range(steps))
-    [last], _ = train.evaluate(s.model, s.members, s.corpus)
+    [last], _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
     [m] = s.members
     objective = m.objective
-    batches = [*train.validation_batches(m, s.corpus[0])]
+    batches = [*train.validation_batches(m, s.corpus[0], s.hp)]
     found = last["figures"] | {"loss": last["loss"]}
     limits = {"loss": first["loss"] - 0.02}
     if "tgt" in batches[0]:
