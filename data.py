@@ -8,12 +8,9 @@ the same rows into more micro-batches does not change them.
 
 B rows, n bytes in a window, N bytes in a split of a source, S sources
 """
-import bz2
-import codecs
 import contextlib
 import ctypes
 import json
-import lzma
 import mmap
 import os
 import sys
@@ -34,23 +31,10 @@ PAD, MASK, CLS, SEP, PRE, SUF, MID, MODE_R, MODE_S, MODE_X = range(256, 266)
 SENTINEL = 272                                  # <extra_id_0>; ids 266..271 are unused
 N_SENTINELS = 240
 VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
-ID_SYMBOLS = {-100: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ",
-              MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ",
-              **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
-# what each symbol means, and the ASCII character that replaces it on a console that lacks it
-SYMBOL_MEANINGS = {
-    "█": ("MASK hides text", "#"), "∅": ("EOT ends a document", "0"), "‖": ("SEP ends a text", "|"),
-    "Ⓒ": ("CLS stands for the row", "C"), "Ⓟ": ("PRE starts a prefix", "P"), "Ⓢ": ("SUF starts a suffix", "S"),
-    "Ⓜ": ("MID starts a middle", "M"), "ⓡ": ("R: short spans", "r"), "ⓢ": ("S: a suffix", "s"),
-    "ⓧ": ("X: long spans", "x"), "░": ("PAD fills the row", "_"),
-    **{symbol: ("sentinels replace spans", str(i)) for i, symbol in enumerate("①②③④⑤⑥⑦⑧⑨", start=1)},
-    "␣": ("space", "`"), "⇥": ("tab", ">"), "⏎": ("newline", "/"),
-    "�": ("a byte outside printable ASCII", "~"), "·": ("no loss", ".")}
 
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
 NUL_CHECK_BYTES = 1 << 20                       # bytes at the start of a file in which NULs are counted
-COMPRESSED_BYTES = 1 << 24                      # maximum number of bytes to compress
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
 
@@ -73,18 +57,6 @@ def fail(message):
 
 
 # ---- bytes and ids
-def to_symbol(i):  # id -> the character that stands for it when a row is printed
-    return ID_SYMBOLS.get(i, chr(i) if 32 <= i < 127 else "�")
-
-
-def replace_missing(error):  # an error handler of str.encode: characters that a console lacks -> ASCII characters
-    missing = error.object[error.start:error.end]
-    return "".join(SYMBOL_MEANINGS.get(c, ("", "?"))[1] for c in missing), error.end
-
-
-codecs.register_error("replace_missing", replace_missing)
-
-
 def to_bytes(t):  # (N,) uint8 on the CPU -> bytes; t.numpy() would need NumPy
     assert t.dtype == torch.uint8, t.dtype
     t = t.contiguous()
@@ -306,12 +278,3 @@ def check_sizes(corpus, n, T):  # fails if a split is shorter than the n bytes t
         if min(len(s["train"]), len(s["val"])) < n:
             fail(f"--data {s['name']}: {len(s['train'])} bytes to train on and {len(s['val'])} to validate on, but a "
                  f"row of --block_size {T} needs {n}. Try more text, or a smaller --block_size")
-
-
-# ---- compressors
-def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard library's compressors, for comparison
-    text = to_bytes(data[:COMPRESSED_BYTES].cpu())
-    results = {"zlib": zlib.compress(text, 9), "bz2": bz2.compress(text), "lzma": lzma.compress(text)}
-    bits = [f"{name} {8 * len(result) / len(text):.3f}" for name, result in results.items()]
-    part = "" if len(text) == len(data) else f" on the first {len(text):,} bytes"
-    return f"{', '.join(bits)} bits/byte as one stream{part}"

@@ -639,7 +639,7 @@ def discard_stdout():  # redirects it to the null device; otherwise, flushing it
 # ---- a program
 def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on a closed pipe
     with contextlib.suppress(AttributeError):   # a notebook's stdout has no such method
-        sys.stdout.reconfigure(errors="replace_missing")        # of data.py, for characters that a console lacks
+        sys.stdout.reconfigure(errors="replace")                # a console may lack a character
     try:
         code = main()
         sys.stdout.flush()                      # here, where errors are caught: at exit, Python prints a traceback

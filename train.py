@@ -7,8 +7,10 @@
 
 B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
 """
+import bz2
 import copy
 import itertools
+import lzma
 import math
 import os
 import shlex
@@ -16,14 +18,15 @@ import signal
 import statistics
 import sys
 import time
+import zlib
 from argparse import Namespace
 from collections import namedtuple
 from functools import partial
 
-from data import MASK, PAD, SENTINEL, SYMBOL_MEANINGS, check_sizes, compressor_bits, fail, make_rng, open_corpus
-from data import read_windows, sample_windows, to_seed, to_symbol
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF
+from data import check_sizes, fail, make_rng, open_corpus, read_windows, sample_windows, to_bytes, to_seed
 from model import NGRAMS, StackedLinear
-from objectives import CAUSAL, N_BYTES, OBJECTIVES, add_weights, document_mask
+from objectives import CAUSAL, IGNORE_INDEX, N_BYTES, OBJECTIVES, add_weights, document_mask
 from run import EVAL_ROWS, RANK, VERSION, WORLD, GraphedStep, Member, any_rank, barrier, build, catch_signals
 from run import choose_out_dir, copy_tensors, draw_losses, get_config, get_members, join_processes, load_checkpoint
 from run import open_metrics, run_program, save_checkpoint, say, settings_to_save, start_from, sum_over_processes
@@ -33,6 +36,7 @@ from torch.optim.adamw import adamw
 from tqdm import tqdm
 
 INVERSE_GOLDEN_RATIO = 0.6180339887498949       # its multiples modulo 1 are spread evenly over [0, 1)
+COMPRESSED_BYTES = 1 << 24                      # maximum number of bytes to compress
 HELD_OUT = 4096                                 # bytes of validation text in a checkpoint, for sample.py
 MIN_ITERS = 200                                 # --max_passes never shortens a run below this number of steps
 MOMENTUM = 0.9                                  # of Muon; at width 128 better than .95
@@ -428,6 +432,21 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
 
 
 # ---- what a run prints and logs
+ID_SYMBOLS = {IGNORE_INDEX: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ",
+              MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ",
+              **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
+SYMBOL_MEANINGS = {
+    "█": "MASK hides text", "∅": "EOT ends a document", "‖": "SEP ends a text", "Ⓒ": "CLS stands for the row",
+    "Ⓟ": "PRE starts a prefix", "Ⓢ": "SUF starts a suffix", "Ⓜ": "MID starts a middle", "ⓡ": "R: short spans",
+    "ⓢ": "S: a suffix", "ⓧ": "X: long spans", "░": "PAD fills the row",
+    **dict.fromkeys("①②③④⑤⑥⑦⑧⑨", "sentinels replace spans"),
+    "␣": "space", "⇥": "tab", "⏎": "newline", "�": "a byte outside printable ASCII", "·": "no loss"}
+
+
+def to_symbol(i):  # id -> the character that stands for it when a row is printed
+    return ID_SYMBOLS.get(i, chr(i) if 32 <= i < 127 else "�")
+
+
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     """Shows the first 256 positions of one row of each kind: inputs, with targets below, then the label, if any. Rows
     are of the same kind if both or neither have causal attention, and if the same control ids are among their first two
@@ -458,7 +477,7 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
 
 def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace spans", the symbols that occur in the text
     symbols = {}                                # {meaning: symbols}
-    for symbol, (meaning, _) in SYMBOL_MEANINGS.items():
+    for symbol, meaning in SYMBOL_MEANINGS.items():
         if symbol in text:
             symbols[meaning] = symbols.get(meaning, "") + symbol
     return ", ".join(f"{found} {meaning}" for meaning, found in symbols.items())
@@ -514,20 +533,22 @@ def format_time(seconds):  # 8426 -> "2 h 20 min", 506 -> "8 min 26 s"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def log_step(hp, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed, time left, positions/s
+def log_step(hp, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed, time left (texts)
     speed = (step + 1 - status["step"]) / (seconds - status["seconds"])             # steps/s since the last evaluation
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
     write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
                          "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
                          "seconds": round(seconds, 3)})
     left = format_time((hp.max_iters - step - 1) / speed)
-    return f"training loss {loss:.3f}, {positions:,} positions/s", left, positions
+    return f"training loss {loss:.3f}, {positions:,} positions/s", left
 
 
-def note_slow_run(hp, stop):  # threads wait by spinning, so a thread that shares its core with a program delays all
-    if hp.device == "cpu" and torch.get_num_threads() > 1:
-        say("note: training is now less than half as fast as before. Another program seems to use the processor; "
-            "one thread (OMP_NUM_THREADS=1) may be faster then", stop)
+def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard library's compressors, for comparison
+    text = to_bytes(data[:COMPRESSED_BYTES].cpu())
+    results = {"zlib": zlib.compress(text, 9), "bz2": bz2.compress(text), "lzma": lzma.compress(text)}
+    bits = [f"{name} {8 * len(result) / len(text):.3f}" for name, result in results.items()]
+    part = "" if len(text) == len(data) else f" on the first {len(text):,} bytes"
+    return f"{', '.join(bits)} bits/byte as one stream{part}"
 
 
 def finish(s):  # after training: prints what compressors reach on the validation text, and a sample of the model
@@ -630,8 +651,6 @@ def train(hp):  # -> exit code, State
         announce(s, metrics, status, stop)
         start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
         last_line = status["seconds"]
-        best_speed = 0.0                        # positions/s
-        is_slow = False
         # the last iteration takes no step: it only evaluates and saves
         bar = tqdm(range(first_step, hp.max_iters + 1), total=hp.max_iters, initial=first_step,
                    disable=True if RANK else None, unit="step", dynamic_ncols=True)         # None: only on a terminal
@@ -662,16 +681,11 @@ def train(hp):  # -> exit code, State
                 if int(s.first_nonfinite_step) >= 0:
                     break
                 seconds = time.perf_counter() - start
-                line, left, speed = log_step(hp, member, metrics, status, step, float(loss), float(norm), seconds)
+                line, left = log_step(hp, member, metrics, status, step, float(loss), float(norm), seconds)
                 bar.set_postfix_str(line)
                 if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
                     last_line = seconds
                     say(f"step {step:6d} | {line}, {left} left", stop)
-                if seconds > status["seconds"] + 5 and not is_slow:                 # an average over at least 5 seconds
-                    best_speed = max(best_speed, speed)
-                    is_slow = speed < best_speed / 2
-                    if is_slow:
-                        note_slow_run(hp, stop)
         is_stopped = is_stopped and step < hp.max_iters
         code = end_run(s, status, metrics, stop, is_stopped)
         return code, s

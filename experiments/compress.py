@@ -14,11 +14,12 @@ import os
 import struct
 import zlib
 
-from data import EOT, Flag, compressor_bits, fail, from_bytes, to_bytes
+from data import EOT, Flag, fail, from_bytes, to_bytes
 from experiments.flags import parse_own_flags
 from model import Cache
 from objectives import N_BYTES, find_use
 from run import DEVICE_FLAGS, get_members, load_run, newest_run, run_program
+from train import compressor_bits
 import torch
 import torch.nn.functional as F
 

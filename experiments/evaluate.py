@@ -16,7 +16,7 @@ import sysconfig
 import tokenize
 from dataclasses import dataclass
 
-from data import COMPRESSED_BYTES, EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows
+from data import EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows
 from data import sample_windows, to_bytes
 from experiments.score import score_bound, score_by_filling
 import sample
@@ -191,7 +191,7 @@ def eval_second_half(model, objective, hp, text):
     """Bits per byte of a window's second half, given the first. Baseline: lzma on the held-out text as one stream."""
     n = hp.block_size // 2 - 2                  # leaves space for special ids around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
-    stream = to_bytes(text[:COMPRESSED_BYTES])
+    stream = to_bytes(text[:train.COMPRESSED_BYTES])
     return {"task": bits_per_byte(middle_logits(left_logits, model, objective, hp, x, n, n), x[:, n:]),
             "task_baseline": 8 * len(lzma.compress(stream)) / len(stream)}
 

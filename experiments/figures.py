@@ -8,12 +8,12 @@ B rows, T positions
 import textwrap
 from collections import namedtuple
 
-from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng, to_symbol
+from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
 from experiments.flags import parse_own_flags
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES
 from run import get_config, get_members, run_program
-from train import explain_symbols
+from train import explain_symbols, to_symbol
 import torch
 
 FLAGS = {

@@ -12,11 +12,12 @@ n bytes, T = block_size positions of the model, V outputs of the byte head
 """
 import math
 
-from data import MASK, Flag, compressor_bits, fail, from_bytes, make_rng
+from data import MASK, Flag, fail, from_bytes, make_rng
 from experiments.flags import parse_own_flags
 import sample
 from objectives import N_BYTES, OBJECTIVES, add_weights, find_use
 from run import DEVICE_FLAGS, get_members, load_run, newest_run, run_program
+from train import compressor_bits
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm

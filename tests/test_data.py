@@ -251,10 +251,3 @@ def test_every_batch_has_the_share_of_each_source_and_offsets_cover_the_whole_so
 def test_a_source_of_exactly_one_window_is_large_enough(refuses):
     data.check_sizes(corpus_of(b"0123456789"), 10, 9)
     refuses("Try more text", data.check_sizes, corpus_of(b"0123456789"), 11, 10)
-
-
-def test_compressors_say_how_much_they_read_if_it_is_not_all(monkeypatch):
-    text = data.from_bytes(b"twenty bytes of text")
-    assert data.compressor_bits(text).endswith(" bits/byte as one stream")
-    monkeypatch.setattr(data, "COMPRESSED_BYTES", 10)
-    assert data.compressor_bits(text).endswith(" bits/byte as one stream on the first 10 bytes")

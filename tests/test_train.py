@@ -1,6 +1,5 @@
 """Training: optimizers, runs that must be equal, CUDA graphs, what a run prints and saves, how it stops."""
 import errno
-import io
 import itertools
 import json
 import math
@@ -25,10 +24,10 @@ from torch.testing import assert_close
 
 import model
 import train
-from data import ID_SYMBOLS, SYMBOL_MEANINGS, make_rng, open_corpus, to_symbol
+from data import from_bytes, make_rng, open_corpus
 from model import StackedLinear
 from objectives import OBJECTIVES
-from run import SETTINGS, build, get_config, get_members, load_checkpoint, member_names, run_program
+from run import SETTINGS, build, get_config, get_members, load_checkpoint, member_names
 
 HOME = os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
@@ -284,7 +283,7 @@ def test_a_child_continues_after_its_parents_windows(text, capsys):
     capsys.readouterr()
     fit(text, "b", "--max_iters", "2", "--init_from", "a")
     batch = batch_of(start("--data", text, "--init_from", "a"), 0)
-    assert f"mdlm inp   {''.join(map(to_symbol, batch['inp'][0].tolist()))}\n" in capsys.readouterr().out
+    assert f"mdlm inp   {''.join(map(train.to_symbol, batch['inp'][0].tolist()))}\n" in capsys.readouterr().out
     fit(text, "c", "--max_iters", "0", "--init_from", "a")
     assert losses("c", split="val") == losses("a", split="val")[-1:]
     os.rename("a", "gone")
@@ -546,7 +545,7 @@ def test_one_row_of_each_kind_is_shown_with_its_label(text):
         assert sum(f"{name} inp" in line for line in lines) == n_rows, name
         assert any("label" in line for line in lines) == ("labels" in batch)
     for line, ids in zip(lines, batch["inp"][0].tolist()):
-        assert line == f"  {name} inp   {''.join(map(to_symbol, ids))}"
+        assert line == f"  {name} inp   {''.join(map(train.to_symbol, ids))}"
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -557,17 +556,7 @@ def test_the_legend_explains_exactly_the_symbols_that_are_shown(name, text, caps
     legend = re.search(r"one character for each position:\n(.*)\n", out)[1]
     rows = "".join(line for line in out.splitlines() if line.startswith("  "))
     assert {*legend} - {*map(chr, range(128))} == {*rows} - {*map(chr, range(128))}
-    assert {"⇥", "�", "⏎"} & {*legend} and {*ID_SYMBOLS.values()} <= {*SYMBOL_MEANINGS}
-
-
-@pytest.mark.parametrize("encoding, mask", [("ascii", "#"), ("cp1252", "#"), ("cp437", "█"), ("utf-8", "█")])
-def test_a_console_without_the_symbols_gets_other_characters(encoding, mask, text, monkeypatch):
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    monkeypatch.setattr(sys, "stdout", out)
-    with pytest.raises(SystemExit):
-        run_program(lambda: fit(text, "a", "--objective", "mlm", "--max_iters", "0"))
-    printed = out.buffer.getvalue().decode(encoding)
-    assert f"{mask} MASK" in printed and printed.count(mask) > 5 and "?" not in printed
+    assert {"⇥", "�", "⏎"} & {*legend} and {*train.ID_SYMBOLS.values()} <= {*train.SYMBOL_MEANINGS}
 
 
 def test_a_line_of_validation_shows_each_figure_once():
@@ -602,24 +591,11 @@ def test_times_are_hours_minutes_and_seconds():
         assert train.format_time(seconds) == want
 
 
-@pytest.mark.parametrize("threads, seconds, n_notes", [(2, [1] * 15 + [10] * 5 + [1] * 25 + [10] * 15, 1),
-                                                       (2, [1, 1, 1, 1.9] * 10, 0), (2, [10] * 30, 0),
-                                                       (2, [1] * 20 + [1.9] * 20, 0), (2, [1] * 20 + [2.1] * 20, 1),
-                                                       (2, [10] * 15 + [1] * 25 + [10] * 15, 1),
-                                                       (1, [1] * 15 + [10] * 5, 0)])
-def test_a_run_that_slows_down_says_once_that_the_processor_is_used(threads, seconds, n_notes, text, monkeypatch,
-                                                                    capsys):
-    """seconds: duration of each step. The run evaluates every 20 steps."""
-    clock = [0.0]
-    taken = iter(seconds)
-
-    def pass_time(*args):
-        clock[0] += next(taken)
-    monkeypatch.setattr(train, "optimizer_step", pass_time)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    fit(text, "a", "--max_iters", str(len(seconds)), "--eval_interval", "20")
-    assert capsys.readouterr().out.count("OMP_NUM_THREADS=1") == n_notes
+def test_compressors_say_how_much_they_read_if_it_is_not_all(monkeypatch):
+    text = from_bytes(b"twenty bytes of text")
+    assert train.compressor_bits(text).endswith(" bits/byte as one stream")
+    monkeypatch.setattr(train, "COMPRESSED_BYTES", 10)
+    assert train.compressor_bits(text).endswith(" bits/byte as one stream on the first 10 bytes")
 
 
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.bpb == "causal"])
