@@ -192,33 +192,15 @@ def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is n
 
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, with a NUL after each document
-    """Holds out every tenth document for validation. If these are less than 5% or more than 20% of the bytes, tries the
-    choice of spread_tenth. If that is not in this range either, holds out the last tenth of the bytes, which may cut a
-    document in two."""
-    every_tenth = [i % 10 == 9 for i in range(len(documents))]
-    for is_val in every_tenth, spread_tenth(documents):
-        train = [document for document, held_out in zip(documents, is_val) if not held_out]
-        val = [document for document, held_out in zip(documents, is_val) if held_out]
-        if 0.05 <= sum(map(len, val)) / sum(map(len, documents)) <= 0.2:
-            return from_bytes(b"\0".join(train) + b"\0"), from_bytes(b"\0".join(val) + b"\0")
-    return split_file(from_bytes(b"\0".join(documents) + b"\0"))
-
-
-def spread_tenth(documents):  # [bytes] -> [bool], True for the documents to hold out
-    """Goes through the documents, and holds one out if this brings the number of bytes held out so far closer to a
-    tenth of the bytes seen so far. Of documents of equal sizes, these are the 6th, the 16th, the 26th, ..."""
-    is_val = []
-    n_seen = 0
-    n_held_out = 0
-    for document in documents:
-        n = len(document)
-        n_seen += n
-        # n_seen / 10 is closer to n_held_out + n than to n_held_out if it is above their middle
-        hold_out = n_seen / 10 > n_held_out + n / 2
-        if hold_out:
-            n_held_out += n
-        is_val.append(hold_out)
-    return is_val
+    """Holds out every tenth document for validation. If these are less than 5% or more than 20% of the bytes, holds out
+    the last tenth of each document, so that both splits have the same kinds of text."""
+    train = [document for i, document in enumerate(documents) if i % 10 != 9]
+    val = documents[9::10]
+    if not 0.05 <= sum(map(len, val)) / sum(map(len, documents)) <= 0.2:
+        cuts = [len(document) * 9 // 10 for document in documents]
+        train = [document[:cut] for document, cut in zip(documents, cuts) if cut]
+        val = [document[cut:] for document, cut in zip(documents, cuts)]
+    return from_bytes(b"\0".join(train) + b"\0"), from_bytes(b"\0".join(val) + b"\0")
 
 
 def split_file(data):  # (N,) -> the first 90% for training, the last 10% for validation

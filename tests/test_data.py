@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import re
@@ -35,15 +36,17 @@ def test_data_is_loaded_before_torch_whose_warning_it_silences(program):
 
 
 # ---- sources
-def test_the_last_tenth_of_a_file_or_of_few_documents_is_validation(tmp_path):
-    every_byte = bytes(range(256)) * 10         # a single file may contain NULs
+def test_the_last_tenth_of_a_file_or_of_each_of_few_documents_is_validation(tmp_path):
+    every_byte = bytes(range(256)) * 4
     (tmp_path / "binary").write_bytes(every_byte)
-    (tmp_path / "a").write_text("a" * 49)
-    (tmp_path / "b").write_text("b" * 49)
-    for path, text in ((tmp_path / "binary", every_byte), (tmp_path, b"a" * 49 + b"\0" + b"b" * 49 + b"\0")):
-        [s] = open_corpus([str(path)])
-        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == text
-        assert (len(s["val"]), s["size"]) == (len(text) // 10, len(text))
+    (tmp_path / "a").write_text("a" * 45 + "A" * 5)
+    (tmp_path / "b").write_text("b" * 36 + "B" * 4)
+    [s] = open_corpus([str(tmp_path / "binary")])
+    assert data.to_bytes(torch.cat((s["train"], s["val"]))) == every_byte
+    assert (len(s["val"]), s["size"]) == (103, 1024)
+    [s] = open_corpus([str(tmp_path)])
+    assert data.to_bytes(s["train"]) == b"a" * 45 + b"\0" + b"b" * 36 + b"\0"
+    assert data.to_bytes(s["val"]) == b"AAAAA\0BBBB\0" and s["size"] == 83 + 11
 
 
 def test_a_folder_keeps_each_text_once_and_holds_out_every_tenth_document(tmp_path, capsys):
@@ -64,20 +67,19 @@ def test_a_folder_keeps_each_text_once_and_holds_out_every_tenth_document(tmp_pa
     assert data.to_bytes(s["train"]) == b"".join(kept)
 
 
-@pytest.mark.parametrize("sizes, held", [
-    ([1000] * 9 + [1_000_000] + [1000] * 3, None),              # no choice of documents is near a tenth
-    ([1000] * 9 + [10] + [1000], [5]), ([1000] * 7, [5]), ([9000] * 9 + [90_000] + [9000] * 30, [5, 10, 16, 26, 36]),
-    ([1000] * 30, [9, 19, 29])])
-def test_a_folder_holds_out_whole_documents_with_about_a_tenth_of_the_bytes_if_possible(sizes, held):
+@pytest.mark.parametrize("sizes, whole", [
+    ([160_000, 54_000, 8_000, 16_000, 74_000, 7_000], False), ([1000] * 9 + [1_000_000] + [1000] * 3, False),
+    ([1000] * 9 + [10] + [1000], False), ([1, 2, 90, 1], False), ([1000] * 30, True)])
+def test_about_a_tenth_of_the_bytes_is_held_out_in_whole_documents_or_else_of_each(sizes, whole):
     documents = [bytes([i + 1]) * n for i, n in enumerate(sizes)]
-    train, val = data.split_documents(documents)
-    text = data.to_bytes(torch.cat((train, val)))
-    if held is None:
-        assert text == b"\0".join(documents) + b"\0" and abs(len(val) / len(text) - 0.1) < 1e-4
-        return
-    assert data.to_bytes(val) == b"".join(documents[i] + b"\0" for i in held)
-    assert data.to_bytes(train) == b"".join(d + b"\0" for i, d in enumerate(documents) if i not in held)
-    assert 0.05 < len(val) / len(text) < 0.2
+    train, val = (data.to_bytes(split).split(b"\0")[:-1] for split in data.split_documents(documents))
+    assert sorted(train + val if whole else [b"".join(parts) for parts in by_first_byte(train + val)]) == documents
+    assert len(val) == (len(documents) // 10 if whole else len(documents)), "a part of each document"
+    assert 0.05 < sum(map(len, val)) / sum(sizes) < 0.2
+
+
+def by_first_byte(texts):  # -> lists of the texts that begin with the same byte
+    return [[*group] for _, group in itertools.groupby(sorted(texts), key=lambda text: text[0])]
 
 
 def jsonl_lines():  # -> lines of a .jsonl file, the 20 documents that they hold, the number of other lines
@@ -147,7 +149,7 @@ def test_a_pipe_is_read_to_its_end(name, content, text, refuses):
         refuses("can be read only once", open_corpus, [name])
     else:
         [s] = open_corpus([name])
-        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == (b"abc\0" if "jsonl" in name else content)
+        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == (b"ab\0c\0" if "jsonl" in name else content)
     writer.join()
 
 
