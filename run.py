@@ -453,7 +453,6 @@ def open_metrics(out_dir, length):
 
 
 def write_line(f, record):  # f: of open_metrics
-    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
     f.write(json.dumps(record).encode() + b"\n")
 
 

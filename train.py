@@ -225,15 +225,15 @@ def adamw_step(states, lr):  # states: [AdamWState]; lr: 0-D tensor
 
 
 @torch.no_grad()
-def optimizer_step(opt, lr, hp):  # opt: of make_optimizer; lr: 0-D tensor
+def optimizer_step(opt, hp):  # opt: of make_optimizer
     if hp.weight_decay:
         for p in opt.matrices:                  # only these matrices decay
             if p.grad is not None:
-                p.mul_(1 - lr * hp.weight_decay)
+                p.mul_(1 - opt.lr * hp.weight_decay)
     for params, momentum in opt.muon:
         if params[0].grad is not None:          # then all matrices of this network have one
-            muon_step(params, momentum, lr, getattr(torch, hp.dtype))
-    adamw_step(opt.adamw, lr)
+            muon_step(params, momentum, opt.lr, getattr(torch, hp.dtype))
+    adamw_step(opt.adamw, opt.lr)
 
 
 # ---- a training step
@@ -252,13 +252,10 @@ def prepare(corpus, members, hp):  # -> State before the first step
         loss_fns={member.objective.name: member.objective.loss for member in members},
         optimizer_step=optimizer_step,
         # inputs of the step, besides hp.progress and opt.lr
-        step=torch.zeros((), dtype=torch.long, device=hp.device),
         windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
         g=torch.Generator(hp.device),           # for the corruption
         # what identifies each source, for checkpoints and logs
-        sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus],
-        # the first step whose loss or gradient was not finite; -1 if there was none
-        first_nonfinite_step=torch.full((), -1, device=hp.device))
+        sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus])
 
 
 def member_of_step(members, step):  # -> the member that this step trains
@@ -286,7 +283,6 @@ def load_step_inputs(s, member, step):
             new = new.pin_memory()
         static.copy_(new, non_blocking=True)
     s.g.manual_seed(to_seed(f"{key},{member.objective.name}"))
-    s.step.fill_(step)
     s.opt.lr.fill_(learning_rate(step, hp))
     hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
     torch.manual_seed(to_seed(f"{key},{RANK},dropped lookups"))
@@ -305,19 +301,10 @@ def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
         loss += part_loss.detach()
     sum_over_processes(s.model, loss)
 
-    # clip, then check that loss and gradient are finite
+    # clip and update
     params = [p for p in s.model.parameters() if p.grad is not None]                # those that the loss depends on
     norm = torch.nn.utils.clip_grad_norm_(params, hp.grad_clip or math.inf)
-    is_finite = torch.isfinite(loss) & torch.isfinite(norm)
-    is_first = (s.first_nonfinite_step < 0) & ~is_finite
-    s.first_nonfinite_step.copy_(torch.where(is_first, s.step, s.first_nonfinite_step))
-
-    # update; from the first non-finite step on, gradients and learning rate are zero, so the weights stay as they are
-    ok = s.first_nonfinite_step < 0
-    for p in params:
-        p.grad = torch.where(ok, p.grad, 0.0)
-    lr = s.opt.lr * ok
-    s.optimizer_step(s.opt, lr, hp)
+    s.optimizer_step(s.opt, hp)
     s.model.zero_grad(set_to_none=True)
     return loss, norm
 
@@ -405,15 +392,23 @@ def optimizer_tensors(s):  # -> {name: tensor}
     return tensors
 
 
-def save(s, metrics, name, status):  # name: ckpt.pt or best.pt
+def save(s, name, step, seconds, status, metrics):  # name: ckpt.pt or best.pt; status: of the last ckpt.pt
     if RANK:
         return
+    weights = s.model.state_dict()
+    check_finite(all(bool(t.isfinite().all()) for t in weights.values()), "a weight", step, status, s.hp)
     ckpt = status | dict(
-        version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
-        held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=s.model.state_dict())
+        step=step, seconds=seconds, version=VERSION, config=settings_to_save(s.hp), sources=s.sources,
+        metrics_bytes=metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=weights)
     if name == "ckpt.pt":                       # best.pt is smaller: it cannot be resumed
         ckpt["optimizer"] = optimizer_tensors(s)
     save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
+
+
+def check_finite(is_finite, what, step, status, hp):  # ends the run if is_finite is False
+    if not is_finite:
+        fail(f"{what} is not finite at step {step}; {hp.out_dir} holds the run up to step {status['step']}. Try "
+             f"--init_from {shlex.quote(hp.out_dir)} with a lower --learning_rate or --dtype float32")
 
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
@@ -603,30 +598,22 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     return s, status
 
 
-def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
+def validate(s, step, seconds, status, metrics, stop):  # evaluates, logs, saves best.pt
     records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
-    status["val"] = math.inf if math.isnan(loss) else loss      # NaN: the weights have exploded
+    check_finite(math.isfinite(loss), "the validation loss", step, status, s.hp)
     for record in records:
-        write_line(metrics, {"step": status["step"], **record, "seconds": round(status["seconds"], 3)})
-        say(describe(status["step"], record), stop)
-    if status["step"] > 0 and status["val"] < status["best"]:   # untrained weights are of no use
-        status["best"] = status["val"]
-        status["best_step"] = status["step"]
+        write_line(metrics, {"step": step, **record, "seconds": round(seconds, 3)})
+        say(describe(step, record), stop)
+    status["val"] = loss
+    if step > 0 and loss < status["best"]:      # untrained weights are of no use
+        status["best"] = loss
+        status["best_step"] = step
         # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt, and saves both again
-        save(s, metrics, "best.pt", status)
+        save(s, "best.pt", step, seconds, status, metrics)
 
 
-def end_run(s, status, metrics, stop, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
+def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
     out_dir = s.hp.out_dir
-    bad_step = int(s.first_nonfinite_step)
-    if bad_step >= 0:
-        save(s, metrics, "ckpt.pt", status | {"step": bad_step})                    # the weights before that step
-        barrier()                               # no process ends before the file is written
-        if not RANK:
-            print(f"error: loss or gradient is not finite at step {bad_step}; {out_dir} holds the weights before it. "
-                  f"Try --init_from {shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32",
-                  file=sys.stderr)
-        return 1
     if is_stopped:
         say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
             f"{shlex.quote(out_dir)}", stop)
@@ -639,9 +626,9 @@ def end_run(s, status, metrics, stop, is_stopped):  # is_stopped: by a signal, b
 
 
 def train(hp):  # -> exit code, State
-    """Trains, evaluates and saves. Exit codes: 0 when done, 1 after a loss that is not finite, 128 + signal. A resumed
-    run equals one that was never stopped, except that after a loss that is not finite the optimizers' moments have
-    decayed."""
+    """Trains, evaluates and saves. The exit code is 0 when done, and 128 + signal after a signal. A loss, a gradient or
+    a weight that is not finite is noticed when it is logged, validated or saved. It ends the run with an error. The
+    last checkpoint stays."""
     s, status = set_up(hp)
     hp = s.hp
     step_fns = make_step_fns(s)
@@ -660,14 +647,13 @@ def train(hp):  # -> exit code, State
             is_stopped = any_rank(bool(stop))
             is_saved = bool(hp.resume) and step == first_step   # a resumed run starts at a saved step
             if (is_due or is_stopped) and not is_saved:
-                if int(s.first_nonfinite_step) >= 0:
-                    break
-                status["step"] = step
-                status["seconds"] = time.perf_counter() - start
+                seconds = time.perf_counter() - start
                 if is_due:
-                    validate(s, status, metrics, stop)
-                save(s, metrics, "ckpt.pt", status)
-                start = time.perf_counter() - status["seconds"]
+                    validate(s, step, seconds, status, metrics, stop)
+                save(s, "ckpt.pt", step, seconds, status, metrics)
+                status["step"] = step
+                status["seconds"] = seconds
+                start = time.perf_counter() - seconds
             if step == hp.max_iters or is_stopped:
                 break
 
@@ -678,16 +664,17 @@ def train(hp):  # -> exit code, State
 
             # log
             if step % hp.log_interval == 0:     # only logging waits for the device
-                if int(s.first_nonfinite_step) >= 0:
-                    break
+                loss = float(loss)
+                norm = float(norm)
+                check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step, status, hp)
                 seconds = time.perf_counter() - start
-                line, left = log_step(hp, member, metrics, status, step, float(loss), float(norm), seconds)
+                line, left = log_step(hp, member, metrics, status, step, loss, norm, seconds)
                 bar.set_postfix_str(line)
                 if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
                     last_line = seconds
                     say(f"step {step:6d} | {line}, {left} left", stop)
         is_stopped = is_stopped and step < hp.max_iters
-        code = end_run(s, status, metrics, stop, is_stopped)
+        code = end_run(s, status, stop, is_stopped)
         return code, s
 
 

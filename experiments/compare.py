@@ -175,11 +175,14 @@ def train_run(argv, crcs, out_dir):  # -> folder of the finished run with these 
         argv = [*argv, "--resume"]
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        code = train.main([*argv, "--out_dir", folder], with_sample=False)
-    if code > 1:                                # stopped by a signal
+        try:
+            code = train.main([*argv, "--out_dir", folder], with_sample=False)
+        except SystemExit:                      # its loss is not finite; all flags were checked before
+            return None
+    if code:                                    # stopped by a signal
         print(f"stopped, saved in {folder}. The same command resumes it")
         sys.exit(code)
-    return None if code else folder
+    return folder
 
 
 def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run's folder
