@@ -786,25 +786,20 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
 
 
 def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
-    """The candidates are the uses whose mode reads all of these texts. If there are none, they are all uses, and `main`
-    refuses a text. With a prompt, prefers a use whose marker is in it, then one that needs no marker. Otherwise takes
-    the first candidate."""
-    all_uses = [(m, use) for m in members for use in m.objective.uses]
-    uses = [(m, use) for m, use in all_uses if set(texts) <= set(MODES[use.mode].flags)]
-    uses = uses or all_uses
+    """Takes the first of the uses that fit best. First of all, the mode should read all of these texts; if none does,
+    `main` refuses a text. Then the marker of its holes should be in the prompt. Then it should need no hole."""
+    uses = [(m, use) for m in members for use in m.objective.uses]
     if not uses:
         names = " ".join(m.objective.name for m in members)
         fail(f"--objective {names}: sample.py has no use for this objective. Try a run of another one")
-    if "prompt" not in texts:
-        return uses[0]
-    for mode, marker in MARKERS.items():
-        for m, use in uses:
-            if use.mode == mode and re.search(marker, texts["prompt"]):
-                return m, use
-    for m, use in uses:
-        if use.mode not in ("infill", "fill"):
-            return m, use
-    return uses[0]
+
+    def fit(member_and_use):  # -> sort key
+        mode = member_and_use[1].mode
+        reads_all = set(texts) <= set(MODES[mode].flags)
+        has_marker = mode in MARKERS and bool(re.search(MARKERS[mode], texts.get("prompt", b"")))
+        needs_hole = "prompt" in texts and mode in ("infill", "fill")
+        return reads_all, has_marker, not needs_hole
+    return max(uses, key=fit)                   # the first one of several that fit equally well
 
 
 def refuse_flag(flag, objective, mode, members):  # fails because of a flag that the Mode does not read
