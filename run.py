@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import ctypes
 import difflib
+import functools
 import gc
 import glob
 import itertools
@@ -344,20 +345,25 @@ def tune_malloc():
         mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
+@functools.cache
+def side_stream():  # -> the stream of all graphs of the process; cuBLAS keeps a workspace for each stream
+    return torch.cuda.Stream()
+
+
 class GraphedStep:
     """Runs f as a CUDA graph. The first `warm` calls run f eagerly, since f may allocate and compile in them. The next
     call captures the graph. This call and all later ones replay it. f takes no arguments, and the tensors that it reads
     and writes must keep their addresses.
 
     gens: the generators that f draws from; seeding one affects the next replay
-    share: another GraphedStep, whose stream and memory pool are used; then each overwrites the output of the other"""
+    share: another GraphedStep, whose memory pool is used; then each overwrites the output of the other"""
 
     def __init__(self, f, gens=(), warm=3, share=None):
         self.f = f
         self.gens = gens
         self.warm = warm
         self.n_calls = 0
-        self.stream = share.stream if share else torch.cuda.Stream()
+        self.stream = side_stream()
         self.pool = share.pool if share else torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
 
@@ -373,9 +379,11 @@ class GraphedStep:
             for g in self.gens:
                 self.graph.register_generator_state(g)
             gc.disable()                        # freeing another graph during the capture would break it
-            with torch.cuda.graph(self.graph, self.pool, self.stream):              # captures f without running it
-                self.out = self.f()
-            gc.enable()
+            try:
+                with torch.cuda.graph(self.graph, self.pool, self.stream):          # captures f without running it
+                    self.out = self.f()
+            finally:
+                gc.enable()
         self.graph.replay()
         return self.out
 

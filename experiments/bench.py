@@ -182,15 +182,18 @@ def nanogpt_step(folder, hp, text):  # -> a function that takes one training ste
 # ---- parts: each takes the flags and the settings of the first objective, and prints a table
 def bench_train(flags, hp):
     """Positions per second of each objective, and its FLOP/s as a share of those of a large matrix product."""
-    hps = {}
-    for name, (way, switches) in itertools.product(flags.objectives.split(","), WAYS.items()):
-        if all(getattr(flags, switch) for switch in switches):
-            words = [f"--{switch}" for switch in switches]
-            hps[name + way] = get_config(["--objective", name, *flags.rest, *words])
     device = torch.device(hp.device)
-    torch._dynamo.config.recompile_limit = 256                  # many objectives share one loss function
     n = hp.batch_size * hp.block_size           # positions of a micro-batch
-    flops = {name: count_flops(own_hp) / n for name, own_hp in hps.items()}         # per position
+    hps = {}
+    flops = {}                                  # per position
+    for name in flags.objectives.split(","):
+        flops_of_all_ways = count_flops(get_config(["--objective", name, *flags.rest])) / n
+        for way, switches in WAYS.items():
+            if all(getattr(flags, switch) for switch in switches):
+                words = [f"--{switch}" for switch in switches]
+                hps[name + way] = get_config(["--objective", name, *flags.rest, *words])
+                flops[name + way] = flops_of_all_ways
+    torch._dynamo.config.recompile_limit = 256                  # many objectives share one loss function
     programs = {name: repeat(make_step(own_hp), flags.steps, n * hp.accum) for name, own_hp in hps.items()}
     if flags.nanogpt:
         step = nanogpt_step(flags.nanogpt, hp, random_corpus(hp)[0]["train"])
