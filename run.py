@@ -146,12 +146,18 @@ class Member:
     n: int                                      # raw bytes that fill a row
 
 
-def member_names(objective):  # hp.objective, such as "clm:0.5,mlm:0.5" -> ["clm", "mlm"]; fails if a name is unknown
-    names = [part.partition(":")[0].strip() for part in objective.split(",")]
-    for name in names:
+def member_weights(objective):  # hp.objective, such as "clm:3,mlm" -> {"clm": 3.0, "mlm": 1.0}
+    parts = [part.strip().partition(":") for part in objective.split(",")]
+    for name, _, _ in parts:
         if name not in OBJECTIVES:
             refuse_name(name)
-    return names
+    try:
+        weights = {name: float(weight) if colon else 1.0 for name, colon, weight in parts}
+    except ValueError:
+        weights = {}                            # refused by the next line
+    if len(weights) < len(parts) or not all(1e-9 < w < 1e9 for w in weights.values()):
+        fail(f"--objective {objective}: needs different names with positive weights, as in clm:0.5,mlm:0.5")
+    return weights
 
 
 def refuse_name(name):  # of an objective that does not exist; suggests the closest one
@@ -163,25 +169,16 @@ def refuse_name(name):  # of an objective that does not exist; suggests the clos
     fail(f"--objective {name}: unknown. Try {close[0]}")
 
 
-def get_members(hp):  # hp.objective, such as "clm" or "clm:0.5,mlm:0.5" -> [Member]; fails if the settings allow no row
-    names = member_names(hp.objective)
-    weights = []
-    try:
-        for part in hp.objective.split(","):
-            _, colon, weight = part.partition(":")
-            weights.append(float(weight) if colon else 1.0)
-    except ValueError:
-        weights = [0.0]                         # refused by the next lines
-    if not all(1e-9 < w < 1e9 for w in weights) or len(set(names)) < len(names):
-        fail(f"--objective {hp.objective}: needs different names with positive weights, as in clm:0.5,mlm:0.5")
+def get_members(hp):  # -> [Member] of hp.objective; fails if the settings allow no row
+    weights = member_weights(hp.objective)
     members = []
-    for name, weight in zip(names, weights):
+    for name, weight in weights.items():
         objective = OBJECTIVES[name]
         rows = hp.batch_size if objective.compares_rows else hp.batch_size * hp.accum
         if rows < objective.min_rows:
             fail(f"--batch_size {hp.batch_size}: {name} needs {objective.min_rows} rows. "
                  f"Try --batch_size {objective.min_rows}")
-        members.append(Member(objective, weight / sum(weights), objective.n_bytes(hp.block_size, hp)))
+        members.append(Member(objective, weight / sum(weights.values()), objective.n_bytes(hp.block_size, hp)))
     return members
 
 
@@ -232,8 +229,6 @@ def get_config(argv):
             fail(f"{resume}: holds no state of the optimizers, so it cannot be resumed. Try --init_from {resume}")
         saved = ckpt["config"]
         given["out_dir"] = os.path.dirname(resume) or "."
-        if given.get("dtype") == "auto":        # the run's own type, which is saved as float32 or bfloat16
-            given["dtype"] = saved["dtype"]
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
                 fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag] or 'none'}. "
@@ -255,7 +250,7 @@ def get_config(argv):
 
 
 def objective_defaults(objective, kind="cpu"):  # -> {flag: default} that an objective changes; a mixture changes none
-    names = member_names(objective)
+    names = [*member_weights(objective)]
     changed = OBJECTIVES[names[0]].flag_defaults if len(names) == 1 else {}
     return {flag: choose_default(value, kind) for flag, value in changed.items()}
 
@@ -267,7 +262,7 @@ def parent_settings(ckpt, given):  # -> settings that a run with --init_from tak
     names = set(SETTINGS["model"])
     if given.get("n_head", config["n_head"]) != config["n_head"]:               # copy_tensors would not notice
         fail(f"--n_head {given['n_head']}: the run of --init_from has {config['n_head']} heads. Try without --n_head")
-    if member_names(given.get("objective", config["objective"])) == member_names(config["objective"]):
+    if member_weights(given.get("objective", config["objective"])).keys() == member_weights(config["objective"]).keys():
         own_flags = set(flag_specs()) - SHARED_FLAGS
         names |= {"objective", "doc_mask"} | own_flags
     else:
@@ -281,7 +276,7 @@ def check_combinations(hp, given):  # fails if settings exclude each other, or i
     if hp.n_embd % (2 * hp.n_head):
         fits = 2 * hp.n_head * (hp.n_embd // (2 * hp.n_head) + 1)
         fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
-    objectives = [OBJECTIVES[name] for name in member_names(hp.objective)]
+    objectives = [OBJECTIVES[name] for name in member_weights(hp.objective)]
     for flag in sorted(set(given) - SHARED_FLAGS):
         if not any(flag in objective.flags for objective in objectives):
             names = " ".join(name for name, other in OBJECTIVES.items() if flag in other.flags)
@@ -575,11 +570,9 @@ def start_from(model, saved, path):
     # the byte head has 256 outputs for clm, 512 for span; from clm to span, the last 256 of span are new
     head = weights["head.weight"].cpu()                                             # (1, n_outputs, C)
     old = saved.get("head.weight")
-    has_same_width = old is not None and old.shape[2:] == head.shape[2:]            # otherwise copy_tensors fails
-    if has_same_width and old.size(1) < head.size(1):
-        tensors["head.weight"] = torch.cat((old, head[:, old.size(1):]), dim=1)
-    elif has_same_width:
-        tensors["head.weight"] = old[:, :head.size(1)]
+    if old is not None and old.shape[2:] == head.shape[2:]:     # otherwise copy_tensors fails
+        n = min(old.size(1), head.size(1))
+        tensors["head.weight"] = torch.cat((old[:, :n], head[:, n:]), dim=1)
     copy_tensors(weights, tensors, path)
     print(f"started from the weights of {path}; newly initialized: {', '.join(new) or 'none'}")
 

@@ -520,22 +520,14 @@ def describe(step, record):  # -> a line for a record of evaluate
     return line
 
 
-def format_time(seconds):  # 8426 -> "2 h 20 min", 506 -> "8 min 26 s"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def log_step(hp, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed, time left (texts)
+def log_step(hp, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed (text), minutes left
     speed = (step + 1 - status["step"]) / (seconds - status["seconds"])             # steps/s since the last evaluation
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
     write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
                          "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
                          "seconds": round(seconds, 3)})
-    left = format_time((hp.max_iters - step - 1) / speed)
-    return f"training loss {loss:.3f}, {positions:,} positions/s", left
+    minutes = (hp.max_iters - step - 1) / speed / 60
+    return f"training loss {loss:.3f}, {positions:,} positions/s", minutes
 
 
 def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard library's compressors, for comparison
@@ -668,11 +660,11 @@ def train(hp):  # -> exit code, State
                 norm = float(norm)
                 check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step, status, hp)
                 seconds = time.perf_counter() - start
-                line, left = log_step(hp, member, metrics, status, step, loss, norm, seconds)
+                line, minutes = log_step(hp, member, metrics, status, step, loss, norm, seconds)
                 bar.set_postfix_str(line)
                 if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
                     last_line = seconds
-                    say(f"step {step:6d} | {line}, {left} left", stop)
+                    say(f"step {step:6d} | {line}, {minutes:.1f} min left", stop)
         is_stopped = is_stopped and step < hp.max_iters
         code = end_run(s, status, stop, is_stopped)
         return code, s

@@ -28,7 +28,7 @@ import train
 from data import from_bytes, make_rng, open_corpus
 from model import StackedLinear
 from objectives import OBJECTIVES
-from run import SETTINGS, build, get_config, get_members, load_checkpoint, member_names
+from run import SETTINGS, build, get_config, get_members, load_checkpoint, member_weights
 
 HOME = os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
@@ -430,7 +430,7 @@ def check_replay(text, *flags):
 def test_a_recorded_step_can_be_replayed(name, more, text):
     flags = ["--objective", name, *more.split()]
     check_replay(text, *flags)
-    members = [OBJECTIVES[part] for part in member_names(name)]
+    members = [OBJECTIVES[part] for part in member_weights(name)]
     documents = ["--doc_mask"] if all(m.supports_doc_mask for m in members) else []
     check_replay(text, *flags, "--optimizer", "adamw", "--accum", "2", *documents)
 
@@ -581,12 +581,6 @@ def test_an_untrained_model_shows_no_sample(text, capsys, monkeypatch):
     fit(text, "a", "--max_iters", "1")
     train.finish(start("--data", text, "--init_from", "a", "--max_iters", "0"))
     assert "a sample" in capsys.readouterr().out
-
-
-def test_times_are_hours_minutes_and_seconds():
-    for seconds, want in ((8426, "2 h 20 min"), (3600, "1 h 0 min"), (506.4, "8 min 26 s"), (59.6, "1 min 0 s"),
-                          (0, "0 s")):
-        assert train.format_time(seconds) == want
 
 
 def test_compressors_say_how_much_they_read_if_it_is_not_all(monkeypatch):
