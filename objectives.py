@@ -282,7 +282,8 @@ class Objective:
     loss: Callable = token_loss
     n_outputs: int = N_BYTES                    # the byte head predicts ids below this one
     flags: dict = dataclasses.field(default_factory=dict)               # {name: Flag}; a name must not be a batch key
-    flag_defaults: dict = dataclasses.field(default_factory=dict)       # {flag of run.SETTINGS: default}
+    # {flag of train.py: default, or {device: default}}; a mixture ignores them
+    flag_defaults: dict = dataclasses.field(default_factory=dict)
     # rows are one text in its order, and the loss reads the batch's mask (see hidden_states), so that --doc_mask works
     supports_doc_mask: bool = False
 
@@ -1139,7 +1140,7 @@ OBJECTIVES["contrastive"] = Objective(
 
 
 # ---- mdlm: masked diffusion
-EARLY_MASK_RATE = {"early_mask_rate": Flag(0.4, "share of bytes that early steps mask", 0.001, 1.0)}
+EARLY_MASK_RATE = {"early_mask_rate": Flag(0.4, "share of bytes that the first steps mask (uniform_from)", 0.001, 1.0)}
 
 
 def masked_counts(size, B, g):  # number of bytes of each block (blocks,) -> how many to mask (B, blocks)
@@ -1202,8 +1203,9 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags=EARLY_MASK_RATE | {"uniform_from": Flag(0.7, "early share of the steps; after it, each row draws its rate "
-                                                       "(with --init_from from the start)", 0.0, 1.0)},
+    flags=EARLY_MASK_RATE | {"uniform_from": Flag(0.7, "share of the steps, at the start, that mask early_mask_rate. "
+                                                       "Later, and with --init_from always, each row draws its rate",
+                                                  0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
     uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))
@@ -1287,7 +1289,7 @@ OBJECTIVES["bd3lm"] = dataclasses.replace(
     use_help="continue a prompt", attention="blocks", n_bytes=lambda T, hp: T // 2, supports_doc_mask=False,
     flags=EARLY_MASK_RATE | {
         "bd3lm_block": Flag(4, "number of bytes in a block", 1),
-        "bd3lm_uniform_from": Flag(0.0, "early share of the steps; after it, each block draws its rate", 0.0, 1.0)},
+        "bd3lm_uniform_from": Flag(0.0, "as uniform_from; in later steps, each block draws its rate", 0.0, 1.0)},
     # the two copies take twice the positions
     flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
     uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),), aliases=("bd3", "bd3_lm", "block_diffusion"))

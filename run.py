@@ -226,7 +226,8 @@ def get_config(argv):
         resume = checkpoint_path(given.get("out_dir") or newest_run())
         ckpt = load_checkpoint(resume)
         if "optimizer" not in ckpt:
-            fail(f"{resume}: holds no state of the optimizers, so it cannot be resumed. Try --init_from {resume}")
+            fail(f"{resume}: holds no state of the optimizers, so it cannot be resumed. Try ckpt.pt of the same run, "
+                 f"or --init_from {shlex.quote(resume)}")
         saved = ckpt["config"]
         given["out_dir"] = os.path.dirname(resume) or "."
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
@@ -341,8 +342,8 @@ def tune_malloc():
 
 
 @functools.cache
-def side_stream():  # -> the stream of all graphs of the process; cuBLAS keeps a workspace for each stream
-    return torch.cuda.Stream()
+def side_stream(device):  # -> the stream of all graphs on this GPU; cuBLAS keeps a workspace for each stream
+    return torch.cuda.Stream(device)
 
 
 class GraphedStep:
@@ -358,7 +359,7 @@ class GraphedStep:
         self.gens = gens
         self.warm = warm
         self.n_calls = 0
-        self.stream = side_stream()
+        self.stream = side_stream(torch.cuda.current_device())
         self.pool = share.pool if share else torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
 
@@ -452,10 +453,12 @@ def open_metrics(out_dir, length):
         except BlockingIOError:
             fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
     f.truncate(min(length, f.tell()))
+    f.seek(0, os.SEEK_END)
     return f
 
 
 def write_line(f, record):  # f: of open_metrics
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
     f.write(json.dumps(record).encode() + b"\n")
 
 
@@ -525,7 +528,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
         return ckpt | {"config": defaults() | ckpt["config"]}
     except Exception as e:                      # a damaged file may raise anything
-        fail(f"{path}: damaged, or not a checkpoint of this program ({first_line(e)}). Try another run")
+        fail(f"{path}: damaged, or not a checkpoint of this program ({first_line(e)}). Try the other .pt file "
+             "of the run, or another run")
 
 
 # ---- models

@@ -786,8 +786,8 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
 
 
 def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
-    """Takes the first of the uses that fit best. First of all, the mode should read all of these texts; if none does,
-    `main` refuses a text. Then the marker of its holes should be in the prompt. Then it should need no hole."""
+    """Ranks the uses by three criteria: does the mode read all of these texts (if none does, `main` refuses a text), is
+    the marker of its holes in the prompt, and does it do without a hole? Of equals, takes the first."""
     uses = [(m, use) for m in members for use in m.objective.uses]
     if not uses:
         names = " ".join(m.objective.name for m in members)
@@ -799,7 +799,7 @@ def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
         has_marker = mode in MARKERS and bool(re.search(MARKERS[mode], texts.get("prompt", b"")))
         needs_hole = "prompt" in texts and mode in ("infill", "fill")
         return reads_all, has_marker, not needs_hole
-    return max(uses, key=fit)                   # the first one of several that fit equally well
+    return max(uses, key=fit)
 
 
 def refuse_flag(flag, objective, mode, members):  # fails because of a flag that the Mode does not read

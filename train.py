@@ -392,23 +392,22 @@ def optimizer_tensors(s):  # -> {name: tensor}
     return tensors
 
 
-def save(s, name, step, seconds, status, metrics):  # name: ckpt.pt or best.pt; status: of the last ckpt.pt
+def check_finite(is_finite, what, step):
+    if not is_finite:
+        raise FloatingPointError(f"{what} is not finite at step {step}")
+
+
+def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
+    weights = s.model.state_dict()
+    check_finite(all(bool(t.isfinite().all()) for t in weights.values()), "a weight", status["step"])
     if RANK:
         return
-    weights = s.model.state_dict()
-    check_finite(all(bool(t.isfinite().all()) for t in weights.values()), "a weight", step, status, s.hp)
     ckpt = status | dict(
-        step=step, seconds=seconds, version=VERSION, config=settings_to_save(s.hp), sources=s.sources,
-        metrics_bytes=metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=weights)
-    if name == "ckpt.pt":                       # best.pt is smaller: it cannot be resumed
+        version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
+        held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=weights)
+    if name == "ckpt.pt":                       # nobody resumes from best.pt
         ckpt["optimizer"] = optimizer_tensors(s)
     save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
-
-
-def check_finite(is_finite, what, step, status, hp):  # ends the run if is_finite is False
-    if not is_finite:
-        fail(f"{what} is not finite at step {step}; {hp.out_dir} holds the run up to step {status['step']}. Try "
-             f"--init_from {shlex.quote(hp.out_dir)} with a lower --learning_rate or --dtype float32")
 
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
@@ -590,18 +589,19 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     return s, status
 
 
-def validate(s, step, seconds, status, metrics, stop):  # evaluates, logs, saves best.pt
+def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
+    step = status["step"]
     records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
-    check_finite(math.isfinite(loss), "the validation loss", step, status, s.hp)
+    check_finite(math.isfinite(loss), "the validation loss", step)
     for record in records:
-        write_line(metrics, {"step": step, **record, "seconds": round(seconds, 3)})
+        write_line(metrics, {"step": step, **record, "seconds": round(status["seconds"], 3)})
         say(describe(step, record), stop)
     status["val"] = loss
-    if step > 0 and loss < status["best"]:      # untrained weights are of no use
+    if step > 0 and loss < status["best"]:      # best.pt never holds the weights that a run starts with
         status["best"] = loss
         status["best_step"] = step
         # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt, and saves both again
-        save(s, "best.pt", step, seconds, status, metrics)
+        save(s, "best.pt", status, metrics)
 
 
 def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
@@ -612,16 +612,15 @@ def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the
         number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
         return 128 + number
     if status["val"] > status["best"]:
-        print(f"validation loss was lowest at step {status['best_step']}: {status['best']:.4f} nats, now "
+        print(f"after step 0, validation loss was lowest at step {status['best_step']}: {status['best']:.4f} nats, now "
               f"{status['val']:.4f}; {out_dir}/best.pt holds that state")
     return 0
 
 
-def train(hp):  # -> exit code, State
-    """Trains, evaluates and saves. The exit code is 0 when done, and 128 + signal after a signal. A loss, a gradient or
-    a weight that is not finite is noticed when it is logged, validated or saved. It ends the run with an error. The
-    last checkpoint stays."""
-    s, status = set_up(hp)
+def train(s, status):  # s, status: of set_up -> exit code
+    """Trains, evaluates and saves. The exit code is 0 when done, and 128 + signal after a signal. Raises
+    FloatingPointError if a loss, a gradient or a weight is not finite, when it is logged, validated or saved. From then
+    on nothing is saved. status describes the latest checkpoint."""
     hp = s.hp
     step_fns = make_step_fns(s)
     first_step = status["step"]
@@ -639,13 +638,12 @@ def train(hp):  # -> exit code, State
             is_stopped = any_rank(bool(stop))
             is_saved = bool(hp.resume) and step == first_step   # a resumed run starts at a saved step
             if (is_due or is_stopped) and not is_saved:
-                seconds = time.perf_counter() - start
+                new = status | {"step": step, "seconds": time.perf_counter() - start}
                 if is_due:
-                    validate(s, step, seconds, status, metrics, stop)
-                save(s, "ckpt.pt", step, seconds, status, metrics)
-                status["step"] = step
-                status["seconds"] = seconds
-                start = time.perf_counter() - seconds
+                    validate(s, new, metrics, stop)
+                save(s, "ckpt.pt", new, metrics)
+                status.update(new)
+                start = time.perf_counter() - status["seconds"]
             if step == hp.max_iters or is_stopped:
                 break
 
@@ -658,7 +656,7 @@ def train(hp):  # -> exit code, State
             if step % hp.log_interval == 0:     # only logging waits for the device
                 loss = float(loss)
                 norm = float(norm)
-                check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step, status, hp)
+                check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step)
                 seconds = time.perf_counter() - start
                 line, minutes = log_step(hp, member, metrics, status, step, loss, norm, seconds)
                 bar.set_postfix_str(line)
@@ -666,16 +664,23 @@ def train(hp):  # -> exit code, State
                     last_line = seconds
                     say(f"step {step:6d} | {line}, {minutes:.1f} min left", stop)
         is_stopped = is_stopped and step < hp.max_iters
-        code = end_run(s, status, stop, is_stopped)
-        return code, s
+        return end_run(s, status, stop, is_stopped)
 
 
 def main(argv=None, with_sample=True):  # -> exit code; with_sample=False: no loss.png, no compressors, no sample
     hp = get_config(sys.argv[1:] if argv is None else argv)
     join_processes(hp)
-    code, s = train(hp)
+    s, status = set_up(hp)
+    out_dir = s.hp.out_dir
+    try:
+        code = train(s, status)
+    except FloatingPointError as e:
+        if not RANK:
+            print(f"error: {e}; the last checkpoint, if any, is of step {status['step']}. Try --init_from "
+                  f"{shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32", file=sys.stderr)
+        code = 1
     if with_sample and not RANK:
-        draw_losses(s.hp.out_dir)
+        draw_losses(out_dir)
         if code == 0:
             finish(s)
     return code

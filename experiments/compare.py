@@ -130,7 +130,7 @@ def plan_cells(flags, rest):  # -> [Cell]
         elif setting == "start" and value != "none":
             first_steps = str(flags.first_steps or steps)
             first_argv = [*shared, "--objective", value, "--max_iters", first_steps, "--eval_interval", first_steps]
-            get_config(first_argv)              # fails if this objective does not have these flags
+            get_members(get_config(first_argv))                 # fails if this objective does not have these flags
         elif setting not in ("", "start"):
             if isinstance(flag_specs()[setting].default, str):
                 value = value.replace("+", ",")             # not in numbers, such as 1e+1
@@ -175,14 +175,11 @@ def train_run(argv, crcs, out_dir):  # -> folder of the finished run with these 
         argv = [*argv, "--resume"]
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        try:
-            code = train.main([*argv, "--out_dir", folder], with_sample=False)
-        except SystemExit:                      # its loss is not finite; all flags were checked before
-            return None
-    if code:                                    # stopped by a signal
+        code = train.main([*argv, "--out_dir", folder], with_sample=False)
+    if code > 1:                                # stopped by a signal
         print(f"stopped, saved in {folder}. The same command resumes it")
         sys.exit(code)
-    return folder
+    return None if code else folder
 
 
 def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run's folder

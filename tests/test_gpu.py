@@ -1,4 +1,7 @@
 """Tests for a GPU. Those that make sense on a CPU run there, too."""
+import gc
+from unittest import mock
+
 import pytest
 import torch
 from conftest import NEEDS_CUDA, NoWaiting, randomized, settings, tensors_in
@@ -10,7 +13,7 @@ from data import from_bytes, make_rng
 from experiments import gpu_check
 from model import ModelConfig, choose_attention, dense_mask
 from objectives import OBJECTIVES
-from run import get_members
+from run import GraphedStep, get_members
 
 H = 2
 T = 161                                         # odd: not a multiple of a kernel's tiles
@@ -124,7 +127,7 @@ class FakeGenerator(torch.Generator):  # one of the CPU, whose `device` is the r
 @pytest.mark.parametrize("flags", [
     *({"name": name} for name in [*OBJECTIVES, "clm,electra"]), {"name": "mtp", "mtp_kind": "sequential"},
     *({"name": name, "accum": 2, "doc_mask": True} for name, o in OBJECTIVES.items() if o.supports_doc_mask)], ids=str)
-def test_a_step_on_a_gpu_stays_on_it_and_never_waits_for_it(flags, monkeypatch):
+def test_a_step_on_a_gpu_mixes_no_devices_and_reads_nothing_back(flags, monkeypatch):
     monkeypatch.setattr(torch, "Generator", FakeGenerator)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     with FakeGpu(), Operations():
@@ -138,6 +141,16 @@ def test_a_step_on_a_gpu_stays_on_it_and_never_waits_for_it(flags, monkeypatch):
             with monkeypatch.context() as inside:
                 inside.setattr(Operations, "in_step", True)
                 train.training_step(s, m)
+
+
+def test_garbage_is_collected_after_a_capture_that_failed(monkeypatch):
+    for name in ("Stream", "CUDAGraph", "graph", "graph_pool_handle", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    torch.cuda.graph().__exit__.return_value = False
+    step = GraphedStep(mock.Mock(side_effect=RuntimeError("cannot be captured")), warm=0)
+    with pytest.raises(RuntimeError):
+        step()
+    assert gc.isenabled()
 
 
 # ---- experiments.gpu_check

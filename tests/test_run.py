@@ -146,7 +146,7 @@ def test_inference_loads_best_pt_of_a_folder_or_the_given_file(text):
 
 
 def test_a_loaded_model_can_be_trained_by_any_optimizer(text):
-    """All of it, the n-gram table included, once it is not zero."""
+    """Every parameter is trained, the n-gram table included."""
     fit(text, "a", "--max_iters", "3", "--learning_rate", "0.1")
     net, _, _ = run.load_run("a", "cpu", train=True)
     assert net.training and {net.dtype, *(p.dtype for p in net.parameters())} == {torch.float32}
@@ -199,7 +199,7 @@ def test_a_damaged_file_is_refused_and_best_pt_starts_a_new_run(text, refuses):
     assert not equal(torch.load("a/ckpt.pt")["model"]["embed.weight"], weight)
     os.remove("a/ckpt.pt")
     for path in ("a", os.path.join("a", "best.pt")):            # holds no state of the optimizers
-        refused(refuses, f"Try --init_from {os.path.join('a', 'best.pt')}", train, "--resume", "--out_dir", path)
+        refused(refuses, f"--init_from {os.path.join('a', 'best.pt')}", train, "--resume", "--out_dir", path)
     fit(text, "b", "--init_from", "a", "--max_iters", "0")
     assert equal(load_checkpoint("b")["model"], load_checkpoint("a")["model"])
 

@@ -845,7 +845,7 @@ def test_every_use_can_be_asked_for(runs, capsys):
             ("ul2", ["--prompt", "a[MASK]"], "continue"), ("hybrid", ["--prompt", HOLE], "continue"),
             ("mlm,clm", ["--prompt", "a"], "continue"), ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"),
             ("electra,clm", ["--prompt", "a"], "mark"),
-            ("electra", [], "mark")):
+            ("electra", [], "mark"), ("clm,nsp", SIDES, "follow")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
         m, use = sample.choose_use(get_members(settings(name, T)), texts)
         assert use.mode == mode and use in m.objective.uses, (name, flags)
