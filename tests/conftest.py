@@ -113,13 +113,15 @@ def chi2(counts, p):  # counts of outcomes, their probabilities -> statistic of 
 class NoWaiting(TorchDispatchMode):
     """Counts operations, and fails on those that wait for the device or whose result has a shape that depends on data.
     A CUDA graph cannot capture these."""
-    # lift_fresh makes a tensor from a list on the host
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "lift_fresh")
+    # lift_fresh makes a tensor from a list on the host; the last three wait inside their kernels
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "lift_fresh", "equal",
+               "bincount", "unique_consecutive")
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         op = func.overloadpacket.__name__
         assert op not in self.REFUSED, f"{op} waits for the device, or copies a constant to it: try fill_, torch.where"
+        assert func != torch.ops.aten.repeat_interleave.Tensor, "repeat_interleave by a tensor waits for the device"
         if op in ("index", "index_put", "index_put_"):
             boolean = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
             assert not boolean, f"{op} with a boolean index waits for the device"

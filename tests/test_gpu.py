@@ -12,7 +12,7 @@ import train
 from data import from_bytes, make_rng
 from experiments import gpu_check
 from model import ModelConfig, choose_attention, dense_mask
-from objectives import OBJECTIVES
+from objectives import NOISES, OBJECTIVES
 from run import GraphedStep, get_members
 
 H = 2
@@ -100,10 +100,16 @@ class FakeGpu(TorchFunctionMode):
     call this class in hooks of a backward pass: a .cpu() in a hook is not noticed, but mixed devices are."""
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        to_gpu = func is Tensor.to and "cuda" in str(args[1:2])
+        target = str([*args[1:2], kwargs.get("device")]) if func is Tensor.to else ""
+        to_gpu = "cuda" in target
+        # clip_grad_norm_ moves a 0-D tensor to the device of the gradients, which is the CPU here
+        to_cpu = func in (Tensor.cpu, Tensor.tolist) or "cpu" in target and args[0].dim() > 0
+        generator = kwargs.get("generator")
+        if generator is not None:
+            assert generator.device.type == torch.device(kwargs.get("device", "cpu")).type, f"{func}: another device"
         if func is Tensor.pin_memory or to_gpu and on_gpu(args[0]):
             return args[0]
-        if to_gpu or func in (Tensor.cpu, Tensor.tolist) and on_gpu(args[0]):
+        if to_gpu or to_cpu and on_gpu(args[0]):
             assert not Operations.in_step, f"{func} copies between the devices in a step"
             copy = args[0].clone()
             copy.untyped_storage().on_gpu = to_gpu
@@ -126,6 +132,8 @@ class FakeGenerator(torch.Generator):  # one of the CPU, whose `device` is the r
 
 @pytest.mark.parametrize("flags", [
     *({"name": name} for name in [*OBJECTIVES, "clm,electra"]), {"name": "mtp", "mtp_kind": "sequential"},
+    {"name": "bart", "bart_noise": ",".join(NOISES)}, {"name": "nsp", "nsp_negatives": "swap"},
+    {"name": "clm", "weight_decay": 0.1, "dtype": "bfloat16"},
     *({"name": name, "accum": 2, "doc_mask": True} for name, o in OBJECTIVES.items() if o.supports_doc_mask)], ids=str)
 def test_a_step_on_a_gpu_mixes_no_devices_and_reads_nothing_back(flags, monkeypatch):
     monkeypatch.setattr(torch, "Generator", FakeGenerator)
