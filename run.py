@@ -598,7 +598,7 @@ def load_run(path, device="auto", dtype="auto", train=False):  # -> model, setti
     model = build(get_members(hp), hp)
     copy_tensors(model.state_dict(), ckpt["model"], path)
     model = model.train() if train else for_inference(model)
-    return model, hp, ckpt
+    return model, hp, ckpt | {"path": path}
 
 
 def for_inference(model):  # freezes the weights, in the activations' type: in bfloat16, a pass reads half the memory

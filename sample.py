@@ -866,7 +866,7 @@ def main(argv=None):
     if args.order and args.order not in use.orders:
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     member = "" if objective.name == hp.objective else f", used as {objective.name}"
-    note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
+    note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     note_unread_holes(texts.get("prompt", b""), objective, use)
     if "prompt" in texts and use.mode != "infill":              # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if use.mode in MARKERS else list(texts["prompt"])

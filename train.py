@@ -643,6 +643,8 @@ def train(s, status):  # s, status: of set_up -> exit code
                     validate(s, new, metrics, stop)
                 save(s, "ckpt.pt", new, metrics)
                 status.update(new)
+                if is_stopped and not is_due and step > 0:      # after saving, so that a resumed run repeats nothing
+                    validate(s, new, metrics, stop)
                 start = time.perf_counter() - status["seconds"]
             if step == hp.max_iters or is_stopped:
                 break

@@ -129,7 +129,7 @@ def main(argv=None):  # -> exit code
         able = ", ".join(name for name, other in OBJECTIVES.items() if has_probability(other))
         fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run of one of {able}")
     member = f", used as {objective.name}" if len(get_members(hp)) > 1 else ""
-    sample.note(f"{path}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
+    sample.note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
     print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
     T = hp.block_size
     if objective.bpb == "bound":

@@ -881,4 +881,4 @@ def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
     command = f"{sys.executable} {sample.__file__} --out_dir out/clm --prompt a | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout == "a" and done.stderr == "--- out/clm: clm, step 2 of 2\n\n--- the model continues:\n"
+    assert done.stdout == "a" and done.stderr == "--- out/clm/best.pt: clm, step 2 of 2\n\n--- the model continues:\n"

@@ -1,6 +1,7 @@
 """Every way to compute the bits of a text equals a slow reference; and the program that prints them."""
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
     assert ("left to right, windows of 32, stride 16" in out) == (objective.bpb in ("loss", "causal"))
     assert ("left to right by filling MASKs, the first 100 bytes, windows of 3" in out) == fills
     assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
-    assert err == f"--- {name}: {name}, step 2 of 2\n"
+    assert err == f"--- {Path(name) / 'best.pt'}: {name}, step 2 of 2\n"
     output(capsys, name, "--dtype", "bfloat16")
     assert dtypes == ["float32", "bfloat16"], "the default is float32, not the device's type"
 

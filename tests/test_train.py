@@ -28,7 +28,7 @@ import train
 from data import from_bytes, make_rng, open_corpus
 from model import StackedLinear
 from objectives import OBJECTIVES
-from run import SETTINGS, build, get_config, get_members, load_checkpoint, member_weights
+from run import SETTINGS, build, get_config, get_members, load_checkpoint, load_run, member_weights
 
 HOME = os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
@@ -749,7 +749,8 @@ def test_a_step_that_is_not_finite_ends_the_run_and_saves_nothing(where, log, wh
 @pytest.mark.parametrize("name, code, at", [("SIGINT", 130, 7), ("SIGTERM", 143, 10), ("SIGHUP", 129, 3),
                                             ("SIGTERM", 0, 12)])
 def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch, capsys):
-    """In one case just before an evaluation, in one in the last step, after which the run is done."""
+    """In one case just before an evaluation, in one in the last step, after which the run is done. A run that is
+    stopped is evaluated, so that sample.py uses its best state up to then."""
     flags = ["--max_iters", "12", "--eval_interval", "5"]
     number = getattr(signal, name)
     fit(text, "whole", *flags)
@@ -762,6 +763,8 @@ def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch,
         signal.signal(number, before)
     assert ("python train.py --resume --out_dir stopped" in capsys.readouterr().out) == bool(code)
     assert load_checkpoint("stopped")["step"] == at
+    loss_at = dict(zip(losses("stopped", "step", "val"), losses("stopped", split="val")))
+    assert at in loss_at and load_run("stopped", "cpu")[2]["step"] == min({*loss_at} - {0}, key=loss_at.get)
     resume("stopped")
     assert_same_run("whole", "stopped")
 
