@@ -110,6 +110,13 @@ def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; w
     return next(iter(default.values()))
 
 
+class StoreOnce(argparse.Action):  # refuses a flag that is given twice
+    def __call__(self, parser, namespace, values, option_string=None):
+        if hasattr(namespace, self.dest):
+            parser.error(f"{option_string}: is given twice")
+        setattr(namespace, self.dest, values)
+
+
 def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> ArgumentParser
     """The parser returns only the flags that were given, because a checkpoint's settings come before the defaults."""
     parser = argparse.ArgumentParser(
@@ -123,11 +130,11 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
             if isinstance(first, bool):
                 options = dict(action=argparse.BooleanOptionalAction)
             elif isinstance(first, list):
-                options = dict(metavar="X", nargs="+")
+                options = dict(metavar="X", nargs="+", action="extend")             # given twice, the lists are joined
             elif flag.choices:
-                options = dict(choices=flag.choices)
+                options = dict(choices=flag.choices, action=StoreOnce)
             else:
-                options = dict(metavar="X", type=in_range(flag, type(first)))
+                options = dict(metavar="X", type=in_range(flag, type(first)), action=StoreOnce)
             shown = " ".join(first) if isinstance(first, list) else flag.default
             default = f" [{shown}]" if first and first is not True else ""
             group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **options)

@@ -26,7 +26,7 @@ from experiments.flags import parse_with_train_flags
 import sample
 import train
 from objectives import OBJECTIVES, find_use
-from run import build, for_inference, get_config, get_members, load_run, run_program, use_device
+from run import build, for_inference, get_config, get_members, load_run, parse, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -281,8 +281,9 @@ def main(argv=None):  # -> exit code
     hp = get_config(["--objective", flags.objectives.split(",")[0], *rest])
     if flags.nanogpt:
         load_nanogpt(flags.nanogpt)             # fails now, instead of after a training
-    # all objectives train on batches of the same size
-    flags.rest = [*rest, "--batch_size", str(hp.batch_size), "--block_size", str(hp.block_size)]
+    flags.rest = rest
+    for name in {"batch_size", "block_size"} - parse(rest).keys():                  # the same for all objectives
+        flags.rest = [*flags.rest, f"--{name}", str(getattr(hp, name))]
     use_device(torch.device(hp.device))
     print(f"torch {torch.__version__}, {hp.device}, {torch.get_num_threads()} threads; {hp.n_layer} layers, "
           f"width {hp.n_embd}, block {hp.block_size}, batch {hp.batch_size}")

@@ -37,7 +37,7 @@ from experiments.flags import parse_with_train_flags
 import train
 from objectives import OBJECTIVES
 from run import SETTINGS, VERSION, build, flag_specs, for_inference, get_config, get_members, load_checkpoint, load_run
-from run import run_program
+from run import parse, run_program
 import torch
 from tqdm import tqdm
 
@@ -120,16 +120,18 @@ def plan_cells(flags, rest):  # -> [Cell]
     cells = []
     grid = itertools.product(flags.budgets.split(","), flags.seeds.split(","), names, values.split(","))
     for steps, seed, name, value in grid:
-        shared = ["--seed", seed, *rest, "--data", flags.data]
-        argv = [*shared, "--objective", name, "--max_iters", steps, "--eval_interval", steps]
+        shared = ["--seed", seed, *rest]
+        own = ["--objective", name, "--max_iters", steps, "--eval_interval", steps]
+        argv = [*shared, *own, "--data", flags.data]
         first_argv = None
         if setting == "replay":                 # the same number of steps on each of the two corpora
             if value != "scratch":
                 first_argv = argv
-            argv = [*argv, "--data", *replay_sources(flags, value)]
+            argv = [*shared, *own, "--data", *replay_sources(flags, value)]
         elif setting == "start" and value != "none":
             first_steps = str(flags.first_steps or steps)
-            first_argv = [*shared, "--objective", value, "--max_iters", first_steps, "--eval_interval", first_steps]
+            first_argv = [*shared, "--objective", value, "--max_iters", first_steps, "--eval_interval", first_steps,
+                          "--data", flags.data]
             get_members(get_config(first_argv))                 # fails if this objective does not have these flags
         elif setting not in ("", "start"):
             if isinstance(flag_specs()[setting].default, str):
@@ -202,7 +204,7 @@ def run_cell(cell, flags, sources, probes):  # corpora, {metric: ProbeData} -> {
         if not first_folder:
             return {}
         argv = [*argv, "--init_from", first_folder]
-        for name in ("block_size", "attn_scale"):               # else --init_from takes them from the first run
+        for name in {"block_size", "attn_scale"} - parse(argv).keys():              # not those of the first run
             argv += [f"--{name}", str(getattr(cell.hp, name))]
     folder = train_run(argv, crcs, out_dir)
     if not folder:

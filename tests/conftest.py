@@ -20,6 +20,18 @@ TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
 
 
+def tiny(*words):  # -> flags of a tiny run, then these; of a flag that is given twice, the last one
+    values = {}
+    for word in (*TINY, *words):
+        if word.startswith("--"):
+            flag = word
+            values.pop(flag, None)
+            values[flag] = []
+        else:
+            values[flag].append(word)
+    return [word for flag, given in values.items() for word in (flag, *given)]
+
+
 @pytest.fixture(autouse=True)
 def restore_torch_switches():  # a run sets them for the whole process
     precision = torch.get_float32_matmul_precision()

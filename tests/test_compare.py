@@ -6,14 +6,14 @@ import os
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import tiny
 
 from experiments import compare, evaluate
 from objectives import OBJECTIVES
 
 
 def run(*words):  # compares on the text of the folder, with runs of two steps
-    return compare.main(["--data", "text.txt", "--out_dir", "out", "--budgets", "2", *TINY, *words])
+    return compare.main(tiny("--data", "text.txt", "--out_dir", "out", "--budgets", "2", *words))
 
 
 def all_runs():  # -> {folder: settings}, oldest first
@@ -142,7 +142,8 @@ def test_a_killed_run_is_resumed(text):
     ("--budget 2", "--budget"), ("--objectives clm --tau .1", "Try it with contrastive"),
     ("--sweep tau=.1 --objectives clm", "Try it with contrastive")])
 def test_bad_flags_are_refused_before_anything_runs(flags, hint, text, refuses):
-    refuses(hint, compare.main, ["--data", text, *flags.split()])
+    data = [] if "--data" in flags else ["--data", text]
+    refuses(hint, compare.main, [*data, *flags.split()])
     assert not os.path.exists("out")
 
 

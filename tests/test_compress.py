@@ -3,7 +3,7 @@ import struct
 
 import pytest
 import torch
-from conftest import TINY, randomized
+from conftest import tiny, randomized
 
 import train
 from data import make_rng, to_bytes
@@ -70,7 +70,7 @@ def test_damage_and_another_model_are_found():
 
 @pytest.mark.parametrize("flags", [["clm"], ["mlm,clm"], ["clm", "--doc_mask"], ["mlm"]])
 def test_the_program_restores_a_file_or_refuses_the_run(flags, text, tmp_path, refuses):
-    train.main([*TINY, "--data", text, "--objective", *flags, "--max_iters", "1", "--out_dir", "run"], False)
+    train.main(tiny("--data", text, "--objective", *flags, "--max_iters", "1", "--out_dir", "run"), False)
     if flags == ["mlm"]:
         refuses("left-to-right", compress.main, ["--out_dir", "run", "--file", text])
         assert not os.path.exists(text + ".nptx")

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, randomized, settings
+from conftest import tiny, randomized, settings
 
 import train
 from data import EOT, MASK, SENTINEL, from_bytes, make_rng, split_documents, to_bytes
@@ -304,8 +304,8 @@ def test_models_that_were_not_trained_on_rows_of_masks_fill_16_at_a_time(monkeyp
 def test_the_table_of_written_text(text, tmp_path, capsys, refuses):
     (tmp_path / "other.txt").write_bytes(b"other text\n" * 900)
     for name, data in (("clm", text), ("mlm", text), ("mtp", "other.txt")):
-        train.main([*TINY, "--objective", name, "--data", data, "--out_dir", name, "--block_size", "80",
-                    "--max_iters", "0"], with_sample=False)
+        train.main(tiny("--objective", name, "--data", data, "--out_dir", name, "--block_size", "80",
+                    "--max_iters", "0"), with_sample=False)
     assert writing.main(["--judge", "clm", "--runs", "mlm", "clm", "--windows", "4"]) == 0
     rows = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[-4:]]
     assert rows == [["| held-out text", ""], ["| mlm (mlm)", "confident"], ["| mlm (mlm)", "left"],

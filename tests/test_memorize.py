@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import TINY, randomized
+from conftest import tiny, randomized
 
 from data import make_rng
 from experiments import memorize
@@ -42,7 +42,7 @@ def test_special_ids_do_not_compete_with_the_letters():
 def test_canaries_that_were_read_often_are_predicted_better(text, capsys, monkeypatch, refuses):
     monkeypatch.setattr(memorize, "TIMES", (0, 3, 12))
     monkeypatch.setattr(memorize, "CANARIES", 3)
-    flags = [*TINY, "--block_size", "128", "--data", text, "--learning_rate", ".02", "--max_iters"]
+    flags = tiny("--block_size", "128", "--data", text, "--learning_rate", ".02", "--max_iters")
     assert memorize.main([*flags, "150"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [float(row[0]) for row in rows] == [0, pytest.approx(3, abs=0.4), pytest.approx(12, abs=0.4)]

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, equal, randomize, settings
+from conftest import tiny, equal, randomize, settings
 from test_train import fit, on_posix, resume, write
 
 import run
@@ -39,7 +39,7 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
 @pytest.mark.parametrize("flags, expected", [
     ("", dict(objective="clm", data=["stdlib"], resume="", n_layer=4, learning_rate=0.01, max_passes=8.0)),
     ("--optimizer adamw", dict(learning_rate=0.003)),
-    ("--max_iters 5", dict(max_passes=0.0)),
+    ("--max_iters 5", dict(max_passes=0.0)), ("--data a:1 b:2 --data c:3", dict(data=["a:1", "b:2", "c:3"])),
     ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
     ("--objective bd3lm", dict(block_size=512, batch_size=16)),
     ("--objective mlm", dict(mask_rate=0.3)),
@@ -178,7 +178,7 @@ def test_the_page_fine_tunes_a_run_on_labels(text):
 def test_an_objective_without_uses_trains_and_sample_py_refuses_it(text, capsys, refuses):
     name = next(iter(OBJECTIVES))
     with mock.patch.dict(OBJECTIVES, {name: dataclasses.replace(OBJECTIVES[name], uses=())}):
-        assert train.main([*TINY, "--data", text, "--out_dir", "a", "--max_iters", "1"]) == 0
+        assert train.main(tiny("--data", text, "--out_dir", "a", "--max_iters", "1")) == 0
         assert "sample.py has no use for" in capsys.readouterr().out.splitlines()[-1]
         for flags in ([], ["--prompt", "a"], ["--objective", name]):
             refused(refuses, "no use for", sample, "--out_dir", "a", "--device", "cpu", *flags)
@@ -226,7 +226,7 @@ def test_tensors_that_do_not_fit_are_refused_wherever_they_are_loaded(part, name
         refused(refuses, reason, sample, "--out_dir", "crafted", "--device", "cpu")
     # a parent's heads may be missing or different
     if part == "model" and fault != "unknown" and not name.startswith("heads."):
-        refused(refuses, reason, train, *TINY, "--data", "text.txt", "--init_from", "crafted")
+        refused(refuses, reason, train, *tiny("--data", "text.txt", "--init_from", "crafted"))
 
 
 @torch.no_grad()
@@ -272,7 +272,9 @@ def test_a_cpu_caches_few_kernels(monkeypatch):
 
 # ---- what must be refused
 BAD = {  # name: flags, part of the error message
-    "unknown flag": ("--max_iter 3", "--max_iter"), "not a number": ("--max_iters many", "invalid int value: 'many'"),
+    "unknown flag": ("--max_iter 3", "--max_iter"),
+    "a flag twice": ("--init_from a --seed 1 --seed=1", "--seed: is given twice"),
+    "not a number": ("--max_iters many", "invalid int value: 'many'"),
     "other heads": ("--init_from run --n_head 1", "has 2 heads"), "no weight": ("--objective clm:", "positive weights"),
     "rate too high": ("--objective mlm --mask_rate 1.5", "1.5 is more than 1.0"),
     "unknown objective": ("--objective mml", "Try mlm"), "too many": ("--objective mlm --mask_random 1", "than 1"),
@@ -340,8 +342,10 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, ref
     flags, hint = BAD[case]
     if "processes" in case:
         monkeypatch.setattr(run, "WORLD", 2)
-    small = [] if "--resume" in flags or "--init_from" in flags else [*TINY, "--data", "text.txt"]
-    refused(refuses, hint, train, *small, *shlex.split(flags))
+    words = shlex.split(flags)
+    if "--resume" not in words and "--init_from" not in words:
+        words = tiny("--data", "text.txt", *words)
+    refused(refuses, hint, train, *words)
     assert not os.path.exists("executed")
 
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEEDS_CUDA, TINY, chi2, randomize, randomized, settings
+from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 
 import sample
 import train
@@ -484,7 +484,7 @@ def place(tmp_path_factory):  # a folder with a run of every objective, and of a
         for name, content in FILES.items():
             (path / name).write_bytes(content)
         for name in [*OBJECTIVES, "clm:.5,mlm:.5"]:
-            flags = [*TINY, "--data", shutil.__file__, "--max_iters", "2", "--objective", name]
+            flags = tiny("--data", shutil.__file__, "--max_iters", "2", "--objective", name)
             assert train.main(flags, with_sample=False) == 0
     return path
 
@@ -854,6 +854,7 @@ def test_every_use_can_be_asked_for(runs, capsys):
 
 # ---- what is refused
 BAD = [
+    ("clm", ["--prompt", "a", "--prompt", "b"], "--prompt: is given twice"),
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
     ("contrastive", ["--prompt", "a"], "contrastive does not continue a prompt. Try --query and --corpus, or train"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),

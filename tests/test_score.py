@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, randomized, settings
+from conftest import tiny, randomized, settings
 from test_sample import FRAMED, IN_PLACE, Stub, T, ids
 
 import sample
@@ -90,7 +90,7 @@ def place(tmp_path_factory):  # a folder with texts, and a run of every objectiv
         for name, content in FILES.items():
             (path / name).write_bytes(content)
         for name, objective in (dict(zip(OBJECTIVES, OBJECTIVES)) | MIXTURES).items():
-            flags = [*TINY, "--data", train.__file__, "--max_iters", "2", "--objective", objective, "--out_dir", name]
+            flags = tiny("--data", train.__file__, "--max_iters", "2", "--objective", objective, "--out_dir", name)
             assert train.main(flags, with_sample=False) == 0
     return path
 

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEEDS_CUDA, TINY, Recording, equal, randomize, settings
+from conftest import NEEDS_CUDA, tiny, Recording, equal, randomize, settings
 from torch.distributions import Bernoulli, Categorical
 from torch.testing import assert_close
 
@@ -39,7 +39,7 @@ on_posix = pytest.mark.skipif(sys.platform == "win32", reason="has no such signa
 
 
 def fit(text, out, *flags, code=0):  # trains without loss.png, compressors and sample
-    assert train.main([*TINY, "--data", text, "--out_dir", out, *flags], with_sample=False) == code
+    assert train.main(tiny("--data", text, "--out_dir", out, *flags), with_sample=False) == code
 
 
 def resume(out, *flags):
@@ -69,7 +69,7 @@ def assert_same_run(a, b):
 
 
 def start(*flags):  # -> State before the first step
-    hp = get_config([*TINY, *flags])
+    hp = get_config(tiny(*flags))
     corpus = open_corpus(hp.data)
     train.move_corpus(corpus, hp)
     return train.prepare(corpus, get_members(hp), hp)
@@ -347,7 +347,7 @@ def test_validation_depends_only_on_objective_and_held_out_text(text):
     write("other.txt", b"a" * 9000 + b"b" * 1000)
 
     def first_batches(entry, data, *flags):
-        hp = get_config([*TINY, *flags])
+        hp = get_config(tiny(*flags))
         source, m = [*itertools.product(open_corpus(data), get_members(hp))][entry]
         return [*train.validation_batches(m, source, hp)]
     alone = first_batches(0, [text], "--objective", "mlm")
@@ -506,7 +506,7 @@ def test_a_captured_run_on_a_gpu_resumes(text, monkeypatch):
 
 # ---- what a run prints and saves
 def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys, monkeypatch):
-    flags = [*TINY, "--data", text, "--max_iters", "3"]
+    flags = tiny("--data", text, "--max_iters", "3")
     for figure in (mock.MagicMock(), None):     # None: not installed
         monkeypatch.setitem(sys.modules, "matplotlib", figure)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", figure)
@@ -528,7 +528,7 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
 
 def test_a_run_without_out_dir_saves_into_a_new_folder_and_prints_its_name(text, capsys):
     for folder in (os.path.join("out", "clm"), os.path.join("out", "clm-2")):
-        assert train.main([*TINY, "--data", text, "--max_iters", "1"], with_sample=False) == 0
+        assert train.main(tiny("--data", text, "--max_iters", "1"), with_sample=False) == 0
         assert f" | {folder}\n" in capsys.readouterr().out
         assert {"ckpt.pt", "best.pt", "metrics.jsonl"} <= {*os.listdir(folder)}
         for name in ("ckpt.pt", "best.pt"):
@@ -785,7 +785,7 @@ def test_printed_commands_quote_a_folder_with_a_space(text, monkeypatch, capsys,
 
 
 def command(text, out, *flags):  # train.py as a process of its own
-    return [sys.executable, train.__file__, *TINY, "--data", text, "--out_dir", out, *flags]
+    return [sys.executable, train.__file__, *tiny("--data", text, "--out_dir", out, *flags)]
 
 
 @on_posix
@@ -842,7 +842,7 @@ def test_a_run_killed_at_random_moments_resumes_bit_for_bit(text):
 def test_a_run_does_not_load_the_compiler(text):
     """Which takes longer than a hundred steps of a small model. An optimizer's class and a decorator would load it."""
     code = "import sys, train; train.main(sys.argv[1:], with_sample=False); assert 'torch._dynamo' not in sys.modules"
-    args = [*TINY, "--data", text, "--out_dir", "a", "--max_iters", "1"]
+    args = tiny("--data", text, "--out_dir", "a", "--max_iters", "1")
     subprocess.run([sys.executable, "-c", code, *args], check=True, env=ALONE, stdout=subprocess.DEVNULL)
 
 
@@ -861,7 +861,7 @@ if train.WORLD > 1:
 def test_two_processes_equal_one_for_every_objective(text):
     """If no n-gram lookups are dropped: each process drops its own."""
     write("every.py", EVERY.encode())
-    flags = [*TINY, "--data", text, "--accum", "4", "--max_iters", "20", "--eval_interval", "10", "--ngram_drop", "0"]
+    flags = tiny("--data", text, "--accum", "4", "--max_iters", "20", "--eval_interval", "10", "--ngram_drop", "0")
     for launch, out in (([sys.executable], "one"), (TORCHRUN, "two")):
         subprocess.run([*launch, "every.py", out, *flags], check=True, capture_output=True, env=ALONE)
     assert len(os.listdir("one")) == len(OBJECTIVES) + 1
