@@ -1,7 +1,7 @@
 """The vocabulary, the corpus, windows of clean bytes, and the command-line flags and errors that all files share.
 
-The ids of a file are its bytes: no tokenizer, no preparation. Only .jsonl files are parsed: each line is a JSON object,
-and its "text" is a document. Large files are memory-mapped; the documents of a folder or a .jsonl file are joined in
+The ids of a file are its bytes: no tokenizer, no preparation. Only JSON lines are parsed: each line is an object, and
+its "text" is a document. Large files are memory-mapped; the documents of a folder or of JSON lines are joined in
 memory. Byte 0 (NUL) is also EOT, the end of a document. Which windows a training step reads depends only on the corpus,
 the seed, the step, and the number and length of the windows. So resuming a run, evaluating it more often, or dividing
 the same rows into more micro-batches does not change them.
@@ -13,6 +13,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -35,6 +36,9 @@ VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
 NUL_CHECK_BYTES = 1 << 20                       # bytes at the start of a file in which NULs are counted
+# first bytes of formats that are not text
+SIGNATURES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2",
+              b"(\xb5/\xfd": "zstd", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"%PDF-": "PDF", b"\x7fELF": "ELF"}
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
 
@@ -106,10 +110,10 @@ def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), va
     is_folder = os.path.isdir(path)
     if not is_folder and not os.path.isfile(path) and not Path(path).is_fifo():
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
-    if is_folder or path.lower().endswith(".jsonl"):
+    if is_folder or has_json_lines(path):
         documents, n_skipped = read_folder(path) if is_folder else read_documents(path, [path])
         print(f"--data {path}: {len(documents):,} documents; {n_skipped:,} files or lines skipped: empty, binary, "
-              'duplicate, unreadable or without a "text"')
+              'duplicate, unreadable, behind a link, or without a "text"')
         return split_documents([*documents.values()])
     try:
         data = read_file(path)
@@ -126,10 +130,32 @@ def read_file(path):  # a file or a pipe -> (N,) uint8
         return torch.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)   # no copy
 
 
-def check_text(path, data):  # fails if data (N,) is empty, or if its first bytes look like UTF-16 or binary data
+def has_json_lines(path):  # is each line of this file a JSON object with a "text"? By its name, or its first line
+    if not path.lower().endswith(".json"):
+        return path.lower().endswith((".jsonl", ".ndjson"))
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        return parse_line(f.readline(NUL_CHECK_BYTES)) != b""
+    return False
+
+
+def find_format(path, start):  # first bytes of a file -> name of its format if it is not text, or ""
+    for signature, name in SIGNATURES.items():
+        if start.startswith(signature):
+            return name
+    is_array = path.lower().endswith(".json") and re.match(rb"\s*\[\s*\{", start)
+    return "array of JSON objects" if is_array else ""
+
+
+def check_text(path, data):  # fails if data (N,) is empty, or if its first bytes are not those of a text
     if not len(data):
         fail(f"--data {path}: is empty (a pipe can be read only once). Try another file")
     start = data[:NUL_CHECK_BYTES]
+    found = find_format(path, to_bytes(start[:1024]))
+    if found == "array of JSON objects":
+        fail(f"--data {path}: is an {found}. Try python -c 'import json; "
+             f"[print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
+    if found:
+        fail(f"--data {path}: is a {found} file. Try its text, such as --data <(zcat {path}) for a gzip file")
     has_utf16_mark = to_bytes(start[:2]) in (b"\xff\xfe", b"\xfe\xff")
     if has_utf16_mark or int((start == EOT).sum()) > len(start) / 10:
         fail(f"--data {path}: is UTF-16 or binary, but --data wants UTF-8, or any encoding without NULs, as a NUL "
@@ -142,36 +168,41 @@ def read_stdlib():  # -> {path: contents} of the sources of Python's standard li
 
 
 def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_documents returns of its files
-    """Sorts the files by path. Ignores hidden files and folders, and folders that hold a run."""
+    """Sorts the files by path. Ignores hidden files and folders, and folders that hold a run. Does not follow links to
+    folders, but counts them as skipped."""
     paths = []
+    n_links = 0
     for root, dirs, files in os.walk(folder):
         if {"ckpt.pt", "best.pt"} & set(files):
             dirs.clear()                        # os.walk does not enter the folders that are removed from dirs
             continue
         dirs[:] = [name for name in dirs if name not in skipped_folders and not name.startswith(".")]
+        n_links += sum(os.path.islink(os.path.join(root, name)) for name in dirs)
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     paths = [path for path in paths if os.path.isfile(path)]    # no pipes, no sockets
     paths.sort(key=lambda path: path.replace(os.sep, "/"))
-    return read_documents(folder, paths)
+    documents, n_skipped = read_documents(folder, paths)
+    return documents, n_skipped + n_links
 
 
 def read_documents(source, paths):  # -> {path or path:line number: text}, number of skipped files and lines
-    """A file is a document, and so is each line of a .jsonl file. Skips empty, binary (with a NUL), duplicate and
-    unreadable ones. All texts are held in memory. If a corpus is too large for that, join its files into one file."""
+    """A file is a document, and so is each line of a file of JSON lines. Skips empty, binary (by their first bytes, or
+    with a NUL), duplicate and unreadable ones. All texts are held in memory. If a corpus is too large for that, join
+    its files into one file."""
     name_of = {}                                # {text: name}
     n = 0
     for path in paths:
         texts = {path: b""}
         with contextlib.suppress(OSError), open(path, "rb") as f:
-            if path.lower().endswith(".jsonl"):
+            if has_json_lines(path):
                 texts = {f"{path}:{i}": parse_line(line) for i, line in enumerate(f, 1)}
             else:
                 texts = {path: f.read()}
         n += len(texts)
         for name, text in texts.items():
-            if text and b"\0" not in text:
+            if text and b"\0" not in text and not find_format(name, text):
                 name_of.setdefault(text, name)
-    if not name_of and source.lower().endswith(".jsonl"):
+    if not name_of and has_json_lines(source):
         fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
     if not name_of:
         fail(f"--data {source}: contains no text file (a file with a NUL byte, such as UTF-16, is skipped). "

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import sys
+import subprocess
 import threading
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def test_a_folder_keeps_each_text_once_and_holds_out_every_tenth_document(tmp_pa
     (tmp_path / "binary.bin").write_bytes(b"a\0b")
     [s] = open_corpus([str(tmp_path)])
     assert capsys.readouterr().out.endswith(
-        ': 20 documents; 3 files or lines skipped: empty, binary, duplicate, unreadable or without a "text"\n')
+        ': 20 documents; 3 files or lines skipped: empty, binary, duplicate, unreadable, behind a link, or '
+        'without a "text"\n')
     assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
     kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
     assert data.to_bytes(s["train"]) == b"".join(kept)
@@ -102,6 +104,34 @@ def test_the_documents_of_a_jsonl_file_are_its_texts(where, tmp_path, capsys):
     assert f": 20 documents; {n_bad} files or lines skipped: " in capsys.readouterr().out
     assert data.to_bytes(s["val"]) == texts[9] + b"\0" + texts[19] + b"\0"
     assert data.to_bytes(s["train"]) == b"".join(t + b"\0" for i, t in enumerate(texts) if i not in (9, 19))
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.json", "a.JSONL"])
+def test_json_lines_are_known_by_their_name_or_first_line(name, tmp_path):
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two", "id": 2}\n')
+    for path in (tmp_path / name, tmp_path):
+        [s] = open_corpus([str(path)])
+        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == b"on\0tw\0e\0o\0"
+    (tmp_path / "b.json").write_text('{"name": "a text of its own"}')
+    assert not data.has_json_lines(str(tmp_path / "b.json"))
+
+
+@pytest.mark.parametrize("start, name", data.SIGNATURES.items())
+def test_formats_that_are_not_text_are_refused_and_in_a_folder_skipped(start, name, tmp_path, refuses, capsys):
+    (tmp_path / "a").write_bytes(start + b"and no NUL" * 99)
+    refuses(f"is a {name} file", open_corpus, [str(tmp_path / "a")])
+    (tmp_path / "b.txt").write_text("a text")
+    (tmp_path / "linked").symlink_to(tmp_path.parent, target_is_directory=True)
+    assert data.read_folder(str(tmp_path)) == ({str(tmp_path / "b.txt"): b"a text"}, 2)
+
+
+def test_an_array_of_json_objects_is_refused_with_a_command_that_converts_it(text, refuses):
+    Path("a.json").write_text('[{"text": "one"},\n {"text": "two"}]')
+    _, line = refuses("array of JSON objects", open_corpus, ["a.json"])
+    command = line.partition("Try ")[2].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
+    [s] = open_corpus(["new.jsonl"])
+    assert data.to_bytes(torch.cat((s["train"], s["val"]))) == b"on\0tw\0e\0o\0"
 
 
 def test_a_folder_mixes_files_and_jsonl_and_keeps_each_text_once(tmp_path, capsys):
