@@ -14,9 +14,11 @@ import glob
 import itertools
 import json
 import os
+import pickle
 import shlex
 import signal
 import sys
+import threading
 import zipfile
 from dataclasses import dataclass
 
@@ -27,8 +29,11 @@ import torch
 from tqdm import tqdm
 
 VERSION = 11                                    # of the checkpoint layout; raise it when older files no longer load
-WORLD = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1        # number of torchrun's processes
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
+try:                                            # the number of torchrun's processes, and that of this process
+    WORLD = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
+    RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
+except ValueError as e:
+    fail(f"RANK and WORLD_SIZE are set, but {e}. Try torchrun, or unset both")
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
 DEVICE_FLAGS = {
@@ -85,6 +90,8 @@ SETTINGS = {
 # flags that may be given with --resume
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
+# flags of all programs in which ~ is the home folder
+PATHS = {"data", "out_dir", "init_from", "corpus", "file", "new_data", "nanogpt", "run"}
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
 
 
@@ -130,11 +137,13 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
             if isinstance(first, bool):
                 options = dict(action=argparse.BooleanOptionalAction)
             elif isinstance(first, list):
-                options = dict(metavar="X", nargs="+", action="extend")             # given twice, the lists are joined
+                # --data; given twice, the lists are joined
+                options = dict(metavar="X", nargs="+", action="extend", type=os.path.expanduser)
             elif flag.choices:
                 options = dict(choices=flag.choices, action=StoreOnce)
             else:
-                options = dict(metavar="X", type=in_range(flag, type(first)), action=StoreOnce)
+                kind = os.path.expanduser if name in PATHS else type(first)
+                options = dict(metavar="X", type=in_range(flag, kind), action=StoreOnce)
             shown = " ".join(first) if isinstance(first, list) else flag.default
             default = f" [{shown}]" if first and first is not True else ""
             group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **options)
@@ -300,10 +309,11 @@ def resolve_device(name):  # -> torch.device; auto: CUDA, else the CPU; never mp
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and WORLD > 1:            # each of torchrun's processes has its own GPU
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError):
-        fail(f"--device {name}: unknown, or not on this machine. Try --device cpu")
+    with contextlib.suppress(RuntimeError, AssertionError):
+        device = torch.zeros(1, device=name).device
+        if device.type in ("cpu", "cuda", "mps"):
+            return device
+    fail(f"--device {name}: unknown, or not on this machine. Try --device cpu")
 
 
 def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 if the hardware can multiply it
@@ -470,14 +480,12 @@ def write_line(f, record):  # f: of open_metrics
 
 
 def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
-    try:
-        from matplotlib.figure import Figure  # here, since it is optional
-    except ImportError:
-        return
+    from matplotlib.figure import Figure  # here, since it is optional
     curves = {}
     with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
         for r in [json.loads(line) for line in f][1:]:
-            curves.setdefault(f"{r['split']} {r['objective']}, {r['data']}", []).append((r["step"], r["loss"]))
+            label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
+            curves.setdefault(label, []).append((r["step"], r["loss"]))
     axes = Figure().subplots()
     for label, points in sorted(curves.items()):
         style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
@@ -535,7 +543,9 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
         return ckpt | {"config": defaults() | ckpt["config"]}
     except Exception as e:                      # a damaged file may raise anything
-        fail(f"{path}: damaged, or not a checkpoint of this program ({first_line(e)}). Try the other .pt file "
+        # torch's own message says how to run the code in the file
+        why = "it holds code" if isinstance(e, pickle.UnpicklingError) else first_line(e)
+        fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try the other .pt file "
              "of the run, or another run")
 
 
@@ -618,6 +628,9 @@ def for_inference(model):  # freezes the weights, in the activations' type: in b
 @contextlib.contextmanager
 def catch_signals():  # yields a list, to which signals are appended; a second one of a kind ends the process at once
     stop = []
+    if threading.current_thread() is not threading.main_thread():                   # no other may set handlers
+        yield stop
+        return
 
     def handler(number, frame):
         stop.append(number)

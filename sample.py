@@ -24,6 +24,7 @@ begins, so that a single continued text can be piped. A terminal highlights what
 import bisect
 import codecs
 import math
+import os
 import re
 import sys
 from argparse import Namespace
@@ -473,8 +474,8 @@ def cut_after_spaces(ids, n):  # -> yields pieces of up to n ids
 
 # ---- reading and printing texts
 def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always the name of a file
-    path = value.removeprefix("FILE:")
-    if path == value and flag != "corpus":
+    path = os.path.expanduser(value.removeprefix("FILE:"))
+    if not value.startswith("FILE:") and flag != "corpus":
         return value.encode("utf-8", "surrogateescape")         # Python decodes a POSIX command line this way
     try:
         with open(path, "rb") as f:

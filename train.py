@@ -27,10 +27,10 @@ from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, 
 from data import check_sizes, fail, make_rng, open_corpus, read_windows, sample_windows, to_bytes, to_seed
 from model import NGRAMS, StackedLinear
 from objectives import CAUSAL, IGNORE_INDEX, N_BYTES, OBJECTIVES, add_weights, document_mask
-from run import EVAL_ROWS, RANK, VERSION, WORLD, GraphedStep, Member, any_rank, barrier, build, catch_signals
-from run import choose_out_dir, copy_tensors, draw_losses, get_config, get_members, join_processes, load_checkpoint
-from run import open_metrics, run_program, save_checkpoint, say, settings_to_save, start_from, sum_over_processes
-from run import use_device, write_line
+from run import EVAL_ROWS, RANK, VERSION, WORLD, GraphedStep, Member, any_rank, barrier, build
+from run import catch_signals, choose_out_dir, copy_tensors, draw_losses, first_line, get_config
+from run import get_members, join_processes, load_checkpoint, open_metrics, run_program, save_checkpoint
+from run import say, settings_to_save, start_from, sum_over_processes, use_device, write_line
 import torch
 from torch.optim.adamw import adamw
 from tqdm import tqdm
@@ -682,7 +682,10 @@ def main(argv=None, with_sample=True):  # -> exit code; with_sample=False: no lo
                   f"{shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32", file=sys.stderr)
         code = 1
     if with_sample and not RANK:
-        draw_losses(out_dir)
+        try:
+            draw_losses(out_dir)
+        except Exception as e:                  # matplotlib is missing, or refuses its settings
+            print(f"loss.png was not drawn: {first_line(e)}")
         if code == 0:
             finish(s)
     return code

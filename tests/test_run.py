@@ -7,6 +7,8 @@ import pickle
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +89,22 @@ def test_a_resumed_run_has_all_settings_of_its_checkpoint_except_the_device(text
     hp = get_config(["--resume", "--out_dir", "a", "--log_interval", "5"])
     own = dict(attn_scale=1.0, resume=os.path.join("a", "ckpt.pt"), log_interval=5, device=hp.device)
     assert vars(hp) == ckpt["config"] | own and hp.device != "cuda:99"
+
+
+def test_paths_may_start_at_the_home_folder(monkeypatch):
+    home = os.path.expanduser("~")
+    hp = get_config(["--data", "~/a.txt:2", "~/b:1", "--out_dir=~/c"])
+    assert hp.data == [f"{home}/a.txt:2", f"{home}/b:1"] and hp.out_dir == f"{home}/c"
+    monkeypatch.setattr("os.path.expanduser", lambda path: path.replace("~", os.path.dirname(run.__file__)))
+    with open(run.__file__, "rb") as f:
+        assert sample.read_text("prompt", "FILE:~/run.py") == f.read()
+    assert sample.read_text("prompt", "~/run.py") == b"~/run.py"
+
+
+@pytest.mark.parametrize("names", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "two"}])
+def test_numbers_of_processes_that_are_none_are_one_line(names):
+    done = subprocess.run([sys.executable, train.__file__], env=os.environ | names, capture_output=True, text=True)
+    assert done.returncode == 2 and re.fullmatch(r"error: RANK and WORLD_SIZE .*\n", done.stderr)
 
 
 def test_help_names_every_objective_and_flag(capsys):
@@ -285,7 +303,8 @@ BAD = {  # name: flags, part of the error message
     "unknown negatives": ("--objective nsp --nsp_negatives hard", "'random', 'swap'"),
     "odd width": ("--n_embd 15", "--n_embd 16"), "missing file": ("--data nowhere.txt", "nowhere.txt"),
     "tiny file": ("--data tiny.txt", "--block_size"), "no such device": ("--device cuda:99", "--device cpu"),
-    "no device at all": ("--device toaster", "--device cpu"), "a graph without a GPU": ("--cuda_graph", "NVIDIA GPU"),
+    "no device at all": ("--device toaster", "--device cpu"), "no real device": ("--device meta", "--device cpu"),
+    "a graph without a GPU": ("--cuda_graph", "NVIDIA GPU"),
     "micro-batches that processes cannot share": ("--accum 3", "a multiple of 2"),
     "processes that nobody has connected": ("--accum 2", "Try torchrun"),
     "a file as folder": ("--out_dir text.txt", "--out_dir"), "an existing run": ("--out_dir run", "--resume"),
@@ -301,7 +320,8 @@ BAD = {  # name: flags, part of the error message
     "init from fewer layers": ("--init_from run --n_layer 1", "ngrams.gain is torch.float32 [2, 16], here"),
     "init without n-grams": ("--init_from run --ngram_rows 0", "here missing"),
     "init from another version": ("--init_from version.pt", "layout"),
-} | {f"init from {f}": (f"--init_from {f}", "not a checkpoint") for f in ("text.txt", "parts.pt", "payload.pt")}
+} | {f"init from {f}": (f"--init_from {f}", "not a checkpoint") for f in ("text.txt", "parts.pt")} | {
+    "init from code": ("--init_from payload.pt", "not a checkpoint of this program (it holds code)")}
 
 
 class Payload:

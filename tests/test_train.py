@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -524,6 +525,21 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
     assert set(line) == {"step", "split", "data", "objective", "loss", "lr", "grad_norm"}
     assert val["bpb"] == pytest.approx(8.0) and val["loss"] == pytest.approx(math.log(256))
     assert val["figures"] == {"nll": val["loss"]}
+
+
+@pytest.mark.parametrize("backend, word", [("no_such_backend", "not drawn: "), ("agg", "")])
+def test_a_picture_that_cannot_be_drawn_is_one_line(backend, word, text):
+    pytest.importorskip("matplotlib")
+    write("a $b$ $.txt", Path(text).read_bytes())
+    args = command("a $b$ $.txt", "a", "--max_iters", "1", "--objective", "rotation")
+    done = subprocess.run(args, env=ALONE | {"MPLBACKEND": backend}, capture_output=True, text=True, check=True)
+    assert word in done.stdout and os.path.exists("a/loss.png") == (not word)
+
+
+def test_a_run_outside_of_the_main_thread_trains_without_handlers_of_signals(text):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fit, text, "a", "--max_iters", "2").result()
+    assert load_checkpoint("a")["step"] == 2
 
 
 def test_a_run_without_out_dir_saves_into_a_new_folder_and_prints_its_name(text, capsys):
