@@ -442,28 +442,28 @@ def to_symbol(i):  # id -> the character that stands for it when a row is printe
 
 
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
-    """Shows the first 256 positions of one row of each kind: inputs, with targets below, then the label, if any. Rows
-    are of the same kind if both or neither have causal attention, and if the same control ids are among their first two
-    ids. Of each kind, the row with the fewest PADs is shown. Further targets are not shown. If a row holds two texts,
-    inp is (B, 2, T), and each has its own lines."""
+    """Shows a part of one row of each kind, from a third of the width before its first target on: inputs, with targets
+    below, then the label, if any. Rows are of the same kind if both or neither have causal attention, and if the same
+    control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown. Further targets are
+    not shown. If a row holds two texts, inp is (B, 2, T), and each has its own line."""
     inp = batch["inp"].flatten(1)
     prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
     rows = {}                                   # {kind: number of a row}
     for b in (inp == PAD).sum(1).argsort(stable=True).tolist():
         controls = tuple(i for i in inp[b, :2].tolist() if MASK < i < SENTINEL)
         rows.setdefault((int(prefix[b]) == 0, controls), b)
+    has_targets = "tgt" in batch and batch["tgt"].dim() == 2
     lines = []
     for b in rows.values():
-        texts = []                              # (key, text)
-        for key in ("inp", "tgt"):
-            if key not in batch or batch[key].dim() < 2:
-                continue
-            rows_of_ids = batch[key][b].reshape(-1, batch[key].size(-1))            # (1 or 2, T)
-            for ids in rows_of_ids[:, :256].tolist():
-                text = "".join(map(to_symbol, ids))
-                texts.append((key, text if key == "inp" else text.replace(" ", "␣")))       # else it looks like no loss
-        for start in range(0, len(texts[0][1]), width):
-            lines += [f"  {name} {key}   {text[start:start + width]}" for key, text in texts]
+        start = 0
+        if has_targets:
+            first_target = int((batch["tgt"][b] != IGNORE_INDEX).byte().argmax())
+            start = max(0, first_target - width // 3)
+        for ids in batch["inp"][b].reshape(-1, batch["inp"].size(-1)).tolist():     # one text, or two
+            lines.append(f"  {name} inp   {''.join(map(to_symbol, ids[start:start + width]))}")
+        if has_targets:
+            text = "".join(map(to_symbol, batch["tgt"][b, start:start + width].tolist()))
+            lines.append(f"  {name} tgt   {text.replace(' ', '␣')}")                # a space looks like no loss
         if "labels" in batch:
             lines.append(f"  {name} label {int(batch['labels'][b])}")
     return lines
@@ -499,7 +499,7 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
             batch = make_batch(member, s.corpus, "train", s.windows, s.g, hp)
             lines += draw_rows(member.objective.name, batch)
         rows = "\n".join(lines)
-        print("rows of the first batch, one of each kind; a row has several lines, one character for each position:")
+        print("rows of the first batch, a part of one of each kind, with a character for each position:")
         print(f"{explain_symbols(rows)}\n{rows}")
     sys.stdout.flush()
 

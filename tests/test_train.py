@@ -598,7 +598,7 @@ def test_the_legend_explains_exactly_the_symbols_that_are_shown(name, text, caps
     write("bytes.txt", "tab\t, é\n".encode() * 500)
     fit("bytes.txt", "a", "--objective", name, "--max_iters", "0")
     out = capsys.readouterr().out
-    legend = re.search(r"one character for each position:\n(.*)\n", out)[1]
+    legend = re.search(r"a character for each position:\n(.*)\n", out)[1]
     rows = "".join(line for line in out.splitlines() if line.startswith("  "))
     assert {*legend} - {*map(chr, range(128))} == {*rows} - {*map(chr, range(128))}
     assert {"⇥", "�", "⏎"} & {*legend} and {*train.ID_SYMBOLS.values()} <= {*train.SYMBOL_MEANINGS}
