@@ -73,7 +73,7 @@ SETTINGS = {
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient; 0: no limit", 0.0),
-        "ngram_drop": Flag(0.5, "share of n-gram lookups that training drops; more over several epochs", 0.0, 0.99),
+        "ngram_drop": Flag(0.25, "share of n-gram lookups that training drops; more over several epochs", 0.0, 0.99),
         "doc_mask": Flag(False, "positions attend only within their document; a NUL byte ends it, unless it is masked"),
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },

@@ -101,8 +101,8 @@ def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that
     repetitions: the number of passes after the first one, times the share of the text that fits into the table. In
         these passes the table could recite what it has memorized.
 
-    Example: ngram_drop is 0.5, and a run makes four passes over a short text. So repetitions is 3, and the rate is
-    1 - 0.5 / 4 ** (2 / 3) = 0.80."""
+    Example: ngram_drop is 0.25, and a run makes four passes over a short text. So repetitions is 3, and the rate is
+    1 - 0.75 / 4 ** (2 / 3) = 0.70."""
     if not hp.ngram_drop:
         return 0.0
     n_bytes = sum(len(source["train"]) for source in corpus)

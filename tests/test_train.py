@@ -200,20 +200,20 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(optimi
 
 
 def test_the_ngram_drop_rate_grows_with_passes():
-    def rate(size, steps, **changes):
-        hp = settings("clm", 32, max_iters=steps, **{"ngram_rows": 65536} | changes)
+    def rate(size, steps, drop=0.25):
+        hp = settings("clm", 32, max_iters=steps, ngram_rows=65536, ngram_drop=drop)
         corpus = [dict(weight=1.0, train=range(size))]
         return train.ngram_drop_rate(corpus, get_members(hp), hp)                   # a step reads 4 * 33 bytes
-    for passes, expected in ((0.5, 0.5), (1, 0.5), (4, 1 - 0.5 / 4 ** (2 / 3))):
+    for passes, expected in ((0.5, 0.25), (1, 0.25), (4, 1 - 0.75 / 4 ** (2 / 3))):
         assert rate(13_200, int(100 * passes)) == pytest.approx(expected)
-    assert rate(13_200, 400, ngram_drop=0.0) == 0
+    assert rate(13_200, 400, drop=0.0) == 0
     long = 4 * 4 * 65536 * 10                   # ten times the text that the table can memorize, read three times
-    assert rate(long, 3 * long // 132) == pytest.approx(1 - 0.5 / 1.2 ** (2 / 3), abs=1e-4)
+    assert rate(long, 3 * long // 132) == pytest.approx(1 - 0.75 / 1.2 ** (2 / 3), abs=1e-4)
 
 
 def test_a_small_second_source_changes_steps_and_drop_rate_only_by_its_share():
     def plan(*sources):  # (share, bytes) each -> steps, drop rate
-        hp = settings("clm", 32, max_iters=1200, ngram_rows=65536, max_passes=4.0)
+        hp = settings("clm", 32, max_iters=1200, ngram_rows=65536, max_passes=4.0, ngram_drop=0.5)
         corpus = [dict(weight=weight, train=range(size)) for weight, size in sources]
         train.shorten_run(corpus, get_members(hp), hp)
         return hp.max_iters, train.ngram_drop_rate(corpus, get_members(hp), hp)
