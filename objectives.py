@@ -225,7 +225,17 @@ class Fill:
     right_ids: tuple = ()                       # ids after the text
     shift: int = 0                              # 1 if position i - 1 predicts byte i, 0 if position i does
     orders: tuple = ("confident", "left")       # orders of sample.unmask; the first is the default
+    # (ids (N, n) with MASKs) -> batch whose first n positions predict the bytes, in a row that holds the text twice.
+    # None: the row is left_ids, ids, right_ids, with bidirectional attention
+    layout: Callable | None = None
     trained_at_any_rate: bool = False           # trained with up to 100% MASKs, so it can write a text from nothing
+
+
+@dataclass(frozen=True)
+class Correct:
+    """Finds wrong bytes in a text, and says what was meant: each byte is masked, and predicted from the others."""
+    mode = "correct"
+    fill: Fill                                  # how the model reads a text with MASKs
 
 
 @dataclass(frozen=True)
@@ -350,7 +360,8 @@ def mlm_bytes(T, hp):
 
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
-    n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),), aliases=("bert", "roberta", "masked", "masked_lm"),
+    n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(), Correct(Fill())),
+    aliases=("bert", "roberta", "masked", "masked_lm"),
     flags=MASK_RATE | {
         "mask_token": Flag(0.8, "share of the predicted positions that become MASK", 0.0, 1.0),
         "mask_random": Flag(0.1, "share of the predicted positions that become a random byte; the others keep their "
@@ -1077,6 +1088,7 @@ def predict_follows(model, first, second, hp):  # two lists of ids -> 0-D log-od
     return model.heads["nsp"](model(row, row.size(1))[:, 0])[0]
 
 
+NSP_FILL = Fill(left_ids=(CLS,), right_ids=(SEP,))
 OBJECTIVES["nsp"] = Objective(
     "nsp", corrupt=nsp, help="whether a text follows another, and masked bytes", use_help="compare two texts",
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
@@ -1086,7 +1098,7 @@ OBJECTIVES["nsp"] = Objective(
                                  choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
-    uses=(Predict("follow", predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),
+    uses=(Predict("follow", predict_follows), NSP_FILL, Correct(NSP_FILL)),
     aliases=("next_sentence", "next_sentence_prediction", "albert", "sop", "sentence_order_prediction"))
 
 
@@ -1200,6 +1212,7 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
                 prefix=x.size(1))
 
 
+MDLM_FILL = Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
@@ -1207,7 +1220,7 @@ OBJECTIVES["mdlm"] = Objective(
                                                        "Later, and with --init_from always, each row draws its rate",
                                                   0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True),),
+    uses=(MDLM_FILL, Correct(MDLM_FILL)),
     aliases=("llada", "diffusion", "masked_diffusion"))
 
 
@@ -1234,7 +1247,38 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
 
 OBJECTIVES["sedd"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost),
-    uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True),), aliases=("score_entropy",))
+    uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True), Correct(MDLM_FILL)),
+    aliases=("score_entropy",))
+
+
+# ---- shared by bd3lm and xlnet: rows that hold a text twice
+def two_copies(noisy, clean, block):  # noisy and clean (B, n), block (1 or B, n) -> batch without targets
+    """A row that holds a noisy copy of a text, then the clean text. block: the number of each byte's block. Blocks are
+    predicted in the order of their numbers, each from the clean bytes of the blocks before it, so one pass predicts all
+    of them:
+
+        query    attends to noisy bytes    attends to clean bytes
+        noisy    of its own block          of earlier blocks
+        clean    none                      of earlier blocks and its own
+
+    The bytes before a position, which convolution and n-grams read, follow the same rule: a noisy position reads those
+    of its own block from the noisy copy and those of earlier blocks from the clean copy, where a byte of a later block
+    is MASK. Both copies count positions from 0."""
+    B, n = clean.shape
+    same = block[:, :, None] == block[:, None, :]                                   # (1 or B, n, n): queries, keys
+    earlier = block[:, :, None] > block[:, None, :]
+    from_noisy = torch.cat((same, earlier), dim=2)                                  # noisy keys, clean keys
+    from_clean = torch.cat((torch.zeros_like(same), same | earlier), dim=2)
+    mask = torch.cat((from_noisy, from_clean), dim=1)                               # (1 or B, 2 n, 2 n)
+    block_before = ids_before(block + 1) - 1                                        # (1 or B, n, W - 1); -1: padding
+    before_clean = ids_before(clean).where(block_before <= block[..., None], MASK)
+    before_noisy = ids_before(noisy).where(block_before == block[..., None], before_clean)
+    return dict(
+        inp=torch.cat((noisy, clean), dim=1),
+        prefix=0,                                               # mask replaces it
+        mask=mask.expand(B, -1, -1),
+        before=torch.cat((before_noisy, before_clean), dim=1),
+        positions=torch.arange(n, device=clean.device).repeat(2).expand(B, -1))
 
 
 # ---- bd3lm: block diffusion
@@ -1251,9 +1295,9 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
               2   . . x x | x x . .           2   . . . . | x x x x
               3   . . x x | x x . .           3   . . . . | x x x x
 
-    Both copies count positions from 0. Before a noisy block, convolution and n-grams read clean bytes, as from the
-    cache in sampling: with blocks of 2, noisy 3 reads noisy 2, then clean 1 and clean 0. By default, every number of
-    masked bytes is equally likely in all steps: a constant rate at the start, as mdlm's, does not help small blocks.
+    Before a noisy block, convolution and n-grams read clean bytes, as from the cache in sampling: with blocks of 2,
+    noisy 3 reads noisy 2, then clean 1 and clean 0. By default, every number of masked bytes is equally likely in all
+    steps: a constant rate at the start, as mdlm's, does not help small blocks.
 
     If k of the m bytes of a block are masked, each has the weight m / k, divided by B * n. The loss is an upper bound
     on -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p(x), as clm's. Departures:
@@ -1262,26 +1306,11 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
     - sample.py fills a block from the left, one byte a pass. They fill a random MASK a pass."""
     n = x.size(1)
     masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp.progress < hp.bd3lm_uniform_from, hp.early_mask_rate)
-    noisy = x.masked_fill(masked, MASK)
-    tgt = x.where(masked, IGNORE_INDEX)
-    i = torch.arange(n, device=g.device)
-    block = i // hp.bd3lm_block
-    same = block[:, None] == block                                                  # (n, n): queries, keys
-    earlier = block[:, None] > block
-    from_noisy = torch.cat((same, earlier), dim=1)                                  # (n, 2 n): noisy keys, clean keys
-    from_clean = torch.cat((torch.zeros_like(same), same | earlier), dim=1)
-    mask = torch.cat((from_noisy, from_clean))                                      # (2 n, 2 n)
-    in_block = torch.arange(1, CONTEXT_WIDTH, device=g.device) <= (i % hp.bd3lm_block)[:, None]     # (n, W - 1)
-    before_clean = ids_before(x)
-    before_noisy = ids_before(noisy).where(in_block, before_clean)
+    block = torch.arange(n, device=g.device)[None] // hp.bd3lm_block                # (1, n)
     return dict(
-        inp=torch.cat((noisy, x), dim=1),
-        tgt=F.pad(tgt, (0, n), value=IGNORE_INDEX),
-        weight=F.pad(weight / x.numel(), (0, n)),
-        prefix=0,                                               # mask replaces it
-        mask=mask.expand(len(x), -1, -1),
-        before=torch.cat((before_noisy, before_clean), dim=1),
-        positions=i.repeat(2).expand(len(x), -1))
+        two_copies(x.masked_fill(masked, MASK), x, block),
+        tgt=F.pad(x.where(masked, IGNORE_INDEX), (0, n), value=IGNORE_INDEX),
+        weight=F.pad(weight / x.numel(), (0, n)))
 
 
 OBJECTIVES["bd3lm"] = dataclasses.replace(
@@ -1293,6 +1322,50 @@ OBJECTIVES["bd3lm"] = dataclasses.replace(
     # the two copies take twice the positions
     flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
     uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),), aliases=("bd3", "bd3_lm", "block_diffusion"))
+
+
+# ---- xlnet: permutation language modeling
+def xlnet(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, 2 n), mask (B, 2 n, 2 n), before (B, 2 n, W - 1)
+    """Permutation language modeling: predicts bytes in a random order (XLNet, Yang et al. 2019).
+
+        inp    [M] [M] [M] [M] | t h e c     queries, then the clean text (the paper's query and content streams)
+        tgt     t   h   e   c  | . . . .     loss at all queries
+        order   2   0   3   1                of each row: here h is predicted first, then c, t and e
+
+    A query knows its position, and attends to itself and to the clean bytes that come before it in the order, which are
+    c and h for the query of t. A clean byte attends to itself and to the clean bytes before it in the order. So the
+    loss of a row is exactly -log p(x) in its order; the mean over orders is an upper bound on -log p(x). Departures:
+    - All bytes are predicted. The authors predict about a sixth, which come last, and let the others attend to each
+      other.
+    - A query attends to itself, so that the first one of the order has a key. In the authors' code it does not.
+    - Queries are MASKs in the same row. The authors' second stream has a learned vector as its input.
+    - There are no relative position encodings, no segments, no memory of the text before a row, and no reversed rows.
+    """
+    n = x.size(1)
+    order = ranks(torch.rand(x.shape, generator=g, device=g.device))                # (B, n)
+    return dict(two_copies(torch.full_like(x, MASK), x, order), tgt=F.pad(x, (0, n), value=IGNORE_INDEX))
+
+
+def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries at MASKs attend to all known bytes
+    """The known bytes come first in the order, from left to right. The MASKs come last, and only they attend to their
+    own clean copies."""
+    n = ids.size(1)
+    known = ids != MASK
+    order = torch.where(known, known.cumsum(1) - 1, n + torch.arange(n, device=ids.device))
+    batch = two_copies(torch.full_like(ids, MASK), ids, order)
+    is_read = torch.cat((torch.ones_like(known), known), dim=1)                     # (N, 2 n)
+    own = torch.eye(2 * n, dtype=torch.bool, device=ids.device)
+    return batch | {"mask": batch["mask"] & (is_read[:, None] | own)}
+
+
+XLNET_FILL = Fill(layout=xlnet_fill_row, orders=("confident", "left", "ancestral"), trained_at_any_rate=True)
+OBJECTIVES["xlnet"] = Objective(
+    "xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order", attention="any order",
+    n_bytes=lambda T, hp: T // 2, loss=bound_loss(position_nats), bpb="bound",
+    # the two copies take twice the positions
+    flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
+    uses=(XLNET_FILL, Correct(XLNET_FILL)),
+    aliases=("permutation", "plm", "permutation_lm", "permutation_language_modeling"))
 
 
 # ---- rotation: find the seam
@@ -1362,9 +1435,10 @@ def hybrid_loss(model, batch, hp):  # token_loss without "nll": a perplexity of 
     return loss, {}
 
 
+HYBRID_FILL = Fill(left_ids=(EOT,), shift=1)
 OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()),
+    supports_doc_mask=True, bpb="causal", uses=(HYBRID_FILL, Continue(), Correct(HYBRID_FILL)),
     aliases=("gpt_bert", "gptbert"))

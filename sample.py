@@ -4,7 +4,10 @@
     python sample.py --prompt "def main(" --num_samples 3           continue a text: clm, mtp, prefix, ul2, fim, hybrid,
                                                                     bd3lm
     python sample.py --prompt "import [MASK:2], sys"                fill holes of known length: mlm, hybrid
-    python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd
+    python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd, xlnet
+    python sample.py --prompt "retuen x" --correct                  mark wrong bytes and correct them: mlm, mdlm, sedd,
+                                                                    hybrid, nsp, xlnet
+    python sample.py --prompt FILE:old.txt --fix > new.txt          correct a file
     python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill holes of unknown length: span, ul2
     python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: fim, span, ul2
     python sample.py --prompt "def main([MASK]) retu[MASK] 0"       repair a text and fill its holes: bart
@@ -21,7 +24,6 @@ begins, so that a single continued text can be piped. A terminal highlights what
 """
 # N rows, n ids of a text, T = block_size (bd3lm: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
-import bisect
 import codecs
 import math
 import os
@@ -32,7 +34,7 @@ from collections import namedtuple
 
 from data import EOT, MASK, SEP, Flag, fail, make_rng
 from model import Cache
-from objectives import N_BYTES, OBJECTIVES, Fill, find_use, inverse_cdf
+from objectives import N_BYTES, OBJECTIVES, Fill, find_use, hidden_states, inverse_cdf
 from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
@@ -43,12 +45,16 @@ DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for te
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
+UTF8_KINDS = torch.tensor([0x80, 0xc0, 0xe0, 0xf0])             # ASCII, inside a character, starts of 2, 3, 4 bytes
+CORRECTION_PASSES = 4                           # default number of passes of corrections
+ERROR_RATE = 0.01                               # default share of wrong bytes that corrections assume
 SEARCH_ROWS = 64                                # maximum number of pieces that are embedded at once
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::(\d{1,6}))?\]"
 HOLES = rb"<extra_id_\d+>"
 MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the marker of a hole in its prompt}
 SAMPLING = "temperature", "top_k", "top_p"
+SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do
 
 FLAGS = {
     "run": {
@@ -80,6 +86,10 @@ FLAGS = {
                          "block); 0: one pass for each [MASK], but 64 if mdlm or sedd fills in order ancestral or "
                          "analytic", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
+        "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
+        "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
+        "error_rate": Flag(ERROR_RATE, "correct, fix: the share of wrong bytes that is assumed; a byte is corrected if "
+                                       "another one is then more likely", 1e-6, 0.5),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
     },
@@ -280,6 +290,8 @@ def fill_logits(model, ids, use, cache=None):  # ids (N, n) with MASKs -> (N, n,
         h = read_block(model, ids, cache)
         cache.length -= ids.size(1)
         return model.logits(h)
+    if use.layout:
+        return model.logits(hidden_states(model, use.layout(ids))[:, :ids.size(1)])
     before = ids.new_tensor(use.left_ids).expand(len(ids), -1)
     after = ids.new_tensor(use.right_ids).expand(len(ids), -1)
     row = torch.cat((before, ids, after), dim=1)
@@ -289,6 +301,8 @@ def fill_logits(model, ids, use, cache=None):  # ids (N, n) with MASKs -> (N, n,
 
 
 def text_space(use, T):  # -> maximum number of bytes of a text in a row of T positions
+    if use.layout:
+        return T // 2
     return T - len(use.left_ids) - len(use.right_ids)
 
 
@@ -389,6 +403,50 @@ def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order=
             yield i
             if i == EOT:
                 return
+
+
+# ---- correcting
+@torch.inference_mode()
+def masked_log_probs(model, ids, T, use, passes):  # (1, n) of any length, a Fill -> log p of bytes 1..255 (n, 255)
+    """Predicts each byte from the others. In pass i, the bytes i, i + passes, i + 2 * passes, ... are masked. A long
+    text is read in windows that overlap by half, each of which predicts its middle, so that every byte has context on
+    both sides: with windows of 8 in a text of 16, the windows 0 .. 7, 4 .. 11 and 8 .. 15 predict 0 .. 5, 6 .. 9 and
+    10 .. 15."""
+    n = ids.size(1)
+    size = min(n, text_space(use, T))
+    starts = [*range(0, n - size, max(1, size // 2)), n - size]
+    parts = []
+    done = 0                                    # number of bytes that are predicted
+    for start in tqdm(starts, disable=True if len(starts) < 9 else None, leave=False):
+        end = start + size
+        rows = ids[:, start:end].expand(passes, -1)                                 # (passes, size)
+        i = torch.arange(size, device=ids.device)
+        is_masked = i % passes == torch.arange(passes, device=ids.device)[:, None]
+        logits = fill_logits(model, rows.masked_fill(is_masked, MASK), use)
+        logits = logits[i % passes, i, 1:N_BYTES].cpu().double()                    # (size, 255), of each byte's pass
+        kept_end = end if end == n else end - size // 4
+        parts.append(logits[done - start:kept_end - start].log_softmax(-1))
+        done = kept_end
+    return torch.cat(parts)
+
+
+def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), bytes (n,) -> three tensors (n,)
+    """Returns the log-odds that each byte is wrong, the most likely other byte, and whether that one is more likely
+    than the byte itself. By Bayes' rule, if a byte is wrong with probability error_rate, and each of the 254 others
+    then stands there with equal probability:
+
+        log p(y was meant, x stands there) = log p(x) + log(1 - error_rate)      if y = x
+                                             log p(y) + log(error_rate / 254)    otherwise
+
+    A NUL is never wrong. The other byte is of the same kind in UTF-8, so that no character breaks."""
+    own = (ids - 1).clamp(min=0)[:, None]                                           # (n, 1)
+    right = logp.gather(1, own)[:, 0] + math.log(1 - error_rate)
+    right = right.masked_fill(ids == EOT, torch.inf)
+    wrong = logp.scatter(1, own, -torch.inf) + math.log(error_rate / 254)           # (n, 255)
+    kind = torch.bucketize(torch.arange(N_BYTES), UTF8_KINDS, right=True)           # (256,)
+    is_same_kind = kind[ids][:, None] == kind[1:]
+    best, other = wrong.masked_fill(~is_same_kind, -torch.inf).max(1)
+    return wrong.logsumexp(1) - right, other + 1, best > right
 
 
 # ---- infilling holes of unknown length
@@ -583,7 +641,8 @@ def continue_mode(model, objective, use, hp, args, g):
         return
     prompt = text
     if use.both_ways:                           # one block holds the prompt and, in up to half of it, the new text
-        prompt = keep_last(text, text_space(use, T) - min(args.max_new_tokens, T // 2))
+        space = T - len(use.left_ids) - len(use.right_ids)
+        prompt = keep_last(text, space - min(args.max_new_tokens, T // 2))
     row = to_row([*use.left_ids, *prompt, *use.right_ids], hp)
     prefix = row.size(1) if use.both_ways else 0
     written = stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
@@ -609,7 +668,7 @@ def fill_mode(model, objective, use, hp, args, g):
     if has_hole:
         if "max_new_tokens" in args.given:
             fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
-    elif not use.trained_at_any_rate:
+    elif not use.trained_at_any_rate:           # [MASK:0]
         fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
     else:
         prompt = keep_last(prompt, T // 2)
@@ -680,27 +739,55 @@ def repair_mode(model, objective, use, hp, args, g):
 def mark_mode(model, objective, use, hp, args, g):
     """Marks suspicious bytes and lists the ten most suspicious words. Of a file that is longer than a block, lists all
     words with a mark, and nothing else."""
-    prompt = args.prompt
-    pieces = tqdm(list(cut_after_spaces(prompt, hp.block_size)), disable=None, leave=False)
+    pieces = tqdm(list(cut_after_spaces(args.prompt, hp.block_size)), disable=None, leave=False)
     p = torch.cat([use.predict(model, to_row(piece, hp))[0].sigmoid().cpu() for piece in pieces])
-    p = p.tolist()                              # p[i]: the probability that byte i is wrong
+    is_long = args.from_file and len(args.prompt) > hp.block_size
+    print_suspects(args.prompt, p.tolist(), is_long)
+
+
+def correct_mode(model, objective, use, hp, args, g):
+    """Marks the bytes that look wrong, and lists their words with what was meant. Of a file that is longer than a
+    block, prints the list alone. With --fix, prints the corrected text alone."""
+    prompt = bytes(args.prompt)
+    passes = args.steps or CORRECTION_PASSES
+    logp = masked_log_probs(model, to_row(args.prompt, hp), hp.block_size, use.fill, passes)
+    odds, others, is_better = find_corrections(logp, torch.tensor(args.prompt), args.error_rate)
+    is_changed = is_better if args.fix else odds > 0
+    corrected = bytes(others.where(is_changed, torch.tensor(args.prompt)).tolist())
+    if args.fix:
+        sys.stdout.buffer.write(corrected)      # the same bytes as in a file, without another line end
+        sys.stdout.buffer.flush()
+        note(f"{sum(a != b for a, b in zip(prompt, corrected))} of {len(prompt)} bytes corrected")
+        return
+    is_long = args.from_file and len(prompt) > hp.block_size
+    print_suspects(args.prompt, odds.sigmoid().tolist(), is_long, corrected)
+
+
+def print_suspects(prompt, p, is_long, corrected=None):  # p: the probability that each byte is wrong
+    """Prints the text with marks (not if is_long), then its suspicious words. corrected: the text with the best other
+    byte in place of each suspicious one."""
     is_marked = [x > 0.5 for x in p]
     words = sorted(find_words(prompt, is_marked), key=lambda word: -max(p[word]))
-    if args.from_file and len(prompt) > hp.block_size:
+    if is_long or corrected:
         words = [word for word in words if any(is_marked[word])]
-        note(f"{len(words)} suspicious words, as line:column, with the probability that they are wrong, over .5:")
+        heading = f"{len(words)} suspicious words"
     else:
         words = words[:10]
-        print(highlight(prompt, is_marked, ("«", "»")))
-        print("--- the most suspicious words, as line:column, with the probability that they are wrong:")
-    newlines = [i for i, byte in enumerate(prompt) if byte == ord("\n")]
+        heading = "the most suspicious words"
+    if not is_long:
+        print(highlight(prompt, is_marked, ("«", "»")), flush=True)
+    note(f"{heading}, as line:column, with the probability that they are wrong:")
     for word in words:
         worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
-        n_lines = bisect.bisect_left(newlines, worst)           # lines above it
-        line_start = newlines[n_lines - 1] + 1 if n_lines else 0
+        above = bytes(prompt[:worst])
+        line = above.count(b"\n") + 1
+        line_start = above.rfind(b"\n") + 1
         column = len(bytes(prompt[line_start:worst + 1]).decode("utf-8", "replace"))
-        text = highlight(prompt[word], is_marked[word], ("«", "»")).replace("\n", "\\n")
-        print(f"{n_lines + 1}:{column}: {text}  {p[worst]:.2f}")
+        text = highlight(prompt[word], is_marked[word], ("«", "»"))
+        if corrected:
+            text += f" -> {to_text(corrected[word])}"
+        text = text.replace("\n", "\\n")
+        print(f"{line}:{column}: {text}  {p[worst]:.2f}")
 
 
 def find_words(ids, is_marked):  # -> slices of ids: words of up to 40 characters; marked white space belongs to a word
@@ -768,6 +855,8 @@ MODES = {
     "continue": Mode(continue_mode, "continue a prompt", ("prompt", "speculate", "compile", *WRITING)),
     "continue_blocks": Mode(continue_blocks_mode, "continue a prompt", ("prompt", "order", "steps", *WRITING)),
     "fill": Mode(fill_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", *WRITING)),
+    "correct": Mode(correct_mode, "correct a text", ("prompt", "correct", "fix", "error_rate", "steps"),
+                    required=("prompt",)),
     "infill": Mode(infill_mode, "write between texts", ("prompt", "prefix", "suffix", *WRITING)),
     "repair": Mode(repair_mode, "repair a text", ("prompt", "num_samples", *SAMPLING), required=("prompt",)),
     "mark": Mode(mark_mode, "mark suspicious bytes", ("prompt",), required=("prompt",)),
@@ -786,26 +875,32 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
     return chosen
 
 
-def choose_use(members, texts):  # [Member], {flag: bytes} -> (member, use)
-    """Ranks the uses by three criteria: does the mode read all of these texts (if none does, `main` refuses a text), is
-    the marker of its holes in the prompt, and does it do without a hole? Of equals, takes the first."""
+def choose_use(members, texts, switches=()):  # [Member], {flag: bytes}, given flags of SWITCHES -> (member, use)
+    """Prefers uses whose mode reads all of these flags; if none does, `main` refuses one. With a prompt, prefers a use
+    whose holes are marked in it, then one that needs no hole, then one that corrects. Of equals, takes the first."""
     uses = [(m, use) for m in members for use in m.objective.uses]
     if not uses:
         names = " ".join(m.objective.name for m in members)
         fail(f"--objective {names}: sample.py has no use for this objective. Try a run of another one")
 
     def fit(member_and_use):  # -> sort key
-        mode = member_and_use[1].mode
-        reads_all = set(texts) <= set(MODES[mode].flags)
-        has_marker = mode in MARKERS and bool(re.search(MARKERS[mode], texts.get("prompt", b"")))
-        needs_hole = "prompt" in texts and mode in ("infill", "fill")
-        return reads_all, has_marker, not needs_hole
+        _, use = member_and_use
+        reads_all = {*texts, *switches} <= set(MODES[use.mode].flags)
+        if "prompt" not in texts:
+            rank = 0
+        elif use.mode in MARKERS and re.search(MARKERS[use.mode], texts["prompt"]):
+            rank = 3
+        elif use.mode == "infill" or use.mode == "fill" and not use.trained_at_any_rate:
+            rank = 0                            # needs a hole
+        else:
+            rank = 1 if use.mode == "correct" else 2
+        return reads_all, rank
     return max(uses, key=fit)
 
 
 def refuse_flag(flag, objective, mode, members):  # fails because of a flag that the Mode does not read
     uses = [use for m in members for use in m.objective.uses]
-    if flag not in FLAGS["texts"] or any(flag in MODES[use.mode].flags for use in uses):
+    if flag not in (*FLAGS["texts"], *SWITCHES) or any(flag in MODES[use.mode].flags for use in uses):
         fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
     # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
@@ -817,9 +912,11 @@ def refuse_flag(flag, objective, mode, members):  # fails because of a flag that
     fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try {read}, or train {' or '.join(able)} for that")
 
 
-def note_unread_holes(prompt, objective, use):  # a note if the prompt has markers of holes that this use reads as text
+def check_holes(prompt, objective, use):  # a note if this use reads markers of holes as text; corrections refuse them
     for marker in (MASKS, HOLES):
         found = re.search(marker, prompt)
+        if found and use.mode == "correct":
+            fail(f"--prompt: has a hole, {found[0].decode()}, and holes are not corrected. Try to fill it first")
         if found and MARKERS.get(use.mode) != marker:
             modes = [mode for mode in MARKERS if MARKERS[mode] == marker]
             able = [other.name for other in OBJECTIVES.values() if any(find_use(other, mode) for mode in modes)]
@@ -839,6 +936,7 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
         "infill": dict(prefix=text[:half], suffix=text[half + 4:]),
         "repair": dict(prompt=noisy),
         "mark": dict(prompt=noisy),
+        "correct": dict(prompt=noisy),
         "follow": dict(prefix=text[:half], suffix=text[half:]),
         "search": dict(query=text[:half], corpus=bytes(held_out[half:].tolist())),  # does not contain the query
         "seam": dict(prompt=text[half:] + text[:half]),
@@ -859,7 +957,7 @@ def main(argv=None):
     model, hp, ckpt = load_run(path, args.device, args.dtype)
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     members = choose_members(hp, args.objective)
-    m, use = choose_use(members, texts)
+    m, use = choose_use(members, texts, SWITCHES & given.keys())
     objective = m.objective
     mode = MODES[use.mode]
     for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags}):
@@ -868,7 +966,7 @@ def main(argv=None):
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     member = "" if objective.name == hp.objective else f", used as {objective.name}"
     note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
-    note_unread_holes(texts.get("prompt", b""), objective, use)
+    check_holes(texts.get("prompt", b""), objective, use)
     if "prompt" in texts and use.mode != "infill":              # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if use.mode in MARKERS else list(texts["prompt"])
     if not texts:

@@ -305,23 +305,61 @@ def edit_distance(a, b):  # -> minimum number of bytes to insert, delete or repl
     return row[-1]
 
 
-def eval_typos(model, objective, hp, text):
-    """Each window gets one typo: a random lower-case letter with letters on both sides (if there is none, the first
-    byte) becomes another letter. Returns the share of windows whose typo is the most suspicious byte. Baseline: the
-    byte that forms the two rarest pairs with its neighbours."""
+def make_typos(text, n, count):  # (M,) -> windows (count, n) with a typo each, clean windows, positions of the typos
+    """A random lower-case letter with letters on both sides (if there is none, the first byte) becomes another one."""
     g = make_rng("compare,typos")
-    x = windows(text, min(hp.block_size, 128), 4 * ROWS, "typos")
-    is_letter = (x >= ord("a")) & (x <= ord("z"))
+    clean = windows(text, n, count, "typos")
+    is_letter = (clean >= ord("a")) & (clean <= ord("z"))
     is_inside = F.pad(is_letter.unfold(1, 3, 1).all(2), (1, 1))                     # with a letter on both sides
-    typo = torch.rand(x.shape, generator=g).where(is_inside, -1).argmax(1, keepdim=True)            # (N, 1)
+    typo = torch.rand(clean.shape, generator=g).where(is_inside, -1).argmax(1, keepdim=True)        # (count, 1)
     shift = torch.randint(1, 26, typo.shape, generator=g)
-    letter = (x.gather(1, typo) - ord("a") + shift) % 26 + ord("a")
-    x = x.scatter(1, typo, letter)
+    letter = (clean.gather(1, typo) - ord("a") + shift) % 26 + ord("a")
+    return clean.scatter(1, typo, letter), clean, typo
+
+
+def eval_typos(model, objective, hp, text):
+    """The share of windows whose typo is the most suspicious byte. Baseline: the byte that forms the two rarest pairs
+    with its neighbours."""
+    x, _, typo = make_typos(text, min(hp.block_size, 128), 4 * ROWS)
     marked = find_use(objective, "mark").predict(model, x.to(hp.device)).argmax(1, keepdim=True).cpu()
     pair_counts = torch.bincount(text[:-1].long() * 256 + text[1:].long(), minlength=1 << 16)
     counts = pair_counts[x[:, :-1] * 256 + x[:, 1:]]                                # (N, n - 1)
     rarest = (counts[:, :-1] + counts[:, 1:]).argmin(1, keepdim=True) + 1
     return {"task": float((marked == typo).float().mean()), "task_baseline": float((rarest == typo).float().mean())}
+
+
+def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds (N, n), corrected bytes (N, n)
+    odds = []
+    corrected = []
+    for row in x:
+        logp = sample.masked_log_probs(model, row[None].to(hp.device), hp.block_size, fill, passes)
+        odds_of_row, other, is_better = sample.find_corrections(logp, row, error_rate)
+        odds.append(odds_of_row)
+        corrected.append(other.where(is_better, row))
+    return torch.stack(odds), torch.stack(corrected)
+
+
+def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES, error_rate=sample.ERROR_RATE):
+    """Of windows with a typo each: the share whose typo is the most suspicious byte, the share whose typo is corrected,
+    and the number of right bytes that are changed, per window. Of windows in which 5% of the bytes are replaced by
+    random printable ones, with an assumed error rate of 5%: the wrong bytes that are left, relative to those before."""
+    use = find_use(objective, "correct")
+    if not use:
+        return {}
+    x, clean, typo = make_typos(text, 128, 4 * ROWS)
+    odds, corrected = correct_rows(model, use.fill, hp, x, passes, error_rate)
+    is_first = odds.argmax(1, keepdim=True) == typo
+    is_wrong = corrected != clean
+    n_damaged = (is_wrong & (x == clean)).sum(1).float()
+    g = make_rng("compare,replaced")
+    clean = clean[:ROWS // 2]
+    noise = torch.randint(32, 127, clean.shape, generator=g)
+    noisy = torch.where(torch.rand(clean.shape, generator=g) < 0.05, noise, clean)
+    _, repaired = correct_rows(model, use.fill, hp, noisy, passes, 0.05)
+    left = (repaired != clean).sum() / (noisy != clean).sum()
+    return {"typos_first": float(is_first.float().mean()),
+            "typos_corrected": 1 - float(is_wrong.gather(1, typo).float().mean()),
+            "typos_damaged": float(n_damaged.mean()), "replaced_left": float(left)}
 
 
 def eval_retrieval(model, objective, hp, text):
@@ -355,6 +393,7 @@ TASKS = {                                       # {mode: (what is measured, with
     "fill": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
     "infill": ("share of holes of 4 bytes restored (four spaces)", eval_infill_exact_match),
     "repair": ("edit distance to the clean text, relative to the noisy text (no repair)", eval_repairs),
+    "correct": ("share of typos that are the most suspicious byte", eval_corrections),
     "mark": ("share of typos marked as the most suspicious byte (rarest pairs of bytes)", eval_typos),
     "search": ("share of 256 passages whose other half is nearest (histograms of bytes)", eval_retrieval),
     "follow": ("share of rows answered correctly (chance)", eval_accuracy),

@@ -1376,6 +1376,64 @@ def test_bd3lm_of_one_block_is_mdlm():
     torch.testing.assert_close(OBJECTIVES["bd3lm"].loss(net, batch, hp), OBJECTIVES["mdlm"].loss(net, plain, hp))
 
 
+# ---- xlnet
+@torch.no_grad()
+def test_xlnet_in_the_order_of_the_text_equals_bd3lm_with_blocks_of_one_byte(monkeypatch):
+    _, batch, hp = make("bd3lm", bd3lm_block=1)
+    monkeypatch.setattr(O, "ranks", lambda key: torch.arange(key.size(1)).expand_as(key))
+    _, ours, _ = make("xlnet")
+    net = randomized(n_outputs=256)
+    for key in ("mask", "before", "positions", "tgt", "weight", "inp"):
+        torch.testing.assert_close(ours[key], batch[key], msg=key)
+    torch.testing.assert_close(OBJECTIVES["xlnet"].loss(net, ours, hp), OBJECTIVES["bd3lm"].loss(net, batch, hp))
+
+
+def test_xlnets_masks_are_those_of_the_authors_code():
+    """Zihang Dai's data_utils.py, _local_perm, for the order 3 2 4 1 of four positions that are all predicted. Besides,
+    our queries attend to themselves."""
+    batch = O.two_copies(torch.full((1, 4), MASK), torch.arange(65, 69)[None], torch.tensor([[3, 1, 0, 2]]))
+    queries, content = batch["mask"][0].long().split(4)
+    assert torch.equal(queries[:, :4], torch.eye(4, dtype=torch.long)) and not content[:, :4].any()
+    assert queries[:, 4:].tolist() == [[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 0]]
+    assert content[:, 4:].tolist() == [[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_in_every_order_xlnets_probabilities_of_all_texts_add_up_to_one(order):
+    """Of three positions and four letters."""
+    net = randomized(n_outputs=256)
+    x = torch.tensor([*itertools.product(range(65, 69), repeat=3)])                 # (64, 3)
+    batch = O.two_copies(torch.full_like(x, MASK), x, torch.tensor([order]))
+    logits = net.logits(O.hidden_states(net, batch)[:, :3])[..., 65:69]
+    logp = logits.log_softmax(-1).gather(2, x[..., None] - 65).sum((1, 2))
+    assert float(logp.exp().sum()) == pytest.approx(1, abs=1e-5)
+
+
+@torch.no_grad()
+def test_xlnet_fills_a_hole_as_in_a_training_row_in_which_the_hole_comes_last():
+    """Other holes, and what stands in the clean copy of a hole, do not matter."""
+    net = randomized(n_outputs=256)
+    x = torch.randint(1, 256, (1, 12), generator=make_rng("text"))
+    hole = 5
+    order = torch.tensor([[i if i < hole else i - 1 for i in range(12)]])
+    order[0, hole] = 11
+    trained = net.logits(O.hidden_states(net, O.two_copies(torch.full_like(x, MASK), x, order)))[:, hole]
+    ids = x.clone()
+    ids[0, hole] = MASK
+    torch.testing.assert_close(sample.fill_logits(net, ids, O.XLNET_FILL)[:, hole], trained)
+    nothing = sample.fill_logits(net, torch.full_like(x, MASK), O.XLNET_FILL)
+    assert nothing.isfinite().all()
+
+
+def test_what_stands_before_a_byte_of_a_later_block_is_masked():
+    """Convolution and n-grams read noisy bytes of the same block, clean bytes of earlier ones, and EOT before a row."""
+    batch = O.two_copies(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[65, 66, 67, 68]]), torch.tensor([[0, 2, 1, 1]]))
+    before = batch["before"][0, :, :3].tolist()
+    assert before[:4] == [[0, 0, 0], [65, 0, 0], [MASK, 65, 0], [3, MASK, 65]]      # noisy
+    assert before[4:] == [[0, 0, 0], [65, 0, 0], [MASK, 65, 0], [67, MASK, 65]]     # clean
+
+
 def mdlm_cost(logits, x, t):
     return -logits.log_softmax(0)[x] / t
 

@@ -354,6 +354,96 @@ def test_a_long_text_is_filled_window_by_window():
     assert counts == sorted(counts, reverse=True) and (counts[0], counts[-1], len(counts)) == (5, 0, 7)
 
 
+# ---- correcting
+def by_hand(p, x, rate):  # probabilities of bytes 1..255, the byte that stands there -> log-odds, corrected byte
+    joint = {y: p[y - 1] * (1 - rate if y == x else rate / 254) for y in range(1, 256)}
+    odds = math.log(sum(joint[y] for y in joint if y != x)) - math.log(joint[x])
+    return odds, max((y for y in joint if y < 128), key=joint.get)
+
+
+@pytest.mark.parametrize("rate", [1e-6, 0.01, 0.5])
+def test_corrections_follow_from_the_probabilities_by_bayes_rule(rate):
+    g = make_rng("logits")
+    logp = (torch.randn(300, 255, generator=g, dtype=torch.double) * 6).log_softmax(-1)
+    x = torch.randint(1, 128, (300,), generator=g)
+    odds, other, is_better = sample.find_corrections(logp, x, rate)
+    for i in range(300):
+        want, corrected = by_hand(logp[i].exp().tolist(), int(x[i]), rate)
+        assert float(odds[i]) == pytest.approx(want, rel=1e-6, abs=1e-6)
+        assert (int(other[i]) if is_better[i] else int(x[i])) == corrected and int(other[i]) != int(x[i])
+    assert is_better.any() and (odds[is_better] > 0).all()
+    odds, _, is_better = sample.find_corrections(logp[:1], torch.zeros(1, dtype=torch.long), rate)
+    assert float(odds) == -math.inf and not is_better.any(), "a NUL is never wrong"
+
+
+@pytest.mark.parametrize("n", [1, 5, 31, 32, 33, 48, 49, 200])
+@pytest.mark.parametrize("passes", [1, 4, 16])
+def test_each_byte_is_predicted_once_without_itself_and_with_context_on_both_sides(n, passes, monkeypatch):
+    """Windows have 32 bytes, and a byte that is not near an end of the text has 8 or more on both sides."""
+    text = torch.arange(1, n + 1)[None]
+
+    def fill_logits(model, rows, use):  # predicts the smaller number of bytes on a side
+        size = rows.size(1)
+        assert size <= 32 and ((rows == MASK).sum(0) == 1).all(), "each byte is masked in one pass"
+        i = torch.arange(size)
+        visible = torch.where(rows == MASK, 0, rows).amax(0) if passes > 1 else text[0, :size]
+        left = visible - 1
+        right = torch.where(visible + size - 1 - i == n, 99, size - 1 - i)          # 99: up to the end of the text
+        context = torch.minimum(torch.where(left == i, 99, i), right)
+        return F.one_hot(context.clamp(max=99) + 1, 512).expand(passes, -1, -1) * 9.0
+    monkeypatch.setattr(sample, "fill_logits", fill_logits)
+    logp = sample.masked_log_probs(None, text, 32, Fill(), passes)
+    assert logp.shape == (n, 255) and torch.allclose(logp.exp().sum(1), torch.ones(n, dtype=torch.double))
+    assert passes == 1 or (logp.argmax(1) >= 8).all()
+
+
+def test_a_correction_does_not_break_a_character():
+    """A byte is replaced by one of the same kind: ASCII, inside a character, or the start of one of 2, 3 or 4 bytes."""
+    kinds = [range(1, 0x80), range(0x80, 0xc0), range(0xc0, 0xe0), range(0xe0, 0xf0), range(0xf0, 0x100)]
+    logp = torch.rand(255, 255, generator=make_rng("p"), dtype=torch.double).log_softmax(-1)
+    _, other, _ = sample.find_corrections(logp, torch.arange(1, 256), 0.5)
+    for kind in kinds:
+        for x in kind:
+            assert int(other[x - 1]) in kind and float(logp[x - 1, other[x - 1] - 1]) == max(
+                float(logp[x - 1, y - 1]) for y in kind if y != x)
+
+
+def known_text(monkeypatch, text):  # a model that is sure of this text, wherever it reads a part of it
+    def masked_log_probs(model, ids, *args):
+        return (F.one_hot(torch.tensor([*text]) - 1, 255) * 30.0).double().log_softmax(-1)
+    monkeypatch.setattr(sample, "masked_log_probs", masked_log_probs)
+
+
+def test_wrong_bytes_are_marked_and_corrected(runs, capsys, monkeypatch):
+    known_text(monkeypatch, b"def f():\n    return x")
+    wrong = "def f():\n    retuen x"
+    out = stdout(capsys, "mlm", "--prompt", wrong)
+    assert out == "def f():\n    retu«e»n x\n2:9: retu«e»n -> return  1.00\n"
+    assert out == stdout(capsys, "hybrid", "--prompt", wrong, "--correct")
+    known_text(monkeypatch, wrong.encode())
+    assert stdout(capsys, "mlm", "--prompt", wrong) == wrong + "\n", "a text of which the model is sure"
+
+
+def test_a_file_is_corrected_into_a_file(runs, capfdbinary, monkeypatch):
+    """All other bytes stay as they are, line ends and bytes that are not UTF-8 included."""
+    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))
+    clean = b"ok\r\n\xff return\n"
+    known_text(monkeypatch, clean)
+    with open("wrong.txt", "wb") as f:
+        f.write(clean.replace(b"return", b"retuen"))
+    for name in ("mlm", "hybrid", "mdlm", "sedd", "nsp", "xlnet"):
+        sample.main(["--out_dir", f"out/{name}", "--prompt", "FILE:wrong.txt", "--fix"])
+        out, err = capfdbinary.readouterr()
+        assert out == clean and b"1 of 13 bytes corrected" in err
+
+
+def test_holes_and_corrections_do_not_mix(runs, refuses):
+    for flag in ("--correct", "--fix"):
+        refuses("has a hole", sample.main, ["--out_dir", "out/mlm", "--prompt", "a[MASK]b", flag])
+    refuses("--correct: electra does not correct a text", sample.main, ["--out_dir", "out/electra", "--prompt", "a",
+                                                                        "--correct"])
+
+
 # ---- infilling holes of unknown length
 def infill(script, pieces, max_new_tokens, block):  # by a model that writes the script -> bytes of each hole, ended?
     span = OBJECTIVES["span"]
@@ -556,7 +646,7 @@ def test_the_table_lists_the_flags_that_a_mode_reads(name):
     read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given", "from_file"}
     if "sampling" in read:
         read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
-    assert read == set(mode.flags)
+    assert read | sample.SWITCHES & set(mode.flags) == set(mode.flags)
     assert set(mode.required) <= read & set(sample.FLAGS["texts"])
 
 
@@ -769,7 +859,7 @@ def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, c
     assert "5 suspicious words" in err
     with open("short.txt", "wb") as f:
         f.write(b"ok a!")
-    assert stdout(capsys, "electra", "--prompt", "FILE:short.txt").startswith("ok a«!»\n---"), "fits a block"
+    assert stdout(capsys, "electra", "--prompt", "FILE:short.txt").startswith("ok a«!»\n1:5: a«!»"), "fits a block"
 
 
 @pytest.mark.parametrize("name, flags, n", [
@@ -845,9 +935,14 @@ def test_every_use_can_be_asked_for(runs, capsys):
             ("ul2", ["--prompt", "a[MASK]"], "continue"), ("hybrid", ["--prompt", HOLE], "continue"),
             ("mlm,clm", ["--prompt", "a"], "continue"), ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"),
             ("electra,clm", ["--prompt", "a"], "mark"),
-            ("electra", [], "mark"), ("clm,nsp", SIDES, "follow")):
+            ("electra", [], "mark"), ("mlm", ["--prompt", "a"], "correct"), ("mlm", ["--prompt", "[MASK]"], "fill"),
+            ("mdlm", ["--prompt", "a"], "fill"), ("hybrid", ["--prompt", "a"], "continue"), ("mlm", [], "fill"),
+            ("nsp", ["--prompt", "a"], "correct"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
+            ("mdlm,clm", ["--prompt", "a", "--correct", ""], "correct"), ("clm,nsp", SIDES, "follow")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
-        m, use = sample.choose_use(get_members(settings(name, T)), texts)
+        switches = sample.SWITCHES & texts.keys()
+        texts = {flag: text for flag, text in texts.items() if flag not in switches}
+        m, use = sample.choose_use(get_members(settings(name, T)), texts, switches)
         assert use.mode == mode and use in m.objective.uses, (name, flags)
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
 
@@ -858,7 +953,7 @@ BAD = [
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
     ("contrastive", ["--prompt", "a"], "contrastive does not continue a prompt. Try --query and --corpus, or train"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
-    ("mlm", ["--prompt", "no hole"], "[MASK]"), ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
+    ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
     ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try --prompt, or train contrastive"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),

@@ -118,7 +118,7 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
     assert 2 < float(re.search(r"([\d.]+) bits per byte", out)[1]) < 9.5
     assert "640 bytes" in out and "lzma" in out
     assert ("left to right, windows of 32, stride 16" in out) == (objective.bpb in ("loss", "causal"))
-    assert ("left to right by filling MASKs, the first 100 bytes, windows of 3" in out) == fills
+    assert ("left to right by filling MASKs, the first 100 bytes, windows of " in out) == fills
     assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
     assert err == f"--- {Path(name) / 'best.pt'}: {name}, step 2 of 2\n"
     output(capsys, name, "--dtype", "bfloat16")
