@@ -1338,7 +1338,8 @@ def xlnet(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, 2 n), mask (B, 2 n, 
     - All bytes are predicted. The authors predict about a sixth, which come last, and let the others attend to each
       other.
     - A query attends to itself, so that the first one of the order has a key. In the authors' code it does not.
-    - Queries are MASKs in the same row. The authors' second stream has a learned vector as its input.
+    - Queries are MASKs in the same row, and read the bytes just before them through convolution and n-grams, as far as
+      these come before them in the order. The authors' second stream has a learned vector as its only input.
     - There are no relative position encodings, no segments, no memory of the text before a row, and no reversed rows.
     """
     n = x.size(1)
@@ -1347,8 +1348,8 @@ def xlnet(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, 2 n), mask (B, 2 n, 
 
 
 def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries at MASKs attend to all known bytes
-    """The known bytes come first in the order, from left to right. The MASKs come last, and only they attend to their
-    own clean copies."""
+    """The known bytes come first in the order, from left to right, and the MASKs come last. No position attends to the
+    clean copy of a MASK, except that copy itself, so that it has a key."""
     n = ids.size(1)
     known = ids != MASK
     order = torch.where(known, known.cumsum(1) - 1, n + torch.arange(n, device=ids.device))

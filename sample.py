@@ -22,7 +22,7 @@ A prompt may contain holes: [MASK] is a hole of one byte (bart: of any length), 
 Texts and answers go to standard output. Notes go to standard error, as does the line that marks where the model's text
 begins, so that a single continued text can be piped. A terminal highlights what was filled in.
 """
-# N rows, n ids of a text, T = block_size (bd3lm: half of it), V outputs of the byte head, g: random generator
+# N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
 import codecs
 import math
@@ -45,10 +45,11 @@ DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for te
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
-UTF8_KINDS = torch.tensor([0x80, 0xc0, 0xe0, 0xf0])             # ASCII, inside a character, starts of 2, 3, 4 bytes
+# the first byte of each kind, after ASCII: inside a character, never valid, starts of characters of 2, 3, 4 bytes
+UTF8_KINDS = 0x80, 0xc0, 0xc2, 0xe0, 0xe1, 0xed, 0xee, 0xf0, 0xf1, 0xf4, 0xf5
 CORRECTION_PASSES = 4                           # default number of passes of corrections
 ERROR_RATE = 0.01                               # default share of wrong bytes that corrections assume
-SEARCH_ROWS = 64                                # maximum number of pieces that are embedded at once
+MAX_ROWS = 64                                   # maximum number of rows of a forward pass
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::(\d{1,6}))?\]"
 HOLES = rb"<extra_id_\d+>"
@@ -74,8 +75,8 @@ FLAGS = {
                                     "more than 16 for each hole", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte. Other defaults: 0 for holes and "
-                                         "repairs if num_samples is 1; 1, with top_p 0.8, if mdlm, sedd or bd3lm "
-                                         "continue a prompt", 0.0, 1e6),
+                                         "repairs if num_samples is 1; 1, with top_p 0.8, if mdlm, sedd, xlnet or "
+                                         "bd3lm continue a prompt", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability; see temperature "
                            "for another default", 0.0, 1.0),
@@ -84,7 +85,7 @@ FLAGS = {
                       choices=("confident", "left", "ancestral", "analytic")),
         "steps": Flag(0, "number of passes that fill all [MASK]s (in a long text those of a window, in bd3lm of a "
                          "block); 0: one pass for each [MASK], but 64 if mdlm or sedd fills in order ancestral or "
-                         "analytic", 0),
+                         "analytic. For corrections: mask every byte once, in this number of passes; 0: 4", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
         "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
@@ -406,47 +407,55 @@ def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order=
 
 
 # ---- correcting
-@torch.inference_mode()
-def masked_log_probs(model, ids, T, use, passes):  # (1, n) of any length, a Fill -> log p of bytes 1..255 (n, 255)
-    """Predicts each byte from the others. In pass i, the bytes i, i + passes, i + 2 * passes, ... are masked. A long
-    text is read in windows that overlap by half, each of which predicts its middle, so that every byte has context on
-    both sides: with windows of 8 in a text of 16, the windows 0 .. 7, 4 .. 11 and 8 .. 15 predict 0 .. 5, 6 .. 9 and
-    10 .. 15."""
-    n = ids.size(1)
-    size = min(n, text_space(use, T))
-    starts = [*range(0, n - size, max(1, size // 2)), n - size]
-    parts = []
-    done = 0                                    # number of bytes that are predicted
-    for start in tqdm(starts, disable=True if len(starts) < 9 else None, leave=False):
-        end = start + size
-        rows = ids[:, start:end].expand(passes, -1)                                 # (passes, size)
-        i = torch.arange(size, device=ids.device)
-        is_masked = i % passes == torch.arange(passes, device=ids.device)[:, None]
-        logits = fill_logits(model, rows.masked_fill(is_masked, MASK), use)
-        logits = logits[i % passes, i, 1:N_BYTES].cpu().double()                    # (size, 255), of each byte's pass
-        kept_end = end if end == n else end - size // 4
-        parts.append(logits[done - start:kept_end - start].log_softmax(-1))
-        done = kept_end
-    return torch.cat(parts)
+def masked_log_probs(model, ids, use, passes):  # (1, n), a Fill -> log p of bytes 1..255 (n, 255), float64 on the CPU
+    """Predicts each byte from the others. In pass i, the bytes i, i + passes, i + 2 * passes, ... are masked."""
+    i = torch.arange(ids.size(1), device=ids.device)
+    is_masked = i % passes == torch.arange(passes, device=ids.device)[:, None]      # (passes, n)
+    rows = ids.expand(passes, -1).masked_fill(is_masked, MASK)
+    logits = torch.cat([fill_logits(model, some, use) for some in rows.split(MAX_ROWS)])
+    return logits[i % passes, i, 1:N_BYTES].cpu().double().log_softmax(-1)          # of each byte in its own pass
 
 
 def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), bytes (n,) -> three tensors (n,)
-    """Returns the log-odds that each byte is wrong, the most likely other byte, and whether that one is more likely
-    than the byte itself. By Bayes' rule, if a byte is wrong with probability error_rate, and each of the 254 others
-    then stands there with equal probability:
+    """Returns the log-odds that each byte is wrong, the most likely other byte (the byte itself if there is none), and
+    whether that one is more likely than the byte itself. By Bayes' rule, if a byte is wrong with probability
+    error_rate, and each of the 254 others then stands there with equal probability:
 
         log p(y was meant, x stands there) = log p(x) + log(1 - error_rate)      if y = x
                                              log p(y) + log(error_rate / 254)    otherwise
 
-    A NUL is never wrong. The other byte is of the same kind in UTF-8, so that no character breaks."""
+    A NUL is never wrong. So that no character breaks, the other byte is of the same kind in UTF-8, and a byte after
+    0xe0, 0xed, 0xf0 or 0xf4 does not change, since only some bytes may follow these."""
     own = (ids - 1).clamp(min=0)[:, None]                                           # (n, 1)
     right = logp.gather(1, own)[:, 0] + math.log(1 - error_rate)
     right = right.masked_fill(ids == EOT, torch.inf)
     wrong = logp.scatter(1, own, -torch.inf) + math.log(error_rate / 254)           # (n, 255)
-    kind = torch.bucketize(torch.arange(N_BYTES), UTF8_KINDS, right=True)           # (256,)
-    is_same_kind = kind[ids][:, None] == kind[1:]
-    best, other = wrong.masked_fill(~is_same_kind, -torch.inf).max(1)
-    return wrong.logsumexp(1) - right, other + 1, best > right
+    kind = torch.bucketize(torch.arange(N_BYTES), torch.tensor(UTF8_KINDS), right=True)             # (256,)
+    is_free = ~torch.isin(ids.roll(1), torch.tensor([0xe0, 0xed, 0xf0, 0xf4]))
+    is_allowed = (kind[ids][:, None] == kind[1:]) & is_free[:, None]
+    best, other = wrong.masked_fill(~is_allowed, -torch.inf).max(1)
+    return wrong.logsumexp(1) - right, torch.where(best > -torch.inf, other + 1, ids), best > right
+
+
+@torch.inference_mode()
+def correct(model, ids, T, use, passes, error_rate):  # bytes (n,), a Fill -> what find_corrections returns
+    """Reads a long text in windows that overlap by half, each of which corrects its middle, so that every byte has
+    context on both sides: with windows of 8 in a text of 16, the windows 0 .. 7, 4 .. 11 and 8 .. 15 correct 0 .. 5,
+    6 .. 9 and 10 .. 15."""
+    n = len(ids)
+    size = min(n, text_space(use, T))
+    starts = [*range(0, n - size, max(1, size // 2)), n - size]
+    parts = []
+    done = 0                                    # number of bytes that are corrected
+    for start in tqdm(starts, disable=True if len(starts) < 9 else None, leave=False):
+        end = start + size
+        window = ids[start:end]
+        logp = masked_log_probs(model, window[None].to(model.embed.weight.device), use, min(passes, size))
+        found = find_corrections(logp, window, error_rate)
+        kept_end = end if end == n else end - size // 4
+        parts.append([t[done - start:kept_end - start] for t in found])
+        done = kept_end
+    return [torch.cat(part) for part in zip(*parts)]
 
 
 # ---- infilling holes of unknown length
@@ -671,8 +680,9 @@ def fill_mode(model, objective, use, hp, args, g):
     elif not use.trained_at_any_rate:           # [MASK:0]
         fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
     else:
-        prompt = keep_last(prompt, T // 2)
-        n_new = min(args.max_new_tokens, text_space(use, T) - len(prompt))
+        space = text_space(use, T)
+        prompt = keep_last(prompt, space // 2)
+        n_new = min(args.max_new_tokens, space - len(prompt))
         if n_new < args.max_new_tokens:
             note(f"writes only {n_new} bytes, which fill the block of {T}")
         prompt = prompt + [MASK] * n_new
@@ -748,19 +758,25 @@ def mark_mode(model, objective, use, hp, args, g):
 def correct_mode(model, objective, use, hp, args, g):
     """Marks the bytes that look wrong, and lists their words with what was meant. Of a file that is longer than a
     block, prints the list alone. With --fix, prints the corrected text alone."""
-    prompt = bytes(args.prompt)
+    if args.steps == 1:
+        fail("--steps 1: would mask all bytes at once. Try 2 or more")
+    ids = torch.tensor(args.prompt)
     passes = args.steps or CORRECTION_PASSES
-    logp = masked_log_probs(model, to_row(args.prompt, hp), hp.block_size, use.fill, passes)
-    odds, others, is_better = find_corrections(logp, torch.tensor(args.prompt), args.error_rate)
-    is_changed = is_better if args.fix else odds > 0
-    corrected = bytes(others.where(is_changed, torch.tensor(args.prompt)).tolist())
+    odds, others, is_better = correct(model, ids, hp.block_size, use.fill, passes, args.error_rate)
     if args.fix:
-        sys.stdout.buffer.write(corrected)      # the same bytes as in a file, without another line end
-        sys.stdout.buffer.flush()
-        note(f"{sum(a != b for a, b in zip(prompt, corrected))} of {len(prompt)} bytes corrected")
+        print_bytes(bytes(others.where(is_better, ids).tolist()))
+        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected")
         return
-    is_long = args.from_file and len(prompt) > hp.block_size
-    print_suspects(args.prompt, odds.sigmoid().tolist(), is_long, corrected)
+    is_long = args.from_file and len(ids) > hp.block_size
+    print_suspects(args.prompt, odds.sigmoid().tolist(), is_long, bytes(others.where(odds > 0, ids).tolist()))
+
+
+def print_bytes(text):  # prints these bytes and nothing else, such as another line end
+    if hasattr(sys.stdout, "buffer"):
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    else:                                       # a notebook
+        sys.stdout.write(text.decode("utf-8", "replace"))
 
 
 def print_suspects(prompt, p, is_long, corrected=None):  # p: the probability that each byte is wrong
@@ -777,12 +793,12 @@ def print_suspects(prompt, p, is_long, corrected=None):  # p: the probability th
     if not is_long:
         print(highlight(prompt, is_marked, ("«", "»")), flush=True)
     note(f"{heading}, as line:column, with the probability that they are wrong:")
+    whole = bytes(prompt)
     for word in words:
         worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
-        above = bytes(prompt[:worst])
-        line = above.count(b"\n") + 1
-        line_start = above.rfind(b"\n") + 1
-        column = len(bytes(prompt[line_start:worst + 1]).decode("utf-8", "replace"))
+        line = whole.count(b"\n", 0, worst) + 1
+        line_start = whole.rfind(b"\n", 0, worst) + 1
+        column = len(whole[line_start:worst + 1].decode("utf-8", "replace"))
         text = highlight(prompt[word], is_marked[word], ("«", "»"))
         if corrected:
             text += f" -> {to_text(corrected[word])}"
@@ -833,8 +849,8 @@ def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
     vectors = {}                                # {index: embedding (C,)}
     with tqdm(total=len(texts), disable=None, leave=False) as bar:
         for same in by_length.values():
-            for first in range(0, len(same), SEARCH_ROWS):
-                batch = same[first:first + SEARCH_ROWS]
+            for first in range(0, len(same), MAX_ROWS):
+                batch = same[first:first + MAX_ROWS]
                 x = torch.tensor([list(texts[i]) for i in batch], device=hp.device)
                 vectors.update(zip(batch, use.predict(model, x)))
                 bar.update(len(batch))
@@ -915,7 +931,7 @@ def refuse_flag(flag, objective, mode, members):  # fails because of a flag that
 def check_holes(prompt, objective, use):  # a note if this use reads markers of holes as text; corrections refuse them
     for marker in (MASKS, HOLES):
         found = re.search(marker, prompt)
-        if found and use.mode == "correct":
+        if found and use.mode == "correct" and marker == MASKS:
             fail(f"--prompt: has a hole, {found[0].decode()}, and holes are not corrected. Try to fill it first")
         if found and MARKERS.get(use.mode) != marker:
             modes = [mode for mode in MARKERS if MARKERS[mode] == marker]
@@ -957,10 +973,11 @@ def main(argv=None):
     model, hp, ckpt = load_run(path, args.device, args.dtype)
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     members = choose_members(hp, args.objective)
-    m, use = choose_use(members, texts, SWITCHES & given.keys())
+    switches = {name for name in SWITCHES if given.get(name)}
+    m, use = choose_use(members, texts, switches)
     objective = m.objective
     mode = MODES[use.mode]
-    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags}):
+    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
         refuse_flag(flag, objective, mode, members)
     if args.order and args.order not in use.orders:
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
@@ -969,7 +986,7 @@ def main(argv=None):
     check_holes(texts.get("prompt", b""), objective, use)
     if "prompt" in texts and use.mode != "infill":              # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if use.mode in MARKERS else list(texts["prompt"])
-    if not texts:
+    if not texts and not switches:
         texts = demonstration(use.mode, ckpt["held_out"], hp.block_size)
     for flag in mode.required:
         if not texts.get(flag):

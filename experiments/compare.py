@@ -54,7 +54,7 @@ FLAGS = {
 }
 # flags of train.py that this program sets
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "eval_interval", "init_from"}
-EVAL_VERSION = 11                               # raise it when an evaluation changes: finished runs are measured again
+EVAL_VERSION = 12                               # raise it when an evaluation changes: finished runs are measured again
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ METRICS = {                                     # columns of the first table, in
     "probe": Metric("probe of byte classes", 3, "balanced accuracy", True),
     "passages": Metric("probe of packages", 3, "balanced accuracy", True),
     "replaced_auc": Metric("replaced bytes", 3, "AUC", True),
+    "typos_first": Metric("typos ranked first", 3, "share", True),
+    "typos_corrected": Metric("typos corrected", 3, "share", True),
+    "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False),
+    "replaced_left": Metric("replaced bytes left", 3, "share", False),
     "tflop": Metric("training", 2, "TFLOP"),
     "seconds": Metric("training", 0, "seconds"),
 }
@@ -234,7 +238,8 @@ def measure(folder, device, text, probes, tasks_only=False):  # -> {metric: numb
     objective = get_members(hp)[0].objective
     evaluations = [evaluate.eval_task]
     if hp.block_size >= evaluate.MIN_BLOCK and not tasks_only:
-        evaluations += [evaluate.eval_infilling, evaluate.eval_filling_in_order, evaluate.eval_corruption]
+        evaluations += [evaluate.eval_infilling, evaluate.eval_filling_in_order, evaluate.eval_corruption,
+                        evaluate.eval_corrections]
     metrics = {}
     for evaluation in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
         metrics |= evaluation(model, objective, hp, text)

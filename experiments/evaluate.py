@@ -332,8 +332,7 @@ def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds 
     odds = []
     corrected = []
     for row in x:
-        logp = sample.masked_log_probs(model, row[None].to(hp.device), hp.block_size, fill, passes)
-        odds_of_row, other, is_better = sample.find_corrections(logp, row, error_rate)
+        odds_of_row, other, is_better = sample.correct(model, row, hp.block_size, fill, passes, error_rate)
         odds.append(odds_of_row)
         corrected.append(other.where(is_better, row))
     return torch.stack(odds), torch.stack(corrected)
@@ -354,7 +353,8 @@ def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES
     g = make_rng("compare,replaced")
     clean = clean[:ROWS // 2]
     noise = torch.randint(32, 127, clean.shape, generator=g)
-    noisy = torch.where(torch.rand(clean.shape, generator=g) < 0.05, noise, clean)
+    is_replaced = (torch.rand(clean.shape, generator=g) < 0.05) & (clean != EOT)
+    noisy = torch.where(is_replaced, noise, clean)
     _, repaired = correct_rows(model, use.fill, hp, noisy, passes, 0.05)
     left = (repaired != clean).sum() / (noisy != clean).sum()
     return {"typos_first": float(is_first.float().mean()),
@@ -393,7 +393,6 @@ TASKS = {                                       # {mode: (what is measured, with
     "fill": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
     "infill": ("share of holes of 4 bytes restored (four spaces)", eval_infill_exact_match),
     "repair": ("edit distance to the clean text, relative to the noisy text (no repair)", eval_repairs),
-    "correct": ("share of typos that are the most suspicious byte", eval_corrections),
     "mark": ("share of typos marked as the most suspicious byte (rarest pairs of bytes)", eval_typos),
     "search": ("share of 256 passages whose other half is nearest (histograms of bytes)", eval_retrieval),
     "follow": ("share of rows answered correctly (chance)", eval_accuracy),

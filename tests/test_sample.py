@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -377,39 +378,45 @@ def test_corrections_follow_from_the_probabilities_by_bayes_rule(rate):
 
 
 @pytest.mark.parametrize("n", [1, 5, 31, 32, 33, 48, 49, 200])
-@pytest.mark.parametrize("passes", [1, 4, 16])
+@pytest.mark.parametrize("passes", [2, 4, 16, 99])
 def test_each_byte_is_predicted_once_without_itself_and_with_context_on_both_sides(n, passes, monkeypatch):
-    """Windows have 32 bytes, and a byte that is not near an end of the text has 8 or more on both sides."""
-    text = torch.arange(1, n + 1)[None]
+    """By a model that knows a text of which byte i is i + 1. Windows have 32 bytes; 8 or more are context on each side,
+    except at an end of the text."""
+    text = torch.arange(1, n + 1)
 
-    def fill_logits(model, rows, use):  # predicts the smaller number of bytes on a side
-        size = rows.size(1)
-        assert size <= 32 and ((rows == MASK).sum(0) == 1).all(), "each byte is masked in one pass"
-        i = torch.arange(size)
-        visible = torch.where(rows == MASK, 0, rows).amax(0) if passes > 1 else text[0, :size]
-        left = visible - 1
-        right = torch.where(visible + size - 1 - i == n, 99, size - 1 - i)          # 99: up to the end of the text
-        context = torch.minimum(torch.where(left == i, 99, i), right)
-        return F.one_hot(context.clamp(max=99) + 1, 512).expand(passes, -1, -1) * 9.0
+    def fill_logits(model, rows, use):  # sure of the right byte at a MASK, of the byte 255 elsewhere
+        is_mask = rows == MASK
+        window = rows.masked_fill(is_mask, 0).amax(0)           # each byte is seen in another pass
+        return F.one_hot(torch.where(is_mask, window if len(rows) > 1 else text, 255), 512) * 40.0
     monkeypatch.setattr(sample, "fill_logits", fill_logits)
-    logp = sample.masked_log_probs(None, text, 32, Fill(), passes)
-    assert logp.shape == (n, 255) and torch.allclose(logp.exp().sum(1), torch.ones(n, dtype=torch.double))
-    assert passes == 1 or (logp.argmax(1) >= 8).all()
+
+    def find_corrections(logp, ids, error_rate):
+        assert torch.equal(logp.argmax(1) + 1, ids), "a byte saw itself, or is at another place"
+        i = torch.arange(len(ids))
+        left = torch.where(ids - 1 == i, 99, i)                 # 99: the window starts with the text
+        right = torch.where(ids - 1 + len(ids) - 1 - i == n - 1, 99, len(ids) - 1 - i)
+        return ids, left.minimum(right), ids > 0
+    monkeypatch.setattr(sample, "find_corrections", find_corrections)
+    model = mock.Mock(embed=mock.Mock(weight=text))
+    ids, context, _ = sample.correct(model, text, 32, Fill(), passes, 0.01)
+    assert torch.equal(ids, text) and (context >= 8).all()
 
 
 def test_a_correction_does_not_break_a_character():
-    """A byte is replaced by one of the same kind: ASCII, inside a character, or the start of one of 2, 3 or 4 bytes."""
-    kinds = [range(1, 0x80), range(0x80, 0xc0), range(0xc0, 0xe0), range(0xe0, 0xf0), range(0xf0, 0x100)]
-    logp = torch.rand(255, 255, generator=make_rng("p"), dtype=torch.double).log_softmax(-1)
-    _, other, _ = sample.find_corrections(logp, torch.arange(1, 256), 0.5)
-    for kind in kinds:
-        for x in kind:
-            assert int(other[x - 1]) in kind and float(logp[x - 1, other[x - 1] - 1]) == max(
-                float(logp[x - 1, y - 1]) for y in kind if y != x)
+    """Whatever the model says, of characters of all lengths and of the borders of their ranges."""
+    characters = "aé\u07ff\u0800\u0939\u0fff\ud7ff\ue000\uffff\U00010000🙂\U0010ffff\x01\x7f\x80"
+    text = torch.tensor([*(characters * 40).encode()])
+    for seed in range(20):
+        logp = (torch.randn(len(text), 255, generator=make_rng(f"{seed}"), dtype=torch.double) * 9).log_softmax(-1)
+        odds, other, is_better = sample.find_corrections(logp, text, 0.5)
+        for is_changed in (odds > 0, is_better):
+            changed = other.where(is_changed, text)
+            bytes(changed.tolist()).decode()
+            assert (changed != text).float().mean() > 0.3
 
 
 def known_text(monkeypatch, text):  # a model that is sure of this text, wherever it reads a part of it
-    def masked_log_probs(model, ids, *args):
+    def masked_log_probs(model, ids, use, passes):
         return (F.one_hot(torch.tensor([*text]) - 1, 255) * 30.0).double().log_softmax(-1)
     monkeypatch.setattr(sample, "masked_log_probs", masked_log_probs)
 
@@ -437,9 +444,16 @@ def test_a_file_is_corrected_into_a_file(runs, capfdbinary, monkeypatch):
         assert out == clean and b"1 of 13 bytes corrected" in err
 
 
+def test_corrections_that_are_switched_off_change_nothing(runs, capsys):
+    want = output(capsys, "hybrid", "--prompt", "ab", "--max_new_tokens", "9")
+    assert output(capsys, "hybrid", "--prompt", "ab", "--max_new_tokens", "9", "--no-correct", "--no-fix") == want
+
+
 def test_holes_and_corrections_do_not_mix(runs, refuses):
     for flag in ("--correct", "--fix"):
         refuses("has a hole", sample.main, ["--out_dir", "out/mlm", "--prompt", "a[MASK]b", flag])
+        refuses("--prompt: is missing", sample.main, ["--out_dir", "out/mlm", flag])
+    refuses("Try 2 or more", sample.main, ["--out_dir", "out/mlm", "--prompt", "a", "--steps", "1"])
     refuses("--correct: electra does not correct a text", sample.main, ["--out_dir", "out/electra", "--prompt", "a",
                                                                         "--correct"])
 
@@ -646,7 +660,7 @@ def test_the_table_lists_the_flags_that_a_mode_reads(name):
     read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given", "from_file"}
     if "sampling" in read:
         read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
-    assert read | sample.SWITCHES & set(mode.flags) == set(mode.flags)
+    assert read | {"correct"} & set(mode.flags) == set(mode.flags)                  # "correct" only chooses the mode
     assert set(mode.required) <= read & set(sample.FLAGS["texts"])
 
 
@@ -658,6 +672,7 @@ INPUTS = {
     "bd3lm": [["", "--max_new_tokens", "40"], [LONG], ["x", "--max_new_tokens", "0"], ["é\0", "--order", "left"],
               ["x", "--steps", "1", "--order", "ancestral"]],
     "mdlm": [["[MASK:90]", "--order", "confident"], [LONG], ["é\0"], ["x", "--max_new_tokens", "0"], [""]],
+    "xlnet": [["[MASK:9]", "--steps", "2"], [LONG], ["é\0", "--max_new_tokens", "9"]],
     "sedd": [["import "], ["a[MASK:9]b", "--order", "analytic"]],
     "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]<MASK>\udcff"]],
     "span": [[HOLE + "<extra_id_1>"], ["<extra_id_0>", "--num_samples", "2"], [HOLE + LONG]],
@@ -881,7 +896,7 @@ def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs,
     alone = torch.cat([use.predict(model, torch.tensor([list(text)])) for text in texts])
     given.clear()
     torch.testing.assert_close(sample.embed_texts(model, use, texts, hp), alone, rtol=1e-5, atol=1e-6)
-    assert len(given) == 7 and max(len(rows) for rows, _ in given) <= sample.SEARCH_ROWS
+    assert len(given) == 7 and max(len(rows) for rows, _ in given) <= sample.MAX_ROWS
 
 
 def test_a_demonstration_searches_a_text_that_does_not_contain_the_query(runs, capsys):
