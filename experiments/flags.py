@@ -19,5 +19,16 @@ def parse_with_train_flags(prog, doc, flags, reserved, argv):  # for a program t
     return with_defaults(flags, given), rest
 
 
+def to_words(given):  # {name: value} -> the words of a command line
+    words = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
 def with_defaults(flags, given):
     return Namespace(**{name: flag.default for name, flag in flags.items()} | vars(given))

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from data import Flag, fail, make_rng, open_corpus, to_bytes
-from experiments.flags import parse_with_train_flags
+from experiments.flags import parse_with_train_flags, to_words
 import train
 from objectives import N_BYTES
-from run import get_config, get_members, load_run, run_program
+from run import get_config, get_members, load_run, parse, run_program
 import torch
 import torch.nn.functional as F
 
@@ -67,7 +67,7 @@ def main(argv=None):  # -> exit code
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "text")
         path.write_bytes(text + to_bytes(source["val"]))
-        words = [*rest, "--data", str(path), "--max_iters", str(hp.max_iters), "--out_dir", folder]
+        words = to_words(parse(rest) | {"data": [str(path)], "max_iters": hp.max_iters, "out_dir": folder})
         code = train.main(words, with_sample=False)
         if code:
             return code

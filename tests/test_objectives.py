@@ -1399,7 +1399,7 @@ def test_xlnets_masks_are_those_of_the_authors_code():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_in_every_order_xlnets_probabilities_of_all_texts_add_up_to_one(order):
     """Of three positions and four letters."""
     net = randomized(n_outputs=256)
