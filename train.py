@@ -96,13 +96,13 @@ def shorten_run(corpus, members, hp):
 def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that training drops
     """Averages the rates of the sources, weighted by their shares of the rows. The rate of a source is
 
-        1 - (1 - ngram_drop) / (1 + repetitions) ** (2 / 3)
+        1 - (1 - ngram_drop) / (1 + repetitions) ** 0.4
 
     repetitions: the number of passes after the first one, times the share of the text that fits into the table. In
         these passes the table could recite what it has memorized.
 
     Example: ngram_drop is 0.25, and a run makes four passes over a short text. So repetitions is 3, and the rate is
-    1 - 0.75 / 4 ** (2 / 3) = 0.70."""
+    1 - 0.75 / 4 ** 0.4 = 0.57."""
     if not hp.ngram_drop:
         return 0.0
     n_bytes = sum(len(source["train"]) for source in corpus)
@@ -111,7 +111,7 @@ def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that
     for source in corpus:
         passes = hp.max_iters * passes_per_step(source, members, hp)
         repetitions = max(0.0, passes - 1) * memorizable
-        rate += source["weight"] * (1 - (1 - hp.ngram_drop) / (1 + repetitions) ** (2 / 3))
+        rate += source["weight"] * (1 - (1 - hp.ngram_drop) / (1 + repetitions) ** 0.4)
     return rate
 
 
