@@ -952,7 +952,6 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
         "infill": dict(prefix=text[:half], suffix=text[half + 4:]),
         "repair": dict(prompt=noisy),
         "mark": dict(prompt=noisy),
-        "correct": dict(prompt=noisy),
         "follow": dict(prefix=text[:half], suffix=text[half:]),
         "search": dict(query=text[:half], corpus=bytes(held_out[half:].tolist())),  # does not contain the query
         "seam": dict(prompt=text[half:] + text[:half]),

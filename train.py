@@ -442,10 +442,10 @@ def to_symbol(i):  # id -> the character that stands for it when a row is printe
 
 
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
-    """Shows a part of one row of each kind, from a third of the width before its first target on: inputs, with targets
-    below, then the label, if any. Rows are of the same kind if both or neither have causal attention, and if the same
-    control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown. Further targets are
-    not shown. If a row holds two texts, inp is (B, 2, T), and each has its own line."""
+    """Shows `width` positions of one row of each kind, starting a third of the width before its first target: inputs,
+    with targets below, then the label, if any. Rows are of the same kind if both or neither have causal attention, and
+    if the same control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown. Further
+    targets are not shown. If a row holds two texts, inp is (B, 2, T), and each has its own line."""
     inp = batch["inp"].flatten(1)
     prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
     rows = {}                                   # {kind: number of a row}
@@ -643,7 +643,8 @@ def train(s, status):  # s, status: of set_up -> exit code
                     validate(s, new, metrics, stop)
                 save(s, "ckpt.pt", new, metrics)
                 status.update(new)
-                if is_stopped and not is_due and step > 0:      # after saving, so that a resumed run repeats nothing
+                # after saving, because the checkpoint must equal that of a run that was not stopped
+                if is_stopped and not is_due and step > 0:
                     validate(s, new, metrics, stop)
                 start = time.perf_counter() - status["seconds"]
             if step == hp.max_iters or is_stopped:
