@@ -14,7 +14,6 @@ import json
 import mmap
 import os
 import re
-import sys
 import sysconfig
 import warnings
 import zlib
@@ -54,10 +53,12 @@ class Flag:
     choices: tuple = ()
 
 
+class UserError(Exception):
+    """A mistake of the user, in one line: where, what, what to try instead. Programs print it and exit with code 2."""
+
+
 def fail(message):
-    """Prints a user error on stderr, in one line (where, what, what to try instead), and exits with code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise UserError(message)
 
 
 # ---- bytes and ids

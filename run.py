@@ -22,7 +22,7 @@ import threading
 import zipfile
 from dataclasses import dataclass
 
-from data import VOCAB_SIZE, Flag, fail, make_rng
+from data import VOCAB_SIZE, Flag, UserError, fail, make_rng
 from model import ModelConfig, StackedLinear, Transformer
 from objectives import OBJECTIVES, Objective
 import torch
@@ -33,7 +33,8 @@ try:                                            # the number of torchrun's proce
     WORLD = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
     RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 except ValueError as e:
-    fail(f"RANK and WORLD_SIZE are set, but {e}. Try torchrun, or unset both")
+    print(f"error: RANK and WORLD_SIZE are set, but {e}. Try torchrun, or unset both", file=sys.stderr)
+    sys.exit(2)
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
 DEVICE_FLAGS = {
@@ -92,6 +93,7 @@ RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "l
                    "cuda_graph"}
 # flags of all programs in which ~ is the home folder
 PATHS = {"data", "out_dir", "init_from", "corpus", "file", "new_data", "nanogpt", "run"}
+FOREIGN_FLAGS = {"lr": "learning_rate", "steps": "max_iters", "epochs": "max_passes"}       # other names of ours
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
 
 
@@ -117,6 +119,14 @@ def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; w
     return next(iter(default.values()))
 
 
+def suggest_flag(message, known):  # a message of argparse, names of flags -> the closest to an unknown flag, or ""
+    if not message.startswith("unrecognized arguments: --"):
+        return ""
+    word = message.split()[2].removeprefix("--").partition("=")[0].replace("-", "_")
+    close = difflib.get_close_matches(FOREIGN_FLAGS.get(word, word), known, 1)
+    return f"--{close[0]} or " if close else ""
+
+
 class StoreOnce(argparse.Action):  # refuses a flag that is given twice
     def __call__(self, parser, namespace, values, option_string=None):
         if hasattr(namespace, self.dest):
@@ -129,7 +139,8 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
     parser = argparse.ArgumentParser(
         prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-    parser.error = lambda message: fail(f"{message}. Try: {prog} --help")
+    known = [name for flags in groups.values() for name in flags]
+    parser.error = lambda message: fail(f"{message}. Try {suggest_flag(message, known)}{prog} --help")
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for name, flag in flags.items():
@@ -479,10 +490,19 @@ def write_line(f, record):  # f: of open_metrics
     f.write(json.dumps(record).encode() + b"\n")
 
 
-def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
+def draw_losses(out_dir):  # metrics.jsonl -> loss.png, if matplotlib is installed and can draw
+    path = os.path.join(out_dir, "loss.png")
+    try:
+        draw_curves(os.path.join(out_dir, "metrics.jsonl"), path)
+        print(f"losses: {path}")
+    except Exception as e:                      # matplotlib is missing, or refuses its settings
+        print(f"{path} was not drawn: {first_line(e)}")
+
+
+def draw_curves(metrics, path):  # a curve for each split, objective and source
     from matplotlib.figure import Figure  # here, since it is optional
     curves = {}
-    with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
+    with open(metrics, "rb") as f:
         for r in [json.loads(line) for line in f][1:]:
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
@@ -492,7 +512,7 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
         axes.plot(*zip(*points), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats)")
     axes.legend()
-    axes.figure.savefig(os.path.join(out_dir, "loss.png"), dpi=120, bbox_inches="tight")
+    axes.figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 # ---- checkpoints
@@ -667,6 +687,9 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
     try:
         code = main()
         sys.stdout.flush()                      # here, where errors are caught: at exit, Python prints a traceback
+    except (UserError, FloatingPointError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        code = 2 if isinstance(e, UserError) else 1
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

@@ -28,7 +28,7 @@ from data import check_sizes, fail, make_rng, open_corpus, read_windows, sample_
 from model import NGRAMS, StackedLinear
 from objectives import CAUSAL, IGNORE_INDEX, N_BYTES, OBJECTIVES, add_weights, document_mask
 from run import EVAL_ROWS, RANK, VERSION, WORLD, GraphedStep, Member, any_rank, barrier, build
-from run import catch_signals, choose_out_dir, copy_tensors, draw_losses, first_line, get_config
+from run import catch_signals, choose_out_dir, copy_tensors, draw_losses, get_config
 from run import get_members, join_processes, load_checkpoint, open_metrics, run_program, save_checkpoint
 from run import say, settings_to_save, start_from, sum_over_processes, use_device, write_line
 import torch
@@ -254,6 +254,7 @@ def prepare(corpus, members, hp):  # -> State before the first step
         # inputs of the step, besides hp.progress and opt.lr
         windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
         g=torch.Generator(hp.device),           # for the corruption
+        on_record=None,                         # called with each record of metrics.jsonl, by `log`
         # what identifies each source, for checkpoints and logs
         sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus])
 
@@ -403,8 +404,8 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
     if RANK:
         return
     ckpt = status | dict(
-        version=VERSION, config=settings_to_save(s.hp), sources=s.sources, metrics_bytes=metrics.tell(),
-        held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(), model=weights)
+        version=VERSION, config=settings_to_save(s.hp), model_config=vars(s.model.config), model=weights,
+        sources=s.sources, metrics_bytes=metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone())
     if name == "ckpt.pt":                       # nobody resumes from best.pt
         ckpt["optimizer"] = optimizer_tensors(s)
     save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
@@ -477,15 +478,21 @@ def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace 
     return ", ".join(f"{found} {meaning}" for meaning, found in symbols.items())
 
 
+def log(s, metrics, record):  # metrics: the open metrics.jsonl
+    write_line(metrics, record)
+    if s.on_record:
+        s.on_record(record)
+
+
 def announce(s, metrics, status, stop):  # prints what is trained, and logs it in the first line of metrics.jsonl
     hp = s.hp
     table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
     size = sum(p.numel() for p in s.model.parameters()) - table
     threads = torch.get_num_threads()
     if metrics.tell() == 0:
-        write_line(metrics, {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__,
-                             "processes": WORLD, "threads": threads, "parameters": size + table,
-                             "ngram_parameters": table, "sources": s.sources})
+        log(s, metrics, {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__,
+                         "processes": WORLD, "threads": threads, "parameters": size + table,
+                         "ngram_parameters": table, "sources": s.sources})
     say(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}", stop)
     print(f"{hp.device}, threads: {threads}, processes: {WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
     for source in s.corpus:
@@ -519,12 +526,13 @@ def describe(step, record):  # -> a line for a record of evaluate
     return line
 
 
-def log_step(hp, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed (text), minutes left
+def log_step(s, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed (text), minutes left
+    hp = s.hp
     speed = (step + 1 - status["step"]) / (seconds - status["seconds"])             # steps/s since the last evaluation
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
-    write_line(metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
-                         "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
-                         "seconds": round(seconds, 3)})
+    log(s, metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
+                     "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
+                     "seconds": round(seconds, 3)})
     minutes = (hp.max_iters - step - 1) / speed / 60
     return f"training loss {loss:.3f}, {positions:,} positions/s", minutes
 
@@ -594,7 +602,7 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
     check_finite(math.isfinite(loss), "the validation loss", step)
     for record in records:
-        write_line(metrics, {"step": step, **record, "seconds": round(status["seconds"], 3)})
+        log(s, metrics, {"step": step, **record, "seconds": round(status["seconds"], 3)})
         say(describe(step, record), stop)
     status["val"] = loss
     if step > 0 and loss < status["best"]:      # best.pt never holds the weights that a run starts with
@@ -661,7 +669,7 @@ def train(s, status):  # s, status: of set_up -> exit code
                 norm = float(norm)
                 check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step)
                 seconds = time.perf_counter() - start
-                line, minutes = log_step(hp, member, metrics, status, step, loss, norm, seconds)
+                line, minutes = log_step(s, member, metrics, status, step, loss, norm, seconds)
                 bar.set_postfix_str(line)
                 if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
                     last_line = seconds
@@ -670,23 +678,28 @@ def train(s, status):  # s, status: of set_up -> exit code
         return end_run(s, status, stop, is_stopped)
 
 
-def main(argv=None, with_sample=True):  # -> exit code; with_sample=False: no loss.png, no compressors, no sample
+def main(argv=None, with_sample=True, on_record=None):
+    """Trains, and returns the exit code. Changes torch's precision of float32 products for the whole process.
+
+        with_sample     at the end, draw loss.png, compress the validation text and print a sample
+        on_record       called with each record of metrics.jsonl, a dict
+
+    Raises UserError if the flags or the data cannot be used, and FloatingPointError as `train` does."""
     hp = get_config(sys.argv[1:] if argv is None else argv)
     join_processes(hp)
     s, status = set_up(hp)
+    s.on_record = on_record
     out_dir = s.hp.out_dir
+    is_shown = with_sample and not RANK
     try:
         code = train(s, status)
     except FloatingPointError as e:
-        if not RANK:
-            print(f"error: {e}; the last checkpoint, if any, is of step {status['step']}. Try --init_from "
-                  f"{shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32", file=sys.stderr)
-        code = 1
-    if with_sample and not RANK:
-        try:
+        if is_shown:
             draw_losses(out_dir)
-        except Exception as e:                  # matplotlib is missing, or refuses its settings
-            print(f"loss.png was not drawn: {first_line(e)}")
+        raise FloatingPointError(f"{e}; the last checkpoint, if any, is of step {status['step']}. Try --init_from "
+                                 f"{shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32") from None
+    if is_shown:
+        draw_losses(out_dir)
         if code == 0:
             finish(s)
     return code

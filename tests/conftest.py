@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import run
-from data import make_rng
+from data import UserError, make_rng
 from run import get_members
 from model import ModelConfig, Transformer
 
@@ -51,19 +51,17 @@ def text(tmp_path, monkeypatch):  # a text file in an empty current folder
 
 @pytest.fixture
 def refuses(capsys):
-    """refuses(hint, function, *args) checks that function(*args) exits with code 2 and one line on stderr that contains
-    the hint. Returns its stdout and that line."""
+    """refuses(hint, function, *args) checks that function(*args) raises a UserError of one line that contains the hint.
+    Returns its stdout and that line."""
     def check(hint, function, *args):
         capsys.readouterr()
-        code = None
+        line = ""
         try:
             function(*args)
-        except SystemExit as e:                 # the exception is not kept: it would keep the run's files open
-            code = e.code
-        out, err = capsys.readouterr()
-        [line] = [line for line in err.splitlines() if not line.startswith("--- out/")]     # sample.py names its run
-        assert code == 2 and line.startswith("error: ") and hint in line, line
-        return out, line
+        except UserError as e:                  # the exception is not kept: it would keep the run's files open
+            line = str(e)
+        assert hint in line and line.count("\n") == 0, line
+        return capsys.readouterr().out, line
     return check
 
 

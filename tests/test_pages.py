@@ -11,6 +11,7 @@ import pytest
 
 import run
 import sample
+from data import UserError
 from experiments import compare, gpu_check
 from experiments.flags import parse_own_flags, parse_with_train_flags
 
@@ -93,7 +94,7 @@ def test_a_bad_command_is_noticed():
     for bad in ("python train.py --objectiv mlm", "python train.py --objective clm --mask_rate .3",
                 "python -m experiments.compare --sweep mask_rate", "python sample.py --top 3"):
         [command] = cut_commands(bad)
-        with pytest.raises(SystemExit):
+        with pytest.raises(UserError):
             check(*command)
 
 

@@ -750,9 +750,9 @@ def test_a_step_that_is_not_finite_ends_the_run_and_saves_nothing(where, log, wh
         return h + (zero * math.nan if where == "loss" else zero.sqrt())
     with monkeypatch.context() as patch:
         patch.setattr(model.Transformer, "forward", poisoned)
-        fit(text, "a run", "--max_iters", "12", *plan, code=1)
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {what}; the last checkpoint, if any, is of step 5. Try --init_from 'a run' with")
+        with pytest.raises(FloatingPointError) as e:
+            fit(text, "a run", "--max_iters", "12", *plan)
+    assert str(e.value).startswith(f"{what}; the last checkpoint, if any, is of step 5. Try --init_from 'a run' with")
     for name in ("ckpt.pt", "best.pt"):
         saved = load_checkpoint(f"a run/{name}")
         assert saved["step"] == 5 and all(t.isfinite().all() for t in saved["model"].values())
