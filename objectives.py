@@ -231,6 +231,23 @@ class Fill:
     trained_at_any_rate: bool = False           # trained with up to 100% MASKs, so it can write a text from nothing
 
 
+def fill_logits(model, ids, fill):  # ids (N, n) with MASKs, fill: a Fill -> (N, n, V) predictions of every byte
+    if fill.layout:
+        return model.logits(hidden_states(model, fill.layout(ids))[:, :ids.size(1)])
+    before = ids.new_tensor(fill.left_ids).expand(len(ids), -1)
+    after = ids.new_tensor(fill.right_ids).expand(len(ids), -1)
+    row = torch.cat((before, ids, after), dim=1)
+    h = model(row, row.size(1))
+    first = len(fill.left_ids) - fill.shift     # the position that predicts the first byte
+    return model.logits(h[:, first:first + ids.size(1)])
+
+
+def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T positions
+    if fill.layout:
+        return T // 2
+    return T - len(fill.left_ids) - len(fill.right_ids)
+
+
 @dataclass(frozen=True)
 class Correct:
     """Finds wrong bytes in a text, and says what was meant: each byte is masked, and predicted from the others."""
@@ -1237,7 +1254,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
     puts an untrained model at chance: its logits are 0, so all c_y are 1/256, and both costs are log 256. Departures:
     - The model does not read the time: with an absorbing state, the best c does not depend on it.
     - RADD's network ends in log_softmax, which makes its loss mdlm's.
-    - sample.py's default order is MDLM's sampler; "analytic" is SEDD's."""
+    - sample.py's default order is MDLM's sampler, instead of SEDD's."""
     has_target = tgt != IGNORE_INDEX
     logc = logits - math.log(N_BYTES)
     logc = logc.masked_fill(~has_target[..., None], 0.0)        # so that positions without a target stay finite
@@ -1247,7 +1264,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
 
 OBJECTIVES["sedd"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost),
-    uses=(Fill(orders=("ancestral", "analytic", "left"), trained_at_any_rate=True), Correct(MDLM_FILL)),
+    uses=(MDLM_FILL, Correct(MDLM_FILL)),
     aliases=("score_entropy",))
 
 

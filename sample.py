@@ -19,6 +19,9 @@
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 A prompt may contain holes: [MASK] is a hole of one byte (bart: of any length), [MASK:4] a hole of 4 bytes, and
 <extra_id_0> a hole of any length. All models read across the ends of documents, even if trained with --doc_mask.
+Defaults: a text is continued at temperature 0.8 (mdlm, sedd, xlnet, bd3lm: at 1, with top_p 0.8). Holes and repairs
+take the most likely bytes, unless num_samples is above 1. [MASK]s are filled in order ancestral by mdlm and sedd, in 64
+passes, from the left by bd3lm, and otherwise in order confident, one a pass. Corrections take 4 passes.
 Texts and answers go to standard output. Notes go to standard error, as does the line that marks where the model's text
 begins, so that a single continued text can be piped. A terminal highlights what was filled in.
 """
@@ -34,7 +37,7 @@ from collections import namedtuple
 
 from data import EOT, MASK, SEP, Flag, fail, make_rng
 from model import Cache
-from objectives import N_BYTES, OBJECTIVES, Fill, find_use, hidden_states, inverse_cdf
+from objectives import N_BYTES, OBJECTIVES, Fill, fill_logits, find_use, inverse_cdf, text_space
 from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
@@ -49,11 +52,14 @@ SUFFIX_BYTES = 16                               # number of bytes after a hole t
 UTF8_KINDS = 0x80, 0xc0, 0xc2, 0xe0, 0xe1, 0xed, 0xee, 0xf0, 0xf1, 0xf4, 0xf5
 CORRECTION_PASSES = 4                           # default number of passes of corrections
 ERROR_RATE = 0.01                               # default share of wrong bytes that corrections assume
+ESCAPES = {i: f"\\x{i:02x}" for i in {*range(32), *range(127, 160)} - {*b"\t\n"}}      # of control characters
 MAX_ROWS = 64                                   # maximum number of rows of a forward pass
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
-MASKS = rb"\[MASK(?::(\d{1,6}))?\]"
+MASKS = rb"\[MASK(?::([1-9]\d{0,5}))?\]"
 HOLES = rb"<extra_id_\d+>"
 MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the marker of a hole in its prompt}
+# a marker of a hole, or one that was mistyped
+LIKE_A_HOLE = rb"(?i)<(?:mask|extra_id|fill|blank)[^<>\s]{0,20}>|\[(?:mask|blank)[^]\[\n]{0,12}\]"
 SAMPLING = "temperature", "top_k", "top_p"
 SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do
 
@@ -74,18 +80,11 @@ FLAGS = {
         "max_new_tokens": Flag(300, "maximum number of new bytes. ul2 writes short spans unless you give this flag and "
                                     "more than 16 for each hole", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
-        "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte. Other defaults: 0 for holes and "
-                                         "repairs if num_samples is 1; 1, with top_p 0.8, if mdlm, sedd, xlnet or "
-                                         "bd3lm continue a prompt", 0.0, 1e6),
+        "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
-        "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability; see temperature "
-                           "for another default", 0.0, 1.0),
-        "order": Flag("", "order in which [MASK]s are filled (analytic: only sedd); default: ancestral with "
-                          "mdlm and sedd, left with bd3lm, otherwise confident",
-                      choices=("confident", "left", "ancestral", "analytic")),
-        "steps": Flag(0, "number of passes that fill all [MASK]s (in a long text those of a window, in bd3lm of a "
-                         "block); 0: one pass for each [MASK], but 64 if mdlm or sedd fills in order ancestral or "
-                         "analytic. For corrections: mask every byte once, in this number of passes; 0: 4", 0),
+        "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
+        "order": Flag("", "order in which [MASK]s are filled", choices=("confident", "left", "ancestral")),
+        "steps": Flag(0, "number of passes that fill all [MASK]s of a window or of a block, or that correct a text", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
         "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
@@ -284,41 +283,23 @@ def read_block(model, ids, cache):  # (N, n) -> states (N, n, C); attends to all
     return model(ids, prefix, cache=cache)
 
 
-def fill_logits(model, ids, use, cache=None):  # ids (N, n) with MASKs -> (N, n, V)
-    """Predicts every byte of a text. use: a Fill, whose ids are placed around the text. cache: for block diffusion, the
-    blocks before ids. Then `use` is ignored, and ids are removed from the cache after the pass."""
-    if cache is not None:
-        h = read_block(model, ids, cache)
-        cache.length -= ids.size(1)
-        return model.logits(h)
-    if use.layout:
-        return model.logits(hidden_states(model, use.layout(ids))[:, :ids.size(1)])
-    before = ids.new_tensor(use.left_ids).expand(len(ids), -1)
-    after = ids.new_tensor(use.right_ids).expand(len(ids), -1)
-    row = torch.cat((before, ids, after), dim=1)
-    h = model(row, row.size(1))
-    first = len(use.left_ids) - use.shift       # the position that predicts the first byte
-    return model.logits(h[:, first:first + ids.size(1)])
-
-
-def text_space(use, T):  # -> maximum number of bytes of a text in a row of T positions
-    if use.layout:
-        return T // 2
-    return T - len(use.left_ids) - len(use.right_ids)
-
-
 @torch.inference_mode()
 def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=False, **sampling):
     """Fills the MASKs of ids (N, n), and yields ids after each pass. Other ids do not change. steps: number of passes;
-    0: one for each MASK, or 64 in orders ancestral and analytic. Each pass predicts all MASKs, and keeps the sampled
-    bytes of those that `choose_masks` chooses. may_end: is EOT allowed? It ends a text, but not a hole."""
+    0: one for each MASK, or 64 in order ancestral. Each pass predicts all MASKs, and keeps the sampled
+    bytes of those that `choose_masks` chooses. cache: in block diffusion, the blocks before ids; then `use` is ignored.
+    may_end: is EOT allowed? It ends a text, but not a hole."""
     if not steps:
-        steps = 64 if order in ("ancestral", "analytic") else int((ids == MASK).sum(1).max())
+        steps = 64 if order == "ancestral" else int((ids == MASK).sum(1).max())
     for passes_left in range(steps, 0, -1):
         is_mask = ids == MASK
         if not is_mask.any():
             return
-        logits = fill_logits(model, ids, use, cache)            # (N, n, V)
+        if cache is None:
+            logits = fill_logits(model, ids, use)               # (N, n, V)
+        else:                                   # block diffusion
+            logits = model.logits(read_block(model, ids, cache))
+            cache.length -= ids.size(1)         # the block is cached when it is complete
         allowed = logits if may_end else without_eot(logits)
         sampled = draw(distribution(allowed, **sampling), g).to(ids.device)         # (N, n)
         chosen = choose_masks(order, is_mask, logits, sampled, passes_left, g)
@@ -333,8 +314,6 @@ def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) 
         confident   the MASKs whose sampled bytes are most likely (LLaDA, Nie et al. 2025; MaskGIT, Chang et al. 2022,
                     without the noise that it adds to the ranking)
         ancestral   each MASK with probability 1 / passes_left, as MDLM's sampler
-        analytic    each MASK with probability s / passes_left, where s, about 1, is the sum of the ratios that SEDD
-                    predicts; the last pass fills all MASKs (SEDD's Tweedie denoiser)
 
     Orders left and confident choose 1 / passes_left of the MASKs, rounded up: with 5 MASKs and 2 passes, 3 and then 2.
     """
@@ -348,10 +327,7 @@ def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) 
         rank = by_p.argsort(dim=1)              # 0 at the most likely position
         return rank < n_chosen
     u = torch.rand(is_mask.shape, generator=g, dtype=torch.double).float().to(is_mask.device)
-    if order == "ancestral" or passes_left == 1:
-        return u * passes_left <= 1
-    ratios = (logits[..., :N_BYTES].float() - math.log(N_BYTES)).exp()              # (N, n, 256)
-    return u * passes_left <= ratios.sum(-1)
+    return u * passes_left <= 1
 
 
 def unmask_long(model, ids, T, g, use, **kwargs):  # (1, n) of any length -> yields (1, n) after each pass
@@ -565,7 +541,9 @@ def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
 
-def to_text(ids):  # -> str; MASK becomes a block, EOT is left out
+def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out. Rows (N, n) -> [str]
+    if torch.is_tensor(ids) and ids.dim() == 2:
+        return [to_text(row) for row in ids]
     text = bytearray()
     for i in ids:
         if i == MASK:
@@ -576,12 +554,7 @@ def to_text(ids):  # -> str; MASK becomes a block, EOT is left out
 
 
 def printable(text):  # on a terminal, writes control characters as escapes (ESC: \x1b) and drops carriage returns
-    if not sys.stdout.isatty():
-        return text
-
-    def escape(match):
-        return f"\\x{ord(match[0]):02x}"
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", escape, text.replace("\r", ""))
+    return text.replace("\r", "").translate(ESCAPES) if sys.stdout.isatty() else text
 
 
 def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
@@ -634,7 +607,6 @@ def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
 # use: the objective's use of that mode. args: all flags, with their defaults. --prompt is a list of ids (in infill_mode
 # bytes), the other texts are bytes or lists of bytes; a text that was not given is None. Further fields of args:
 #     given           names of the flags that were given
-#     from_file       was --prompt read from a file?
 #     sampling        the arguments of `distribution` that were given
 #     fill_sampling   the same for holes and repairs, which have another default temperature
 def continue_mode(model, objective, use, hp, args, g):
@@ -674,12 +646,7 @@ def fill_mode(model, objective, use, hp, args, g):
     prompt = args.prompt
     sampling = args.fill_sampling
     has_hole = MASK in prompt
-    if has_hole:
-        if "max_new_tokens" in args.given:
-            fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
-    elif not use.trained_at_any_rate:           # [MASK:0]
-        fail("--prompt: has no hole. Try one with [MASK] or [MASK:4] in it")
-    else:
+    if not has_hole:
         space = text_space(use, T)
         prompt = keep_last(prompt, space // 2)
         n_new = min(args.max_new_tokens, space - len(prompt))
@@ -747,17 +714,12 @@ def repair_mode(model, objective, use, hp, args, g):
 
 
 def mark_mode(model, objective, use, hp, args, g):
-    """Marks suspicious bytes and lists the ten most suspicious words. Of a file that is longer than a block, lists all
-    words with a mark, and nothing else."""
     pieces = tqdm(list(cut_after_spaces(args.prompt, hp.block_size)), disable=None, leave=False)
     p = torch.cat([use.predict(model, to_row(piece, hp))[0].sigmoid().cpu() for piece in pieces])
-    is_long = args.from_file and len(args.prompt) > hp.block_size
-    print_suspects(args.prompt, p.tolist(), is_long)
+    print_suspects(args.prompt, p.tolist(), hp)
 
 
 def correct_mode(model, objective, use, hp, args, g):
-    """Marks the bytes that look wrong, and lists their words with what was meant. Of a file that is longer than a
-    block, prints the list alone. With --fix, prints the corrected text alone."""
     if args.steps == 1:
         fail("--steps 1: would mask all bytes at once. Try 2 or more")
     ids = torch.tensor(args.prompt)
@@ -767,8 +729,7 @@ def correct_mode(model, objective, use, hp, args, g):
         print_bytes(bytes(others.where(is_better, ids).tolist()))
         note(f"{int(is_better.sum())} of {len(ids)} bytes corrected")
         return
-    is_long = args.from_file and len(ids) > hp.block_size
-    print_suspects(args.prompt, odds.sigmoid().tolist(), is_long, bytes(others.where(odds > 0, ids).tolist()))
+    print_suspects(args.prompt, odds.sigmoid().tolist(), hp, bytes(others.where(odds > 0, ids).tolist()))
 
 
 def print_bytes(text):  # prints these bytes and nothing else, such as another line end
@@ -779,20 +740,15 @@ def print_bytes(text):  # prints these bytes and nothing else, such as another l
         sys.stdout.write(text.decode("utf-8", "replace"))
 
 
-def print_suspects(prompt, p, is_long, corrected=None):  # p: the probability that each byte is wrong
-    """Prints the text with marks (not if is_long), then its suspicious words. corrected: the text with the best other
-    byte in place of each suspicious one."""
+def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that each byte is wrong
+    """Marks suspicious bytes, and lists their words, the most suspicious first. Prints the list alone if the text is
+    longer than a block. corrected: the text with the best other byte in place of each suspicious one."""
     is_marked = [x > 0.5 for x in p]
-    words = sorted(find_words(prompt, is_marked), key=lambda word: -max(p[word]))
-    if is_long or corrected:
-        words = [word for word in words if any(is_marked[word])]
-        heading = f"{len(words)} suspicious words"
-    else:
-        words = words[:10]
-        heading = "the most suspicious words"
-    if not is_long:
+    words = [word for word in find_words(prompt, is_marked) if any(is_marked[word])]
+    words.sort(key=lambda word: -max(p[word]))
+    if len(prompt) <= hp.block_size:
         print(highlight(prompt, is_marked, ("«", "»")), flush=True)
-    note(f"{heading}, as line:column, with the probability that they are wrong:")
+    note(f"{len(words)} suspicious words, as line:column, with the probability that they are wrong:")
     whole = bytes(prompt)
     for word in words:
         worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
@@ -821,13 +777,10 @@ def search_mode(model, objective, use, hp, args, g):
     """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces that are at most as
     long as those in training. Each piece of the query is compared with the nearest piece of a line. The similarities
     are averaged, weighted by the lengths of the query's pieces."""
-    numbers = {}                                # {line: its number}; of equal lines that of the first
-    for number, line in enumerate(args.corpus.splitlines(), 1):
-        if line.strip():
-            numbers.setdefault(line, number)
-    if not numbers:
+    whole = args.corpus.splitlines()
+    lines = list(dict.fromkeys(line for line in whole if line.strip()))             # without duplicates
+    if not lines:
         fail("--corpus: has no line of text. Try another file")
-    lines = list(numbers)
     n = use.piece_bytes(hp) if use.piece_bytes else hp.block_size
     cut = [list(cut_after_spaces(text, n)) for text in [bytes(args.query), *lines]]
     distinct = dict.fromkeys(piece for pieces in cut for piece in pieces)
@@ -837,7 +790,7 @@ def search_mode(model, objective, use, hp, args, g):
     share = lengths / lengths.sum()             # of each piece in the query
     similarity = torch.stack([(query @ line.T).amax(1) @ share for line in others])
     for i in similarity.argsort(descending=True)[:3].tolist():
-        print(f"--- similarity {float(similarity[i]):.3f}, line {numbers[lines[i]]}:\n{to_text(lines[i])}")
+        print(f"--- similarity {float(similarity[i]):.3f}, line {whole.index(lines[i]) + 1}:\n{to_text(lines[i])}")
 
 
 def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
@@ -920,24 +873,27 @@ def refuse_flag(flag, objective, mode, members):  # fails because of a flag that
         fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
     # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
-    able = [other.name for other in OBJECTIVES.values() if find_use(other, reader)]
-    if mode.required:
-        read = " and ".join(f"--{text}" for text in mode.required)
-    else:
-        read = " or ".join(f"--{text}" for text in FLAGS["texts"] if text in mode.flags)
-    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try {read}, or train {' or '.join(able)} for that")
+    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try a run of one of {able(reader)}")
 
 
-def check_holes(prompt, objective, use):  # a note if this use reads markers of holes as text; corrections refuse them
-    for marker in (MASKS, HOLES):
-        found = re.search(marker, prompt)
-        if found and use.mode == "correct" and marker == MASKS:
-            fail(f"--prompt: has a hole, {found[0].decode()}, and holes are not corrected. Try to fill it first")
-        if found and MARKERS.get(use.mode) != marker:
-            modes = [mode for mode in MARKERS if MARKERS[mode] == marker]
-            able = [other.name for other in OBJECTIVES.values() if any(find_use(other, mode) for mode in modes)]
-            note(f"{objective.name} does not fill holes here: it reads {found[0].decode()} as text. "
-                 f"These fill such holes: {', '.join(able)}")
+def able(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
+    return ", ".join(name for name, objective in OBJECTIVES.items() if find_use(objective, mode))
+
+
+def check_holes(prompt, objective, use):
+    """Prints a note if the prompt has a marker that is read as text, which may be mistyped. Refuses such a marker
+    beside a hole that is filled, and holes in a text to correct."""
+    own = MARKERS.get(use.mode)
+    as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]
+    if not as_text:
+        return
+    message = (f"{as_text[0].decode('utf-8', 'replace')} is text when {objective.name} is used to "
+               f"{MODES[use.mode].task}. Holes are written [MASK] or [MASK:4] for {able('fill')}, {able('repair')}, "
+               f"and <extra_id_0> for {able('infill')}")
+    holes = MASKS if use.mode == "correct" else own
+    if holes and re.search(holes, prompt):
+        fail(f"--prompt: {message}. Try without {'holes' if use.mode == 'correct' else 'it'}")
+    note(message)
 
 
 def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, corrupted as the mode needs them
@@ -972,11 +928,11 @@ def main(argv=None):
     model, hp, ckpt = load_run(path, args.device, args.dtype)
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     members = choose_members(hp, args.objective)
-    switches = {name for name in SWITCHES if given.get(name)}
+    switches = {flag for flag in SWITCHES if given.get(flag)}
     m, use = choose_use(members, texts, switches)
     objective = m.objective
     mode = MODES[use.mode]
-    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
+    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags}):
         refuse_flag(flag, objective, mode, members)
     if args.order and args.order not in use.orders:
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
@@ -992,7 +948,6 @@ def main(argv=None):
             fail(f"--{flag}: is missing or empty. Try {'the name of a file' if flag == 'corpus' else 'some text'}")
     vars(args).update(dict.fromkeys(FLAGS["texts"]) | texts)
     args.given = set(given)
-    args.from_file = given.get("prompt", "").startswith("FILE:")
     args.sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
     # holes and repairs take the most likely bytes, unless several samples are wanted
     args.fill_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 else 0.0) | args.sampling

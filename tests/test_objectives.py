@@ -523,7 +523,7 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     assert {use.mode for use in objective.uses} <= set(sample.MODES)
     for use in objective.uses:
         if isinstance(use, Fill):
-            assert use.orders and {*use.orders} <= {"confident", "left", "ancestral", "analytic"}
+            assert use.orders and {*use.orders} <= {"confident", "left", "ancestral"}
             assert use.shift <= len(use.left_ids)
             assert "mask" in batch or (prefixes(batch) == T).any(), "no row has prefix T, with which sample.py fills"
         if isinstance(use, Fill) and (use.left_ids, use.right_ids, use.shift) == ((), (), 0):
