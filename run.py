@@ -50,9 +50,8 @@ SETTINGS = {
                                  "Of a .jsonl file, the \"text\" of each line is read"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
-        "init_from": Flag("", "start from the latest weights of this run, with a new optimizer, and with its "
-                              "objective unless another is given; for the same objective, try a third of the learning "
-                              "rate"),
+        "init_from": Flag("", "start from the latest weights of this run, with a new optimizer. For the same "
+                              "objective, try a third of the learning rate"),
         "seed": Flag(1, "random seed for weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -79,7 +78,7 @@ SETTINGS = {
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {
-        "eval_interval": Flag({"cpu": 600, "cuda": 500}, "steps between evaluations, which also save checkpoints", 1),
+        "eval_interval": Flag({"cpu": 200, "cuda": 500}, "steps between evaluations, which also save checkpoints", 1),
         "eval_iters": Flag(8, f"number of validation batches, of {EVAL_ROWS} rows, for each source", 1),
         "log_interval": Flag(10, "steps between lines of metrics.jsonl", 1),
     },
@@ -188,12 +187,10 @@ def member_weights(objective):  # hp.objective, such as "clm:3,mlm" -> {"clm": 3
 
 
 def refuse_name(name):  # of an objective that does not exist; suggests the closest one
-    word = name.lower().replace("-", "_")
-    for known, objective in OBJECTIVES.items():
-        if word in objective.aliases:
-            fail(f"--objective {name}: {name} is called {known} here. Try --objective {known}")
-    close = difflib.get_close_matches(word, OBJECTIVES, 1) or ["one of " + " ".join(OBJECTIVES)]
-    fail(f"--objective {name}: unknown. Try {close[0]}")
+    names = {alias: known for known, objective in OBJECTIVES.items() for alias in (known, *objective.aliases)}
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), names, 1)
+    hint = names[close[0]] if close else "one of " + " ".join(OBJECTIVES)
+    fail(f"--objective {name}: unknown. Try {hint}")
 
 
 def get_members(hp):  # -> [Member] of hp.objective; fails if the settings allow no row
@@ -421,10 +418,7 @@ def join_processes(hp):  # connects them; in one process does nothing
     if hp.cuda_graph:
         fail("--cuda_graph: works in one process only. Try without it")
     if not torch.distributed.is_initialized():  # gloo for tensors on the CPU, so that any_rank never waits for a GPU
-        try:
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
-        except (ValueError, RuntimeError) as e:
-            fail(f"RANK and WORLD_SIZE are set, but no connection: {first_line(e)}. Try torchrun, or unset both")
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
     if RANK:                                    # only the first process prints
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
@@ -490,29 +484,25 @@ def write_line(f, record):  # f: of open_metrics
     f.write(json.dumps(record).encode() + b"\n")
 
 
-def draw_losses(out_dir):  # metrics.jsonl -> loss.png, if matplotlib is installed and can draw
+def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
     path = os.path.join(out_dir, "loss.png")
-    try:
-        draw_curves(os.path.join(out_dir, "metrics.jsonl"), path)
-        print(f"losses: {path}")
-    except Exception as e:                      # matplotlib is missing, or refuses its settings
-        print(f"{path} was not drawn: {first_line(e)}")
-
-
-def draw_curves(metrics, path):  # a curve for each split, objective and source
-    from matplotlib.figure import Figure  # here, since it is optional
     curves = {}
-    with open(metrics, "rb") as f:
+    with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
         for r in [json.loads(line) for line in f][1:]:
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
-    axes = Figure().subplots()
-    for label, points in sorted(curves.items()):
-        style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
-        axes.plot(*zip(*points), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats)")
-    axes.legend()
-    axes.figure.savefig(path, dpi=120, bbox_inches="tight")
+    try:
+        from matplotlib.figure import Figure  # here, since it is optional
+        axes = Figure().subplots()
+        for label, points in sorted(curves.items()):
+            style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
+            axes.plot(*zip(*points), label=label, **style)
+        axes.set(xlabel="step", ylabel="loss (nats)")
+        axes.legend()
+        axes.figure.savefig(path, dpi=120, bbox_inches="tight")
+        print(f"losses: {path}")
+    except Exception as e:                      # matplotlib is missing, or refuses its settings
+        print(f"{path} was not drawn: {first_line(e)}")
 
 
 # ---- checkpoints

@@ -48,8 +48,6 @@ DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for te
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
-# the first byte of each kind, after ASCII: inside a character, never valid, starts of characters of 2, 3, 4 bytes
-UTF8_KINDS = 0x80, 0xc0, 0xc2, 0xe0, 0xe1, 0xed, 0xee, 0xf0, 0xf1, 0xf4, 0xf5
 CORRECTION_PASSES = 4                           # default number of passes of corrections
 ERROR_RATE = 0.01                               # default share of wrong bytes that corrections assume
 ESCAPES = {i: f"\\x{i:02x}" for i in {*range(32), *range(127, 160)} - {*b"\t\n"}}      # of control characters
@@ -400,15 +398,15 @@ def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), 
         log p(y was meant, x stands there) = log p(x) + log(1 - error_rate)      if y = x
                                              log p(y) + log(error_rate / 254)    otherwise
 
-    A NUL is never wrong. So that no character breaks, the other byte is of the same kind in UTF-8, and a byte after
-    0xe0, 0xed, 0xf0 or 0xf4 does not change, since only some bytes may follow these."""
+    A NUL is never wrong. So that no character breaks in UTF-8, its first byte does not change if more bytes follow, nor
+    does a byte after 0xe0, 0xed, 0xf0 or 0xf4, which only some bytes may follow."""
     own = (ids - 1).clamp(min=0)[:, None]                                           # (n, 1)
     right = logp.gather(1, own)[:, 0] + math.log(1 - error_rate)
     right = right.masked_fill(ids == EOT, torch.inf)
     wrong = logp.scatter(1, own, -torch.inf) + math.log(error_rate / 254)           # (n, 255)
-    kind = torch.bucketize(torch.arange(N_BYTES), torch.tensor(UTF8_KINDS), right=True)             # (256,)
-    is_free = ~torch.isin(ids.roll(1), torch.tensor([0xe0, 0xed, 0xf0, 0xf4]))
-    is_allowed = (kind[ids][:, None] == kind[1:]) & is_free[:, None]
+    kind = torch.bucketize(torch.arange(N_BYTES), torch.tensor([0x80, 0xc0]), right=True)
+    is_fixed = (ids >= 0xc0) | torch.isin(ids.roll(1), torch.tensor([0xe0, 0xed, 0xf0, 0xf4]))
+    is_allowed = (kind[ids][:, None] == kind[1:]) & ~is_fixed[:, None]
     best, other = wrong.masked_fill(~is_allowed, -torch.inf).max(1)
     return wrong.logsumexp(1) - right, torch.where(best > -torch.inf, other + 1, ids), best > right
 
@@ -626,9 +624,7 @@ def continue_mode(model, objective, use, hp, args, g):
         prompt = keep_last(text, space - min(args.max_new_tokens, T // 2))
     row = to_row([*use.left_ids, *prompt, *use.right_ids], hp)
     prefix = row.size(1) if use.both_ways else 0
-    written = stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
-    if use.both_ways and len(written) < args.max_new_tokens and written[-1] != EOT:
-        note(f"the block of {T} is full")
+    stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
 
 
 def continue_blocks_mode(model, objective, use, hp, args, g):

@@ -427,19 +427,20 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
 
 
 # ---- what a run prints and logs
-ID_SYMBOLS = {IGNORE_INDEX: "·", EOT: "∅", 9: "⇥", 10: "⏎", PAD: "░", MASK: "█", CLS: "Ⓒ", SEP: "‖", PRE: "Ⓟ", SUF: "Ⓢ",
-              MID: "Ⓜ", MODE_R: "ⓡ", MODE_S: "ⓢ", MODE_X: "ⓧ",
-              **{SENTINEL + i: "①②③④⑤⑥⑦⑧⑨"[i % 9] for i in range(N_SENTINELS)}}
-SYMBOL_MEANINGS = {
-    "█": "MASK hides text", "∅": "EOT ends a document", "‖": "SEP ends a text", "Ⓒ": "CLS stands for the row",
-    "Ⓟ": "PRE starts a prefix", "Ⓢ": "SUF starts a suffix", "Ⓜ": "MID starts a middle", "ⓡ": "R: short spans",
-    "ⓢ": "S: a suffix", "ⓧ": "X: long spans", "░": "PAD fills the row",
-    **dict.fromkeys("①②③④⑤⑥⑦⑧⑨", "sentinels replace spans"),
-    "␣": "space", "⇥": "tab", "⏎": "newline", "�": "a byte outside printable ASCII", "·": "no loss"}
+SYMBOLS = {  # {id: (the character that stands for it when a row is printed, what it means)}
+    MASK: ("█", "MASK hides text"), EOT: ("∅", "EOT ends a document"), SEP: ("‖", "SEP ends a text"),
+    CLS: ("Ⓒ", "CLS stands for the row"), PRE: ("Ⓟ", "PRE starts a prefix"), SUF: ("Ⓢ", "SUF starts a suffix"),
+    MID: ("Ⓜ", "MID starts a middle"), MODE_R: ("ⓡ", "R: short spans"), MODE_S: ("ⓢ", "S: a suffix"),
+    MODE_X: ("ⓧ", "X: long spans"), PAD: ("░", "PAD fills the row"),
+    **{SENTINEL + i: ("①②③④⑤⑥⑦⑧⑨"[i % 9], "sentinels replace spans") for i in range(N_SENTINELS)},
+    ord("\t"): ("⇥", "tab"), ord("\n"): ("⏎", "newline"), IGNORE_INDEX: ("·", "no loss")}
+OTHER_SYMBOLS = [("␣", "space"), ("�", "a byte outside printable ASCII")]
 
 
-def to_symbol(i):  # id -> the character that stands for it when a row is printed
-    return ID_SYMBOLS.get(i, chr(i) if 32 <= i < 127 else "�")
+def to_symbol(i):  # id -> character
+    if i in SYMBOLS:
+        return SYMBOLS[i][0]
+    return chr(i) if 32 <= i < 127 else "�"
 
 
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
@@ -471,11 +472,11 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
 
 
 def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace spans", the symbols that occur in the text
-    symbols = {}                                # {meaning: symbols}
-    for symbol, meaning in SYMBOL_MEANINGS.items():
+    found = {}                                  # {meaning: symbols}
+    for symbol, meaning in dict.fromkeys([*SYMBOLS.values(), *OTHER_SYMBOLS]):      # each pair once
         if symbol in text:
-            symbols[meaning] = symbols.get(meaning, "") + symbol
-    return ", ".join(f"{found} {meaning}" for meaning, found in symbols.items())
+            found[meaning] = found.get(meaning, "") + symbol
+    return ", ".join(f"{symbols} {meaning}" for meaning, symbols in found.items())
 
 
 def log(s, metrics, record):  # metrics: the open metrics.jsonl
@@ -552,14 +553,9 @@ def finish(s):  # after training: prints what compressors reach on the validatio
             bits = compressor_bits(source["val"])
             print(f"for comparison, compressors on the validation text of {source['name']}: {bits}")
     print(flush=True)
-    if not s.hp.max_iters and not s.hp.init_from:               # an untrained model has nothing to show
-        print(f"done: {out_dir}/ckpt.pt")
-        return
-    if not any(member.objective.uses for member in s.members):
-        print(f"done: {out_dir}/ckpt.pt. sample.py has no use for {s.hp.objective}")
-        return
-    import sample  # here, since training does not need it
-    sample.main(["--out_dir", out_dir, "--device", s.hp.device])
+    if any(member.objective.uses for member in s.members):
+        import sample  # here, since training does not need it
+        sample.main(["--out_dir", out_dir, "--device", s.hp.device])
     print(f"\ndone: {out_dir}/ckpt.pt. More samples: python sample.py --out_dir {shlex.quote(out_dir)}")
 
 
