@@ -1280,7 +1280,7 @@ def two_copies(noisy, clean, block):  # noisy and clean (B, n), block (1 or B, n
 
     The bytes before a position, which convolution and n-grams read, follow the same rule: a noisy position reads those
     of its own block from the noisy copy and those of earlier blocks from the clean copy, where a byte of a later block
-    is MASK. Both copies count positions from 0."""
+    is MASK. Both copies count `positions` from 0: a rule about distances must compare these, not columns of the row."""
     B, n = clean.shape
     same = block[:, :, None] == block[:, None, :]                                   # (1 or B, n, n): queries, keys
     earlier = block[:, :, None] > block[:, None, :]

@@ -155,6 +155,8 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
                 kind = os.path.expanduser if name in PATHS else type(first)
                 options = dict(metavar="X", type=in_range(flag, kind), action=StoreOnce)
             shown = " ".join(first) if isinstance(first, list) else flag.default
+            if isinstance(shown, dict):
+                shown = ", ".join(f"{key} {value}" for key, value in shown.items())             # cpu 4, cuda 12
             default = f" [{shown}]" if first and first is not True else ""
             group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **options)
     return parser
@@ -488,7 +490,9 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
     path = os.path.join(out_dir, "loss.png")
     curves = {}
     with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
-        for r in [json.loads(line) for line in f][1:]:
+        _, *records = [json.loads(line) for line in f]
+    for r in records:
+        if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
     try:
