@@ -3,16 +3,25 @@
     python -m experiments.score --file book.txt                     the latest run under out/
     python -m experiments.score --file book.txt --out_dir out/mdlm --seed 2
     python -m experiments.score --file book.txt --out_dir out/clm_.5+mlm_.5 --objective mlm
+    python -m experiments.score --pairs blimp.jsonl                 minimal pairs: is the better text more probable?
 
 The number of bits is exact for models that write from left to right, and for models that fill MASKs when they fill them
 from left to right. For diffusion an upper bound is printed too. The standard library's compressors are printed for
 comparison. All models read across the ends of documents, even if they were trained with --doc_mask.
 
-n bytes, T = block_size positions of the model, V outputs of the byte head
-"""
-import math
+--pairs reads BLiMP's .jsonl (sentence_good, sentence_bad, UID; Warstadt et al. 2020), or lines of two texts, the better
+one first, with a tab between them. It prints the share of pairs whose better text has the higher score (a tie counts
+half) and the standard error. The score is the exact log-probability, left to right after an EOT (1 pass for each text);
+for diffusion the bound, an estimate (16 passes), although bounds need not be in the order of probabilities; for other
+models that fill, the pseudo-log-likelihood (Salazar et al. 2020): each byte is masked alone (n passes for n bytes).
 
-from data import MASK, Flag, fail, from_bytes, make_rng
+N texts, n bytes, T = block_size positions of the model, V outputs of the byte head
+"""
+import json
+import math
+import statistics
+
+from data import EOT, MASK, Flag, fail, from_bytes, make_rng, to_bytes
 from experiments.flags import parse_own_flags
 import sample
 from objectives import N_BYTES, OBJECTIVES, add_weights, find_use
@@ -24,6 +33,7 @@ from tqdm import tqdm
 
 FLAGS = {
     "file": Flag("", "file to score"),
+    "pairs": Flag("", "file of minimal pairs, in place of --file"),
     "out_dir": Flag("", "run folder or checkpoint file of the model; without it the latest run under out/"),
     "objective": Flag("", "member of a mixture to use; without it the first that defines a probability of a text"),
     "seed": Flag(1, "random seed of the masks for an upper bound", 0, 2 ** 31),
@@ -88,7 +98,7 @@ def score_bound(model, objective, data, hp, seed):  # (n,) uint8 -> upper bound 
     g = make_rng(f"{seed},bound", hp.device)
     bits = 0.0
     variance = 0.0
-    for x in tqdm(data.split(objective.n_bytes(hp.block_size, hp)), disable=None, leave=False):
+    for x in tqdm(data.split(objective.n_bytes(hp.block_size, hp)), disable=None, leave=False, delay=1):
         x = x.long().to(hp.device).expand(BOUND_ROWS, -1)
         means = []
         for _ in range(BOUND_GROUPS):
@@ -101,6 +111,66 @@ def score_bound(model, objective, data, hp, seed):  # (n,) uint8 -> upper bound 
     return bits, variance ** 0.5
 
 
+def read_pairs(path, data):  # (n,) uint8 -> [(UID, better text, worse text)]; the texts are bytes
+    pairs = []
+    for i, line in enumerate(to_bytes(data).splitlines(), 1):
+        try:
+            if path.endswith(".jsonl"):
+                pair = json.loads(line)
+                pairs.append((pair["UID"], pair["sentence_good"].encode(), pair["sentence_bad"].encode()))
+            else:
+                good, bad = line.split(b"\t")
+                pairs.append(("all pairs", good, bad))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            fail(f"--pairs {path}: line {i} is not a pair. Try the formats that --help describes")
+    return pairs
+
+
+def exact_scores(model, x):  # bytes (N, n) -> log-probabilities (N,), left to right after an EOT
+    logits = model.logits(model(F.pad(x, (1, -1), value=EOT), 0))[..., :N_BYTES]    # (N, n, 256)
+    return -F.cross_entropy(logits.mT, x, reduction="none").cpu().double().sum(1)
+
+
+def pseudo_scores(model, x, use):  # bytes (N, n), a Fill -> pseudo-log-likelihoods (N,)
+    logp = torch.stack([sample.masked_log_probs(model, text[None], use, passes=len(text)) for text in x])
+    return logp.gather(2, x[..., None].cpu() - 1).sum((1, 2))                       # logp (N, n, 255), of bytes 1..255
+
+
+@torch.inference_mode()
+def score_texts(score, texts, device):  # score: bytes (N, n) -> (N,); texts as bytes -> {text: its score}
+    """A batch consists of texts of equal length, so that none is padded. Equal texts have equal scores."""
+    scores = {}
+    for n in tqdm(sorted({len(text) for text in texts}), disable=None, leave=False):
+        group = list(dict.fromkeys(text for text in texts if len(text) == n))       # without duplicates
+        x = torch.stack([from_bytes(text) for text in group]).long().to(device)
+        scores |= zip(group, torch.cat([score(rows) for rows in x.split(MAX_ROWS)]).tolist())
+    return scores
+
+
+def compare_pairs(model, objective, hp, pairs, seed):  # prints a line for each UID and one for all pairs
+    size = min(hp.block_size, objective.n_bytes(hp.block_size, hp))                 # maximum number of bytes of a text
+    if objective.bpb == "bound":
+        score = lambda x: torch.tensor([-score_bound(model, objective, text, hp, seed)[0] for text in x])
+        kind = f"{objective.name}'s bound, estimated in {BOUND_GROUPS * BOUND_ROWS} passes for each text"
+    elif objective.bpb:
+        score = lambda x: exact_scores(model, x)
+        kind = "exact log-probability, left to right after an EOT, 1 pass for each text"
+    else:
+        score = lambda x: pseudo_scores(model, x, find_use(objective, "fill"))
+        kind = "pseudo-log-likelihood, n passes for a text of n bytes"
+    texts = [text for pair in pairs for text in pair[1:]]
+    if not all(0 < len(text) <= size and EOT not in text for text in texts):
+        fail(f"--pairs: a text is empty, contains a NUL or is longer than {size} bytes. Try other texts")
+    scores = score_texts(score, texts, hp.device)
+    points = {}                                 # {UID: 1, 0.5 or 0 for each pair}
+    for uid, good, bad in pairs:
+        points.setdefault(uid, []).append((scores[good] > scores[bad]) + (scores[good] == scores[bad]) / 2)
+    points["all pairs"] = sum(points.values(), [])              # also in a file without UIDs
+    print(f"share of pairs whose better text has the higher score: {kind}\n  pairs   share   error")
+    for uid, p in points.items():
+        print(f"{len(p):7,}  {statistics.fmean(p):6.3f}  {statistics.pstdev(p) / len(p) ** 0.5:6.3f}  {uid}")
+
+
 def has_probability(objective):  # does the objective define a probability of a text?
     return bool(objective.bpb or find_use(objective, "fill"))
 
@@ -111,15 +181,17 @@ def print_bits(bits, n, kind):
 
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.score", __doc__, FLAGS, argv)
-    if not flags.file:
-        fail("--file: is missing. Try --file book.txt")
+    name = "pairs" if flags.pairs else "file"
+    file = flags.pairs or flags.file
+    if not file or flags.pairs and flags.file:
+        fail("--file: give either --file or --pairs. Try --file book.txt")
     try:
-        with open(flags.file, "rb") as f:
+        with open(file, "rb") as f:
             data = from_bytes(f.read())
     except (OSError, ValueError) as e:          # ValueError: a path with a NUL in it
-        fail(f"--file {flags.file}: cannot be read ({e}). Try another file")
+        fail(f"--{name} {file}: cannot be read ({e}). Try another file")
     if not len(data):
-        fail(f"--file {flags.file}: is empty. Try another file")
+        fail(f"--{name} {file}: is empty. Try another file")
     path = flags.out_dir or newest_run()
     model, hp, ckpt = load_run(path, flags.device, flags.dtype)
     members = sample.choose_members(hp, flags.objective)
@@ -130,6 +202,9 @@ def main(argv=None):  # -> exit code
         fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run of one of {able}")
     member = f", used as {objective.name}" if len(get_members(hp)) > 1 else ""
     sample.note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
+    if flags.pairs:
+        compare_pairs(model, objective, hp, read_pairs(flags.pairs, data), flags.seed)
+        return 0
     print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
     T = hp.block_size
     if objective.bpb == "bound":

@@ -1,4 +1,5 @@
 """Every way to compute the bits of a text equals a slow reference; and the program that prints them."""
+import json
 import math
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from test_sample import FRAMED, IN_PLACE, Stub, T, ids
 
 import sample
 import train
-from data import EOT, MASK
+from data import EOT, MASK, from_bytes
 from experiments import score
 from objectives import OBJECTIVES, Fill
 
@@ -77,8 +78,64 @@ def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_sta
     assert 0.8 < bits.std() / errors.mean() < 1.3
 
 
+# ---- minimal pairs
+def slow_score(net, text, is_causal):  # bytes -> the score of a text, with a pass for each byte
+    logp = 0.0
+    for i, byte in enumerate(text):
+        row = [EOT, *text[:i]] if is_causal else [*text[:i], MASK, *text[i + 1:]]
+        logits = net.logits(net(torch.tensor([row]), 0 if is_causal else len(row)))[0, i, :256].double()
+        if not is_causal:                       # pseudo-log-likelihoods are of the bytes that occur in a text
+            logits[EOT] = -torch.inf
+        logp += float(logits.log_softmax(-1)[byte])
+    return logp
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_batches_do_not_change_a_score(is_causal, monkeypatch):
+    monkeypatch.setattr(score, "MAX_ROWS", 3)
+    net = randomized().requires_grad_(False)
+    score_batch = score.exact_scores if is_causal else lambda net, x: score.pseudo_scores(net, x, Fill())
+    texts = [bytes(ids(n, seed=seed)[0].tolist()) for n in (1, 2, 7, T) for seed in range(4)]
+    scores = score.score_texts(lambda x: score_batch(net, x), texts, "cpu")
+    assert scores == pytest.approx({text: slow_score(net, text, is_causal) for text in texts}, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if score.has_probability(o)])
+def test_pairs_are_compared_for_every_objective_that_scores_a_text(name, runs, capsys):
+    objective = OBJECTIVES[name]
+    out = output(capsys, name, "--pairs", "pairs.txt", file="").out
+    assert ("exact log-probability" in out) == (objective.bpb in ("loss", "causal"))
+    assert (f"{name}'s bound, estimated in 16 passes" in out) == (objective.bpb == "bound")
+    assert ("pseudo-log-likelihood" in out) == (objective.bpb is None)
+    assert re.search(r" 3   0\.[1-9]\d\d   0\.\d\d\d  all pairs$", out), "a tie, so more than 0"
+
+
+def test_shares_and_errors(runs, capsys, monkeypatch):
+    monkeypatch.setattr(score, "exact_scores", lambda model, x: x[:, 0].double())
+    out = output(capsys, "clm", "--pairs", "blimp.jsonl", file="").out
+    assert re.findall(r"(\d) +(\d\.\d+) +(\d\.\d+)  (.+)", out) == [
+        ("3", "0.500", "0.236", "a"), ("1", "1.000", "0.000", "b"), ("4", "0.625", "0.207", "all pairs")]
+
+
+def test_the_60_pairs_have_the_format_of_blimp():
+    pairs = score.read_pairs("pairs.jsonl", from_bytes(Path(__file__).with_name("pairs.jsonl").read_bytes()))
+    assert [uid for uid, *_ in pairs] == ["agreement"] * 20 + ["word_order"] * 20 + ["syntax"] * 20
+
+
+@pytest.mark.parametrize("content, hint", [
+    (b"a\tb\nc\n", "line 2"), (b"a\tb\tc", "line 1"), (b"a\t", "empty"), (b"a\tb\0", "NUL"),
+    (b"a\t" + b"b" * 33, "longer than 32")])
+def test_bad_pairs_are_refused(content, hint, runs, refuses, monkeypatch):
+    Path("bad.txt").write_bytes(content)
+    monkeypatch.setattr(score.sample, "note", lambda text: None)
+    refuses(hint, score.main, ["--out_dir", "clm", "--pairs", "bad.txt"])
+
+
 # ---- the program
-FILES = {"void.txt": b"", "book.txt": b"import argparse\n" * 40}
+BLIMP = [("a", "y", "x"), ("a", "x", "y"), ("b", "y", "xx"), ("a", "x", "xx")]
+FILES = {"void.txt": b"", "book.txt": b"import argparse\n" * 40, "pairs.txt": b"a b\ta b\nx = 1\tx 1 =\nof\tfo\n",
+         "blimp.jsonl": "\n".join(json.dumps(dict(zip(("UID", "sentence_good", "sentence_bad"), pair)))
+                                  for pair in BLIMP).encode()}
 MIXTURES = {"mix": "bart:.5,mlm:.5", "both": "clm:.5,mlm:.5"}
 
 
@@ -138,7 +195,8 @@ def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys
 
 @pytest.mark.parametrize("run, flags, hint", [
     ("bart", ["book.txt"], "clm, mlm, prefix, fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
-    ("clm", ["a\0b"], "--file a"), ("clm", ["void.txt"], "empty"), ("clm", [""], "--file: is missing"),
+    ("clm", ["a\0b"], "--file a"), ("clm", ["void.txt"], "empty"), ("clm", [""], "--file: give"),
+    ("clm", ["book.txt", "--pairs", "x"], "--file: give"),
     ("clm", ["book.txt", "--objective", "mlm"], "Try --objective clm"),
     ("mix", ["book.txt", "--objective", "bart"], "bart defines no probability")])
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
