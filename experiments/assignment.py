@@ -1,10 +1,10 @@
 """Make an assignment: a copy of this repository in which the bodies of some functions are missing. The tests grade it.
 
     python -m experiments.assignment --functions mlm,prefix_lm,fim,mdlm --out_dir ../assignment
-    python -m experiments.assignment --functions verify --tests tests/test_sample.py --out_dir ../assignment
+    python -m experiments.assignment --functions verify,newton_schulz --tests tests --out_dir ../assignment
 
 The functions may be any at the top level of the six files. Each keeps its signature and docstring. The tests run in the
-copy, where those that fail are listed in graded.txt, and these here, where they must pass: in all a few minutes.
+copy, where those that fail are listed in graded.txt, and these here, where they must pass: in all a minute or more.
 """
 import ast
 import difflib
@@ -21,7 +21,7 @@ from run import run_program
 
 FLAGS = {"functions": Flag("", "names of the functions to write, separated by commas"),
          "out_dir": Flag("", "folder of the assignment, which must not exist"),
-         "tests": Flag(["tests"], "files of tests that may grade the assignment, or a folder of them")}
+         "tests": Flag([], "files of tests to choose from; by default those of the files that hold the functions")}
 ROOT = Path(__file__).parents[1]
 FILES = "data.py", "model.py", "objectives.py", "run.py", "train.py", "sample.py"
 # the last two would fail in a solved assignment: pages quote functions to the letter, and a copy has bodies missing
@@ -54,7 +54,7 @@ def main(argv=None):  # -> exit code
     for node, file in sorted((functions[name] for name in names), key=lambda found: -found[0].lineno):
         print(f"{file}, line {node.lineno}: {node.name} is blank", flush=True)
         blank(out / file, node)                 # from the bottom up, so that line numbers stay right
-    if run_tests(out, flags.tests) != 1:
+    if run_tests(out, flags.tests or {f"tests/test_{functions[name][1]}" for name in names}) != 1:
         shutil.rmtree(out)
         fail(f"--functions {flags.functions}: without them all tests pass, or none can run. Try other functions")
     graded = json.loads((out / ".pytest_cache/v/cache/lastfailed").read_text("utf-8"))
