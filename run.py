@@ -91,7 +91,7 @@ SETTINGS = {
 RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
                    "cuda_graph"}
 # flags of all programs in which ~ is the home folder
-PATHS = {"data", "out_dir", "init_from", "corpus", "file", "new_data", "nanogpt", "run"}
+PATHS = {"data", "out_dir", "init_from", "corpus", "file", "pairs", "new_data", "nanogpt", "run"}
 FOREIGN_FLAGS = {"lr": "learning_rate", "steps": "max_iters", "epochs": "max_passes"}       # other names of ours
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
 
