@@ -53,6 +53,15 @@ class Flag:
     choices: tuple = ()
 
 
+def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; without such a key, the first value
+    if not isinstance(default, dict):
+        return default
+    for key in keys:
+        if key in default:
+            return default[key]
+    return next(iter(default.values()))
+
+
 class UserError(Exception):
     """A mistake of the user, in one line: where, what, what to try instead. Programs print it and exit with code 2."""
 

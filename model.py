@@ -325,3 +325,9 @@ class Cache:
         slots = self.length + torch.arange(CONTEXT_WIDTH - 1 + idx.size(1), device=idx.device)      # (W - 1 + T,)
         self.ids.index_copy_(1, slots[CONTEXT_WIDTH - 1:], idx)
         return self.ids.index_select(1, slots[:CONTEXT_WIDTH - 1])
+
+
+def for_inference(model):  # freezes the weights, in the activations' type: in bfloat16, a pass reads half the memory
+    for layer in [m for m in model.modules() if isinstance(m, (StackedLinear, nn.Embedding))]:
+        layer.to(model.dtype)
+    return model.eval().requires_grad_(False)

@@ -22,8 +22,8 @@ import threading
 import zipfile
 from dataclasses import dataclass
 
-from data import VOCAB_SIZE, Flag, UserError, fail, make_rng
-from model import ModelConfig, StackedLinear, Transformer
+from data import VOCAB_SIZE, Flag, UserError, choose_default, fail, make_rng
+from model import ModelConfig, Transformer, for_inference
 from objectives import OBJECTIVES, Objective
 import torch
 from tqdm import tqdm
@@ -107,15 +107,6 @@ def in_range(flag, kind):  # -> argparse type with a range check
         return value
     convert.__name__ = kind.__name__            # for argparse's message "invalid int value"
     return convert
-
-
-def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; without such a key, the first value
-    if not isinstance(default, dict):
-        return default
-    for key in keys:
-        if key in default:
-            return default[key]
-    return next(iter(default.values()))
 
 
 def suggest_flag(message, known):  # a message of argparse, names of flags -> the closest to an unknown flag, or ""
@@ -630,12 +621,6 @@ def load_run(path, device="auto", dtype="auto", train=False):  # -> model, setti
     copy_tensors(model.state_dict(), ckpt["model"], path)
     model = model.train() if train else for_inference(model)
     return model, hp, ckpt | {"path": path}
-
-
-def for_inference(model):  # freezes the weights, in the activations' type: in bfloat16, a pass reads half the memory
-    for layer in [m for m in model.modules() if isinstance(m, (StackedLinear, torch.nn.Embedding))]:
-        layer.to(model.dtype)
-    return model.eval().requires_grad_(False)
 
 
 # ---- signals and closed pipes

@@ -607,7 +607,8 @@ def test_the_legend_explains_exactly_the_symbols_that_are_shown(name, text, caps
 def test_a_line_of_validation_shows_each_figure_once():
     record = dict(data="a.txt", loss=1.5, bpb=None, figures=dict(nll=1.0, nsp=0.5))
     line = train.describe(3, record | {"objective": "nsp"})
-    assert line == ("step      3 | validation on a.txt: nsp loss 1.5000 nats (nll 1.0000, nsp 0.5000), perplexity of the targets 2.72")
+    assert line == ("step      3 | validation on a.txt: nsp loss 1.5000 nats (nll 1.0000, nsp 0.5000), "
+                    "perplexity of the targets 2.72")
     record = dict(data="a.txt", objective="clm", loss=1.0, bpb=1.4427, figures=dict(nll=1.0))
     assert train.describe(3, record).endswith("clm loss 1.0000 nats, perplexity 2.72, 1.4427 bits/byte")
     record = dict(data="a.txt", objective="mdlm", loss=1.0, bpb=1.4427, figures={})
