@@ -82,19 +82,6 @@ def test_under_a_mask_states_depend_on_what_it_allows_and_on_their_context():
         assert not depends[b, q, 1 - b].any(), "a row depends on another"
 
 
-@torch.no_grad()
-def test_randomized_sets_the_ngram_table_and_only_ngrams_reach_beyond_the_convolution():
-    """Other tests of n-grams would also pass with a table of zeros. Here each position attends only to itself."""
-    net = randomized(ngram_rows=4096)
-    own = torch.eye(T, dtype=torch.bool).expand(B, T, T)
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    assert abs(float(net.ngrams.table.std()) - 0.3) < 0.01
-    for width in (M.CONTEXT_WIDTH, M.CONV_WIDTH):
-        depends = dependence(net, ids(high=256), 0, mask=own)
-        assert torch.equal(depends[0, :, 0], (distance >= 0) & (distance < width))
-        net.ngrams.table.zero_()
-
-
 # ---- the forms of attention
 LONG = 72                                       # longer than common windows; a fork with a wider window raises it
 SCALE = 1.5
@@ -240,26 +227,12 @@ def test_passes_over_a_cache_with_positions_equal_one_pass(cuts):
 def test_a_cache_cannot_be_combined_with_a_mask_or_with_ids_before():
     """They would be ignored, since a pass over a cache has a mask and a context of its own."""
     net = randomized()
-    x = ids()
     mask = torch.ones(1, T, T, dtype=torch.bool)
     before = torch.ones(B, T, M.CONTEXT_WIDTH - 1, dtype=torch.long)
-    net(x, mask=mask, before=before)
     for given in (dict(mask=mask), dict(before=before)):
+        net(ids(), **given)
         with pytest.raises(AssertionError):
-            net(x, cache=M.Cache(net, B, T), **given)
-
-
-def test_a_cache_that_forgot_or_was_emptied_equals_a_fresh_one():
-    net = randomized().requires_grad_(False)
-    x = ids()
-    cache = M.Cache(net, B, T)
-    net(ids(2), cache=cache)
-    cache.length.zero_()
-    net(x[:, :3], cache=cache)
-    net(ids(1)[:, :4], cache=cache)             # a draft that is rejected
-    cache.length -= 4
-    again = [net(x[:, a:b], cache=cache) for a, b in ((3, 6), (6, T))]
-    near(torch.cat(again, dim=1), net(x)[:, 3:])
+            net(ids(), cache=M.Cache(net, B, T), **given)
 
 
 @torch.no_grad()
@@ -328,13 +301,6 @@ def test_bfloat16_activations_stay_near_float32():
     assert kept == [torch.bfloat16, torch.bfloat16]
 
 
-def test_the_context_of_a_position_is_its_id_and_the_ids_before_it():
-    x = ids()
-    context = context_of(x)
-    for b, t, j in itertools.product(range(B), range(T), range(M.CONTEXT_WIDTH)):
-        assert context[b, t, j] == (x[b, t - j] if t >= j else 0)
-
-
 def test_the_convolution_sums_the_last_embeddings_weighted_by_channel():
     embedding, weight = (torch.randn(*shape, generator=make_rng(f"{shape}")) for shape in [(9, 6), (M.CONV_WIDTH, 6)])
     context = torch.randint(0, 9, (B, T, M.CONTEXT_WIDTH), generator=make_rng("context"))
@@ -356,6 +322,7 @@ def row_by_hand(gram, rows):  # the ids of an n-gram, the last one first -> its 
 def test_ngrams_are_looked_up_as_in_a_dictionary():
     """Rows are padded with EOT at the front. N-grams with a sentinel or a separator count as zero, with a MASK not."""
     net = randomized()
+    assert net.ngrams.table.std() > 0.2, "with a table of zeros, tests of n-grams could not fail"
     x = ids()
     x[0, 3] = MASK
     x[1, 5] = SEP
@@ -412,18 +379,14 @@ def test_training_drops_a_share_of_the_lookups_and_scales_the_others():
     ngrams = randomized(ngram_rows=4096).ngrams
     ngrams.table.fill_(1)                       # so that output i is the scale of the n-gram of length NGRAMS[i]
     ngrams.proj.weight.copy_(torch.eye(16, N).repeat_interleave(M.NGRAM_DIM, 1) / M.NGRAM_DIM)
-    x = ids(shape=(64, 64), high=256)
-
-    def factors(drop, seed):
-        ngrams.drop = drop
-        torch.manual_seed(seed)
-        return ngrams(context_of(x), torch.float32)[..., :N]
-    f = factors(0.25, 7)
+    ngrams.drop = 0.25
+    context = context_of(ids(shape=(64, 64), high=256))
+    torch.manual_seed(7)
+    f = ngrams(context, torch.float32)[..., :N]
     assert torch.equal((f * 0.75 * 3).round(), (f > 0) * 3.0), "kept lookups are not scaled by 1 / (1 - drop)"
     for some in (f[..., 0], f[..., N - 1], f[:32], f[3:, 9]):
         assert abs(float((some == 0).float().mean()) - 0.25) < 5 * (0.25 * 0.75 / some.numel()) ** 0.5
-    assert torch.equal(f, factors(0.25, 7))
-    assert abs(float(((f == 0) & (factors(0.25, 8) == 0)).float().mean()) - 0.25 ** 2) < 0.01
-    assert (factors(0.0, 7) == 1).all()
+    both = (f[..., 0] == 0) & (f[..., N - 1] == 0)
+    assert abs(float(both.float().mean()) - 0.25 ** 2) < 0.02, "lengths are not dropped independently"
     ngrams.eval()
-    assert (factors(0.25, 7) == 1).all()
+    assert (ngrams(context, torch.float32)[..., :N] == 1).all()
