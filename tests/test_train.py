@@ -370,6 +370,7 @@ def test_progress_changes_only_training_rows(text):
     for step, few in ((0, True), (6, True), (7, False), (9, False)):
         batch = batch_of(s, step)
         assert (counts(batch) == {13}) == few and float(s.hp.progress) == pytest.approx(step / 10)
+        assert float(s.opt.lr) == pytest.approx(train.learning_rate(step, s.hp))
     s.hp.init_from = "a run"
     batch = batch_of(s, 0)
     assert len(counts(batch)) > 20
