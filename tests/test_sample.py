@@ -574,13 +574,13 @@ FILES = {"book.txt": b"import argparse\n" * 40, "lines.txt": b"a\n\nccc\nbb\n",
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):  # a folder with a run of every objective, and of a mixture
+def place(tmp_path_factory):  # a folder with a run of every objective, and of two mixtures
     path = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         for name, content in FILES.items():
             (path / name).write_bytes(content)
-        for name in [*OBJECTIVES, "clm:.5,mlm:.5"]:
+        for name in [*OBJECTIVES, "clm:.5,mlm:.5", "bart:.5,mlm:.5"]:
             flags = tiny("--data", shutil.__file__, "--max_iters", "2", "--objective", name)
             assert train.main(flags, with_sample=False) == 0
     return path
@@ -785,6 +785,7 @@ def test_a_character_of_several_bytes_is_highlighted_as_a_whole(flags, expected)
 
 
 def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys):
+    """A line on standard error marks where the model's text begins, except after an empty prompt."""
     printed = []
 
     def steps():
@@ -794,13 +795,9 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
     assert sample.stream([65, 0xc3], steps()) == [0xa9, 66, 0xff, EOT]
     assert printed == ["Aé", "B", "\ufffd", ""]
     assert capsys.readouterr().out == "\n"
-
-
-@pytest.mark.parametrize("prompt, border", [("", ""), ("a", "\n--- the model continues:\n"),
-                                            ("a\n", "--- the model continues:\n")])
-def test_a_line_on_standard_error_marks_where_the_model_s_text_begins(prompt, border, capsys):
-    sample.stream([*prompt.encode()], iter([66]))
-    assert capsys.readouterr() == (prompt + "B\n", border)
+    for prompt, border in (("", ""), ("a", "\n--- the model continues:\n"), ("a\n", "--- the model continues:\n")):
+        sample.stream([*prompt.encode()], iter([66]))
+        assert capsys.readouterr() == (prompt + "B\n", border)
 
 
 @pytest.mark.parametrize("name, prompt", [("clm", RAW), ("mlm", RAW + "[MASK]"), ("fim", RAW + "<extra_id_0>")])
@@ -869,16 +866,6 @@ def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, c
     with open("short.txt", "wb") as f:
         f.write(b"ok a!")
     assert stdout(capsys, "electra", "--prompt", "FILE:short.txt").startswith("ok a«!»\n1:5: a«!»"), "fits a block"
-
-
-@pytest.mark.parametrize("name, flags, n", [
-    ("electra", ["--prompt", "FILE:typos.txt"], 5), ("bart", ["--prompt", "FILE:typos.txt"], 9),
-    ("contrastive", ["--query", "a", "--corpus", "equal.txt"], 3)])
-def test_reading_a_file_shows_progress_up_to_its_end(name, flags, n, runs, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "tqdm", functools.partial(sample.tqdm, mininterval=0))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    err = output(capsys, name, *flags).err
-    assert re.search(rf"100%\S* {n}/{n} ", err), err
 
 
 def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs, given):

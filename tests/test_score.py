@@ -1,17 +1,18 @@
 """Every way to compute the bits of a text equals a slow reference; and the program that prints them."""
 import json
 import math
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny, randomized, settings
+from conftest import randomized, settings
 from test_sample import FRAMED, IN_PLACE, Stub, T, ids
 
 import sample
-import train
+import test_sample
 from data import EOT, MASK, from_bytes
 from experiments import score
 from objectives import OBJECTIVES, Fill
@@ -103,6 +104,7 @@ def test_batches_do_not_change_a_score(is_causal, monkeypatch):
 @pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if score.has_probability(o)])
 def test_pairs_are_compared_for_every_objective_that_scores_a_text(name, runs, capsys):
     objective = OBJECTIVES[name]
+    Path("pairs.txt").write_bytes(b"a b\ta b\nx = 1\tx 1 =\nof\tfo\n")
     out = output(capsys, name, "--pairs", "pairs.txt", file="").out
     assert ("exact log-probability" in out) == (objective.bpb in ("loss", "causal"))
     assert (f"{name}'s bound, estimated in 16 passes" in out) == (objective.bpb == "bound")
@@ -112,6 +114,8 @@ def test_pairs_are_compared_for_every_objective_that_scores_a_text(name, runs, c
 
 def test_shares_and_errors(runs, capsys, monkeypatch):
     monkeypatch.setattr(score, "exact_scores", lambda model, x: x[:, 0].double())
+    lines = [json.dumps(dict(zip(("UID", "sentence_good", "sentence_bad"), pair))) for pair in BLIMP]
+    Path("blimp.jsonl").write_text("\n".join(lines), "utf-8")
     out = output(capsys, "clm", "--pairs", "blimp.jsonl", file="").out
     assert re.findall(r"(\d) +(\d\.\d+) +(\d\.\d+)  (.+)", out) == [
         ("3", "0.500", "0.236", "a"), ("1", "1.000", "0.000", "b"), ("4", "0.625", "0.207", "all pairs")]
@@ -128,38 +132,20 @@ def test_the_60_pairs_have_the_format_of_blimp():
 def test_bad_pairs_are_refused(content, hint, runs, refuses, monkeypatch):
     Path("bad.txt").write_bytes(content)
     monkeypatch.setattr(score.sample, "note", lambda text: None)
-    refuses(hint, score.main, ["--out_dir", "clm", "--pairs", "bad.txt"])
+    refuses(hint, score.main, ["--out_dir", "out/clm", "--pairs", "bad.txt"])
 
 
 # ---- the program
 BLIMP = [("a", "y", "x"), ("a", "x", "y"), ("b", "y", "xx"), ("a", "x", "xx")]
-FILES = {"void.txt": b"", "book.txt": b"import argparse\n" * 40, "pairs.txt": b"a b\ta b\nx = 1\tx 1 =\nof\tfo\n",
-         "blimp.jsonl": "\n".join(json.dumps(dict(zip(("UID", "sentence_good", "sentence_bad"), pair)))
-                                  for pair in BLIMP).encode()}
-MIXTURES = {"mix": "bart:.5,mlm:.5", "both": "clm:.5,mlm:.5"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):  # a folder with texts, and a run of every objective and of two mixtures
-    path = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        for name, content in FILES.items():
-            (path / name).write_bytes(content)
-        for name, objective in (dict(zip(OBJECTIVES, OBJECTIVES)) | MIXTURES).items():
-            flags = tiny("--data", train.__file__, "--max_iters", "2", "--objective", objective, "--out_dir", name)
-            assert train.main(flags, with_sample=False) == 0
-    return path
-
-
-@pytest.fixture
-def runs(place, monkeypatch):
-    monkeypatch.chdir(place)
+place = test_sample.place                       # fixtures: runs of every objective, and of two mixtures
+runs = test_sample.runs
+MIX = "bart_.5+mlm_.5"
+BOTH = "clm_.5+mlm_.5"
 
 
 def output(capsys, run, *flags, file="book.txt"):
     capsys.readouterr()
-    assert score.main(["--out_dir", run, "--file", file, *flags]) == 0
+    assert score.main(["--out_dir", f"out/{run}", "--file", file, *flags]) == 0
     return capsys.readouterr()
 
 
@@ -177,7 +163,7 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
     assert ("left to right, windows of 32, stride 16" in out) == (objective.bpb in ("loss", "causal"))
     assert ("left to right by filling MASKs, the first 100 bytes, windows of " in out) == fills
     assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
-    assert err == f"--- {Path(name) / 'best.pt'}: {name}, step 2 of 2\n"
+    assert err == f"--- {Path('out') / name / 'best.pt'}: {name}, step 2 of 2\n"
     output(capsys, name, "--dtype", "bfloat16")
     assert dtypes == ["float32", "bfloat16"], "the default is float32, not the device's type"
 
@@ -189,16 +175,16 @@ def test_another_seed_masks_other_bytes(runs, capsys):
 
 
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
-    for run, flags, member in (("mix", [], "mlm"), ("both", [], "clm"), ("both", ["--objective", "mlm"], "mlm")):
+    for run, flags, member in ((MIX, [], "mlm"), (BOTH, [], "clm"), (BOTH, ["--objective", "mlm"], "mlm")):
         assert f"used as {member}, step 2 of 2" in output(capsys, run, *flags).err
 
 
 @pytest.mark.parametrize("run, flags, hint", [
     ("bart", ["book.txt"], "clm, mlm, prefix, fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
-    ("clm", ["a\0b"], "--file a"), ("clm", ["void.txt"], "empty"), ("clm", [""], "--file: give"),
+    ("clm", ["a\0b"], "--file a"), ("clm", [os.devnull], "empty"), ("clm", [""], "--file: give"),
     ("clm", ["book.txt", "--pairs", "x"], "--file: give"),
     ("clm", ["book.txt", "--objective", "mlm"], "Try --objective clm"),
-    ("mix", ["book.txt", "--objective", "bart"], "bart defines no probability")])
+    (MIX, ["book.txt", "--objective", "bart"], "bart defines no probability")])
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
-    out, _ = refuses(hint, score.main, ["--out_dir", run, "--file", *flags])
+    out, _ = refuses(hint, score.main, ["--out_dir", f"out/{run}", "--file", *flags])
     assert not out
