@@ -116,13 +116,18 @@ def test_json_lines_are_known_by_their_name_or_first_line(name, tmp_path):
     assert not data.has_json_lines(str(tmp_path / "b.json"))
 
 
-@pytest.mark.parametrize("start, name", data.SIGNATURES.items())
-def test_formats_that_are_not_text_are_refused_and_in_a_folder_skipped(start, name, tmp_path, refuses, capsys):
-    (tmp_path / "a").write_bytes(start + b"and no NUL" * 99)
-    refuses(f"is a {name} file", open_corpus, [str(tmp_path / "a")])
-    (tmp_path / "b.txt").write_text("a text")
+def test_in_a_folder_files_that_are_no_text_are_skipped(tmp_path, refuses):
+    """A document is named for its file, and for its line in a file of JSON lines. A text is kept once."""
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
+    refuses("iconv -f utf-16 -t utf-8", open_corpus, [str(tmp_path)])
+    for start, name in data.SIGNATURES.items():
+        (tmp_path / name).write_bytes(start + b"and no NUL" * 99)
+    (tmp_path / "b.txt").write_text("one")
+    (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "linked").symlink_to(tmp_path.parent, target_is_directory=True)
-    assert data.read_folder(str(tmp_path)) == ({str(tmp_path / "b.txt"): b"a text"}, 2)
+    documents, n_skipped = data.read_folder(str(tmp_path))
+    assert documents == {str(tmp_path / "b.txt"): b"one", str(tmp_path / "c.jsonl:2"): b"two"}
+    assert n_skipped == len(data.SIGNATURES) + 3
 
 
 def test_an_array_of_json_objects_is_refused_with_a_command_that_converts_it(text, refuses):
@@ -134,32 +139,21 @@ def test_an_array_of_json_objects_is_refused_with_a_command_that_converts_it(tex
     assert data.to_bytes(torch.cat((s["train"], s["val"]))) == b"on\0tw\0e\0o\0"
 
 
-def test_a_folder_mixes_files_and_jsonl_and_keeps_each_text_once(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    documents, n_skipped = data.read_folder(str(tmp_path))
-    assert documents == {str(tmp_path / "a.txt"): b"one", str(tmp_path / "b.jsonl:2"): b"two"} and n_skipped == 1
-
-
-UTF16_LINES = [('{"text": "жук"}\n' * 3).encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-16-be")]
-
-
-@pytest.mark.parametrize("content", [b"", b"no JSON", b'{"body": "x"}\n' * 3, *UTF16_LINES])
-def test_a_jsonl_file_without_a_text_is_refused(content, text, tmp_path, refuses):
-    (tmp_path / "a.jsonl").write_bytes(content)
-    refuses('{"text": "..."}', open_corpus, ["a.jsonl"])
+UTF16 = "utf-16", "utf-16-le", "utf-16-be"
+REFUSED = [                                     # name, contents, part of the message
+    *(("a", start + b"and no NUL" * 99, f"is a {name} file") for start, name in data.SIGNATURES.items()),
+    *(("a.txt", ("abc " * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in UTF16),
+    *(("a.txt", ("жук " * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in ("utf-16", "utf-32")),
+    *(("a.jsonl", ('{"text": "жук"}\n' * 3).encode(encoding), '{"text": "..."}') for encoding in UTF16),
+    *(("a.jsonl", content, '{"text": "..."}') for content in (b"", b"no JSON", b'{"body": "x"}\n' * 3))]
 
 
 @pytest.mark.parametrize("mapped_bytes", [1, 1 << 26])
-@pytest.mark.parametrize("encoding, letters", [("utf-16", "abc "), ("utf-16-le", "abc "), ("utf-16-be", "abc "),
-                                               ("utf-32", "жук "), ("utf-16", "жук")])
-def test_utf16_is_refused(encoding, letters, mapped_bytes, text, tmp_path, monkeypatch, refuses):
+@pytest.mark.parametrize("name, content, hint", REFUSED)
+def test_a_file_that_is_no_text_is_refused(name, content, hint, mapped_bytes, tmp_path, monkeypatch, refuses):
     monkeypatch.setattr(data, "MAPPED_BYTES", mapped_bytes)
-    (tmp_path / "a.txt").write_bytes((letters * 100).encode(encoding))
-    refuses("iconv -f utf-16 -t utf-8", open_corpus, ["a.txt"])
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/a.txt").write_bytes("text".encode("utf-16"))
-    refuses("iconv -f utf-16 -t utf-8", open_corpus, ["folder"])
+    (tmp_path / name).write_bytes(content)
+    refuses(hint, open_corpus, [str(tmp_path / name)])
 
 
 def test_nuls_between_documents_and_other_encodings_are_read(tmp_path):
