@@ -164,22 +164,13 @@ def test_inference_loads_best_pt_of_a_folder_or_the_given_file(text):
 
 
 def test_a_loaded_model_can_be_trained_by_any_optimizer(text):
-    """Every parameter is trained, the n-gram table included."""
+    """Every parameter has a gradient, the n-gram table included."""
     fit(text, "a", "--max_iters", "3", "--learning_rate", "0.1")
     net, _, _ = run.load_run("a", "cpu", train=True)
     assert net.training and {net.dtype, *(p.dtype for p in net.parameters())} == {torch.float32}
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    opt = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
     x = torch.randint(1, 256, (4, 33), generator=make_rng("batch"))
-    losses = []
-    for _ in range(4):
-        loss = F.cross_entropy(net.logits(net(x[:, :-1])).mT, x[:, 1:])
-        losses.append(float(loss.detach()))
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
-    assert [name for name, p in net.named_parameters() if equal(p, before[name])] == [] and "ngrams.table" in before
+    F.cross_entropy(net.logits(net(x[:, :-1])).mT, x[:, 1:]).backward()
+    assert all(p.grad.any() for p in net.parameters()) and net.ngrams.table.grad is not None
 
 
 def test_the_page_fine_tunes_a_run_on_labels(text):
@@ -279,14 +270,6 @@ def test_a_second_signal_and_signals_that_nohup_ignores_are_not_caught(at_start,
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_cpu_caches_few_kernels(monkeypatch):
-    """Searching lines of many lengths took GBs on CPUs with oneDNN."""
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        monkeypatch.delenv(name, raising=False)
-    run.use_device(torch.device("cpu"))
-    assert "256" == os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"]
-
-
 # ---- what must be refused
 BAD = {  # name: flags, part of the error message
     "unknown flag": ("--max_iter 3", "--max_iter"),
@@ -368,12 +351,10 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, ref
 
 
 def test_ctrl_c_ends_a_program_without_a_traceback(capsys):
+    """Errors keep theirs."""
     with pytest.raises(SystemExit) as e:
         run.run_program(mock.Mock(side_effect=KeyboardInterrupt()))
     assert (e.value.code, capsys.readouterr().err) == (130, "")
-
-
-def test_other_errors_keep_their_traceback():
     with pytest.raises(RuntimeError, match="a mistake"):
         run.run_program(mock.Mock(side_effect=RuntimeError("a mistake")))
 
