@@ -21,21 +21,29 @@ def all_runs():  # -> {folder: settings}, oldest first
     return {folder: compare.load_checkpoint(folder)["config"] for folder in folders}
 
 
-def load_metrics(folder):
-    with open(f"{folder}/measured.json") as f:
+def load_metrics(folder, name="measured"):
+    with open(f"{folder}/{name}.json") as f:
         return json.load(f)["metrics"]
 
 
 # ---- cells
 def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
-    """The first table has the metrics of an objective, the second its own task beside a baseline."""
+    """The first table has the metrics of an objective, the second its own task beside a baseline. After --tasks_only,
+    the other metrics can still be measured."""
     monkeypatch.setattr(evaluate, "ROWS", 4)
     monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
     names = "mtp", "mdlm", "span", "rotation"
     words = ["--objectives", ",".join(names), "--block_size", "128", "--n_layer", "1"]
+    run(*words, "--tasks_only")
+    monkeypatch.setattr(compare.train, "main", None)
+    capsys.readouterr()
     assert run(*words) == 0
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
+    for folder, config in all_runs().items():
+        few = load_metrics(folder, "measured_tasks")
+        assert {"loss", "task"} <= set(few) and not {"left_4", "replaced_auc"} & set(few)
+        assert few["task"] == metrics[config["objective"]]["task"]
     for name in names:
         heading, _ = evaluate.TASKS[OBJECTIVES[name].uses[0].mode]
         assert f"| {name} | {heading} | {metrics[name]['task']:.3f} | {metrics[name]['task_baseline']:.3f} | " in out
@@ -45,28 +53,12 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     assert {"infill_4", "infill_16", "distinct"} <= set(metrics["mdlm"]) and "infill_4" not in metrics["mtp"]
     bits = metrics["mtp"]["left_to_right"], *(metrics["mdlm"][m] for m in ("bound", "left_by_filling", "bound_there"))
     assert 7 < min(bits) and max(bits) < 9
-    monkeypatch.setattr(compare.train, "main", None)
     monkeypatch.setattr(compare, "measure", lambda *args: {"task": 0.5})
     run(*words)
     assert out == capsys.readouterr().out, "a finished run was trained or measured again"
     monkeypatch.setattr(compare, "EVAL_VERSION", 99)
     run(*words)
     assert {load_metrics(folder)["task"] for folder in all_runs()} == {0.5}, "not measured by the new evaluations"
-
-
-def test_tasks_only_measures_losses_and_tasks(text, monkeypatch):
-    """Afterwards the other metrics can still be measured."""
-    monkeypatch.setattr(evaluate, "ROWS", 4)
-    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
-    words = ["--objectives", "clm", "--block_size", "128", "--n_layer", "1"]
-    run(*words, "--tasks_only")
-    [folder] = all_runs()
-    with open(f"{folder}/measured_tasks.json") as f:
-        few = json.load(f)["metrics"]
-    assert "loss" in few and "task" in few and "left_4" not in few and "replaced_auc" not in few
-    run(*words)
-    many = load_metrics(folder)
-    assert "left_4" in many and many["task"] == few["task"]
 
 
 def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkeypatch):
@@ -159,10 +151,7 @@ def test_differences_are_paired_by_seed_and_empty_columns_are_left_out():
     assert "| a | 4.667 ± 3.786 |" in out and "| five raw bytes |  | 0.500 | - |" in out
     assert "|  | its task (baseline) | model | baseline |\n|---|---|---|---|\n| a | holes (blanks) | 0.500 |" in out
     assert "paired" not in compare.tables({"a": {1: {"left_to_right": 2.0}}, "b": {1: {"left_to_right": 2.1}}})
-
-
-def test_headings_name_the_unit():
-    """A loss in nats beside bits per byte would otherwise be read as bits."""
+    # a loss in nats beside bits per byte would be read as bits, if the heading did not name the unit
     out = compare.tables({"nsp_weight=0": {1: {"loss": 2.0, "left_4": 3.0, "probe": 0.5, "tflop": 1.0}}})
     assert "|  | own loss (nats) | left 4 (bits/byte) | probe of byte classes (balanced accuracy) | training (" in out
 
