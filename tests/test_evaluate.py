@@ -32,16 +32,6 @@ def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):
     return evaluation(model.eval(), objective, hp, text)
 
 
-class Copies:
-    """A model that predicts the byte that it reads."""
-
-    def __call__(self, row, prefix=0, positions=None):
-        return row
-
-    def logits(self, row):
-        return F.one_hot(row, 512).float()
-
-
 # ---- bits per byte of a middle
 @pytest.mark.parametrize("mode", ["continue", "fill", "infill"])
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -126,10 +116,13 @@ def test_a_run_with_doc_mask_is_evaluated_across_documents(name, monkeypatch):
 # ---- replaced bytes
 @pytest.mark.parametrize("name", ["clm", "mlm"])
 def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
-    class Knows(Copies):  # knows that each letter follows the one on the left; repeats a byte that it sees
+    class Knows:  # knows that each letter follows the one on the left; repeats a byte that it sees
         def __call__(self, row, prefix):
             after = (row - 96) % 26 + 97
             return after if prefix == 0 else torch.where(row == MASK, after.roll(1, 1), row)
+
+        def logits(self, row):
+            return F.one_hot(row, 512).float()
     text = torch.arange(97, 123).repeat(40).byte()
     found = evaluate.eval_corruption(Knows(), OBJECTIVES[name], settings(name, 64), text)
     assert 0.8 < found["replaced_auc"] < 1, "a letter after a replaced one is a surprise, too"
