@@ -65,9 +65,3 @@ def test_no_objective_is_named_in_the_code(path):
         assert name == "prefix", (
             f'{path}, line {line} names the objective "{name}". Read a field of Objective, such as bpb or uses. '
             "If the word does not mean an objective, give the new objective another name")
-
-
-def test_words_of_prose_are_no_names(monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "top", OBJECTIVES["clm"])
-    prose = '"""top"""\nprint("at the top", 1)  # top\nfail("top")\n'
-    assert names_in_code(prose + 'x = "top"\ny = "mlm,top"\n') == [(4, "top"), (5, "mlm"), (5, "top")]
