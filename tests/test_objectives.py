@@ -55,11 +55,6 @@ def prefixes(batch):  # -> (B,): the prefix length of each row
     return torch.as_tensor(batch["prefix"]).expand(len(batch["inp"]))
 
 
-def random_corpus(low, high, n):  # one source of n bytes from low .. high - 1 for each split
-    data = torch.randint(low, high, (2 * n,), generator=make_rng("corpus"), dtype=torch.uint8)
-    return [dict(name="random", weight=1.0, train=data[:n], val=data[n:], size=2 * n, crc=0)]
-
-
 # ---- generic: batches
 @every
 def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
@@ -244,25 +239,6 @@ def test_no_further_target_and_no_label_can_be_read(name):
             assert not read.any(), f"byte {j} decides {key} and can be read" + advice(objective)
 
 
-@every
-def test_documents_are_kept_apart_by_their_mask(name):
-    """With the mask, the second document's states do not depend on the bytes of the first; without it they do."""
-    objective, net, batch, hp = case(name)
-    if not objective.supports_doc_mask:
-        pytest.skip("does not keep the text's order")
-    inp = batch["inp"].clone()
-    inp[:, 19] = EOT
-    is_first = torch.arange(T) < 19
-    other = torch.where(is_first, inp % 255 + 1, inp)
-
-    def states(inp, masked):
-        rows = batch | {"inp": inp}
-        return O.hidden_states(net, rows | O.document_mask(rows) if masked else rows)
-    for masked in (True, False):
-        same = (states(inp, masked) == states(other, masked)).all(2)
-        assert not same[:, :19].any() and (same[:, 20:] == masked).all()
-
-
 @pytest.mark.parametrize("prefix", [0, 12, torch.tensor([0, 3, 7, 12])])
 def test_the_mask_of_documents_is_the_rule_within_each(prefix):
     inp = torch.randint(0, 3, (4, 12), generator=make_rng("documents"))             # a third of the ids are EOT
@@ -314,7 +290,8 @@ def check_entropy(name, **changes):
     hp = settings(name, SMALL_T, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
                                         max_iters=100, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
-    corpus = random_corpus(1, 256, 100_000)
+    data = torch.randint(1, 256, (200_000,), generator=make_rng("corpus"), dtype=torch.uint8)
+    corpus = [dict(name="random", weight=1.0, train=data[:100_000], val=data[100_000:], size=200_000, crc=0)]
     s = train.prepare(corpus, get_members(hp), hp)
     [m] = s.members
     batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(4)]
