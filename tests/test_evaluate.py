@@ -100,19 +100,6 @@ def test_holes_lie_in_the_middle(monkeypatch):
     assert {*more} - {*found} == {f"{kind}_{m}" for kind in ("left", "ended") for m in (4, 16, 64)}
 
 
-@pytest.mark.parametrize("name", ["clm", "prefix", "mlm", "mdlm", "hybrid"])
-def test_a_run_with_doc_mask_is_evaluated_across_documents(name, monkeypatch):
-    """The same weights give the same figures with and without --doc_mask."""
-    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 256)
-    monkeypatch.setattr(evaluate, "CHAIN_WINDOWS", 2)
-    text = from_bytes(b"ab\0c\0" * 2000)         # every window holds ends of documents
-    for evaluation in (evaluate.eval_infilling, evaluate.eval_corruption, evaluate.eval_filling_in_order):
-        assert measure(evaluation, name, text=text) == measure(evaluation, name, text=text, doc_mask=True)
-    states = [evaluate.layer_states(randomized(), OBJECTIVES[name], settings(name, 64, doc_mask=doc_mask),
-                                    text[:128].long().view(2, 64)) for doc_mask in (False, True)]
-    assert torch.equal(*states)
-
-
 # ---- replaced bytes
 @pytest.mark.parametrize("name", ["clm", "mlm"])
 def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
