@@ -34,9 +34,11 @@ def tiny(*words):  # -> flags of a tiny run, then these; of a flag that is given
 
 @pytest.fixture(autouse=True)
 def restore_torch_switches():  # a run sets them for the whole process
+    threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     yield
+    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(precision)
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     if torch.cuda.is_available():

@@ -16,13 +16,6 @@ with open(compress.__file__, "rb") as source:
     CODE = source.read()
 
 
-@pytest.fixture(autouse=True)
-def restore_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("text", [b"", b"a", b"\0\0\0\0", RANDOM, CODE[:277], CODE[:1601]],
                          ids=["empty", "one byte", "NULs", "random", "two streams", "16 streams"])
 def test_a_text_is_restored(text, monkeypatch):
