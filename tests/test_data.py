@@ -197,12 +197,6 @@ def test_the_standard_library_is_real_text_without_tests():
     assert not any("site-packages" in path or f"{os.sep}test{os.sep}" in path for path in documents)
 
 
-def test_the_standard_library_is_the_same_text_on_windows(tmp_path, monkeypatch):
-    (tmp_path / "a.py").write_bytes(b"x = 1\r\ny = '\r'\r\n")
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert [*data.read_stdlib().values()] == [b"x = 1\ny = '\r'\n"]
-
-
 def test_weights_follow_a_colon_unless_the_path_exists(text, tmp_path, refuses):
     for name in ("a.txt", "b:2", "c.txt"):
         (tmp_path / name).write_text("text" * 10)
