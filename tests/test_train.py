@@ -6,7 +6,6 @@ import math
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -736,27 +735,16 @@ def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch,
     on_step(at, lambda: os.kill(os.getpid(), number), monkeypatch)
     before = signal.signal(number, die)         # a caller's handler, not one that is ignored
     try:
-        fit(text, "stopped", *flags, code=code)
+        fit(text, "a run", *flags, code=code)
         assert signal.getsignal(number) is die, "handlers are put back"
     finally:
         signal.signal(number, before)
-    assert ("python train.py --resume --out_dir stopped" in capsys.readouterr().out) == bool(code)
-    assert load_checkpoint("stopped")["step"] == at
-    loss_at = dict(zip(losses("stopped", "step", "val"), losses("stopped", split="val")))
-    assert at in loss_at and load_run("stopped", "cpu")[2]["step"] == min({*loss_at} - {0}, key=loss_at.get)
-    resume("stopped")
-    assert_same_run("whole", "stopped")
-
-
-def test_printed_commands_quote_a_folder_with_a_space(text, monkeypatch, capsys):
-    out = os.path.join("my runs", "a b")
-    on_step(1, lambda: os.kill(os.getpid(), signal.SIGINT), monkeypatch)
-    fit(text, out, "--max_iters", "3", code=130)
-    line = re.search("python train.py (--resume.*)", capsys.readouterr().out)[1]
-    assert shlex.split(line) == ["--resume", "--out_dir", out]
-    monkeypatch.setattr("sample.main", lambda argv: None)
-    train.finish(start("--data", text, "--out_dir", out))
-    assert capsys.readouterr().out.endswith(f"python sample.py --out_dir '{out}'\n")
+    assert ("python train.py --resume --out_dir 'a run'" in capsys.readouterr().out) == bool(code)
+    assert load_checkpoint("a run")["step"] == at
+    loss_at = dict(zip(losses("a run", "step", "val"), losses("a run", split="val")))
+    assert at in loss_at and load_run("a run", "cpu")[2]["step"] == min({*loss_at} - {0}, key=loss_at.get)
+    resume("a run")
+    assert_same_run("whole", "a run")
 
 
 def command(text, out, *flags):  # train.py as a process of its own
