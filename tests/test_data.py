@@ -96,22 +96,16 @@ def jsonl_lines():  # -> lines of a .jsonl file, the 20 documents that they hold
     return good[:9] + bad + good[9:], [text.encode() for text in texts], len(bad)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "a.json"])
 @pytest.mark.parametrize("where", ["file", "folder"])
-def test_the_documents_of_a_jsonl_file_are_its_texts(where, tmp_path, capsys):
+def test_the_documents_of_a_jsonl_file_are_its_texts(where, name, tmp_path, capsys):
+    """It is known by its name, a .json file by its first line."""
     lines, texts, n_bad = jsonl_lines()
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    [s] = open_corpus([str(tmp_path / "a.jsonl" if where == "file" else tmp_path)])
+    (tmp_path / name).write_bytes(b"\n".join(lines))
+    [s] = open_corpus([str(tmp_path / name if where == "file" else tmp_path)])
     assert f": 20 documents; {n_bad} files or lines skipped: " in capsys.readouterr().out
     assert data.to_bytes(s["val"]) == texts[9] + b"\0" + texts[19] + b"\0"
     assert data.to_bytes(s["train"]) == b"".join(t + b"\0" for i, t in enumerate(texts) if i not in (9, 19))
-
-
-@pytest.mark.parametrize("name", ["a.ndjson", "a.json", "a.JSONL"])
-def test_json_lines_are_known_by_their_name_or_first_line(name, tmp_path):
-    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two", "id": 2}\n')
-    for path in (tmp_path / name, tmp_path):
-        [s] = open_corpus([str(path)])
-        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == b"on\0tw\0e\0o\0"
     (tmp_path / "b.json").write_text('{"name": "a text of its own"}')
     assert not data.has_json_lines(str(tmp_path / "b.json"))
 
