@@ -420,6 +420,8 @@ def test_a_masked_end_of_document_does_not_end_it_in_the_mask(text):
     ends = (batch["inp"] == 0).long()
     doc = ends.cumsum(1) - ends
     assert (batch["tgt"] == 0).any() and torch.equal(micro["mask"], doc[:, :, None] == doc[:, None, :])
+    [val] = train.validation_batches(s.members[0], s.corpus[0], s.hp)
+    assert "mask" in val and "before" in val, "validation keeps documents apart as training does"
 
 
 # ---- a step as a CUDA graph
@@ -536,14 +538,6 @@ def test_each_member_is_validated_on_each_source_and_best_has_the_lowest_weighte
     assert best["step"] == best["best_step"] == min(total, key=total.get) != 20
     assert best["best"] == pytest.approx(total[best["step"]])
     assert losses("a")[0] == pytest.approx(math.log(256), abs=1e-4)
-
-
-def test_validation_keeps_documents_apart_as_training_does(text):
-    write("nul.txt", Path(text).read_bytes().replace(b"\n", b"\0"))
-    for flag in ("--doc_mask", "--no-doc_mask"):
-        s = start("--data", "nul.txt", flag)
-        [val] = train.validation_batches(s.members[0], s.corpus[0], s.hp)
-        assert ("mask" in val and "before" in val) == s.hp.doc_mask
 
 
 def test_one_row_of_each_kind_is_shown_with_its_label(text):
