@@ -137,7 +137,7 @@ UTF16 = "utf-16", "utf-16-le", "utf-16-be"
 REFUSED = [                                     # name, contents, part of the message
     *(("a", start + b"and no NUL" * 99, f"is a {name} file") for start, name in data.SIGNATURES.items()),
     *(("a.txt", ("abc " * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in UTF16),
-    *(("a.txt", ("жук " * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in ("utf-16", "utf-32")),
+    *(("a.txt", ("жук" * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in ("utf-16", "utf-32")),
     *(("a.jsonl", ('{"text": "жук"}\n' * 3).encode(encoding), '{"text": "..."}') for encoding in UTF16),
     *(("a.jsonl", content, '{"text": "..."}') for content in (b"", b"no JSON", b'{"body": "x"}\n' * 3))]
 
