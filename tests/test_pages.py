@@ -11,7 +11,6 @@ import pytest
 
 import run
 import sample
-from data import UserError
 from experiments import compare, gpu_check
 from experiments.flags import parse_own_flags, parse_with_train_flags
 
