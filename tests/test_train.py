@@ -578,15 +578,6 @@ def test_a_line_of_validation_shows_each_figure_once():
     assert train.describe(3, record).endswith("mdlm loss 1.0000 nats, <= 1.4427 bits/byte")
 
 
-def test_an_untrained_model_shows_no_sample(text, capsys, monkeypatch):
-    monkeypatch.setattr("sample.main", lambda argv: print("a sample"))
-    train.finish(start("--data", text, "--max_iters", "0"))
-    assert "a sample" not in capsys.readouterr().out
-    fit(text, "a", "--max_iters", "1")
-    train.finish(start("--data", text, "--init_from", "a", "--max_iters", "0"))
-    assert "a sample" in capsys.readouterr().out
-
-
 def test_compressors_say_how_much_they_read_if_it_is_not_all(monkeypatch):
     text = from_bytes(b"twenty bytes of text")
     assert train.compressor_bits(text).endswith(" bits/byte as one stream")
