@@ -340,8 +340,7 @@ def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds 
 
 def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES, error_rate=sample.ERROR_RATE):
     """Of windows with a typo each: the share whose typo is the most suspicious byte, the share whose typo is corrected,
-    and the number of right bytes that are changed, per window. Of windows in which 5% of the bytes are replaced by
-    random printable ones, with an assumed error rate of 5%: the wrong bytes that are left, relative to those before."""
+    and the number of right bytes that are changed, per window."""
     use = find_use(objective, "correct")
     if not use:
         return {}
@@ -350,16 +349,28 @@ def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES
     is_first = odds.argmax(1, keepdim=True) == typo
     is_wrong = corrected != clean
     n_damaged = (is_wrong & (x == clean)).sum(1).float()
-    g = make_rng("compare,replaced")
-    clean = clean[:ROWS // 2]
-    noise = torch.randint(32, 127, clean.shape, generator=g)
-    is_replaced = (torch.rand(clean.shape, generator=g) < 0.05) & (clean != EOT)
-    noisy = torch.where(is_replaced, noise, clean)
-    _, repaired = correct_rows(model, use.fill, hp, noisy, passes, 0.05)
-    left = (repaired != clean).sum() / (noisy != clean).sum()
     return {"typos_first": float(is_first.float().mean()),
             "typos_corrected": 1 - float(is_wrong.gather(1, typo).float().mean()),
-            "typos_damaged": float(n_damaged.mean()), "replaced_left": float(left)}
+            "typos_damaged": float(n_damaged.mean())}
+
+
+def eval_replaced(model, objective, hp, text, passes=sample.CORRECTION_PASSES):
+    """Of windows in which 5% of the bytes are replaced by random printable ones: the edit distance from the corrected
+    (error rate 5%) or repaired to the clean text, divided by that from the noisy text. Changing nothing: 1."""
+    use = find_use(objective, "correct")
+    if not use and not find_use(objective, "repair"):
+        return {}
+    g = make_rng("compare,replaced")
+    clean = windows(text, 128, ROWS, "replaced")
+    noise = torch.randint(32, 127, clean.shape, generator=g)
+    noisy = torch.where((torch.rand(clean.shape, generator=g) < 0.05) & (clean != EOT), noise, clean)
+    if use:
+        _, repaired = correct_rows(model, use.fill, hp, noisy, passes, 0.05)
+    else:
+        repaired = [[*sample.repair(model, objective, row.tolist(), hp, make_rng("unused"), temperature=0)]
+                    for row in noisy]
+    left = sum(edit_distance([*map(int, after)], before.tolist()) for after, before in zip(repaired, clean))
+    return {"replaced_left": left / int((noisy != clean).sum())}
 
 
 def eval_retrieval(model, objective, hp, text):
