@@ -1,5 +1,6 @@
 """Train every objective for the same number of steps, and evaluate all of them in the same way (evaluate.py).
 
+    python -m experiments.compare --objectives clm,mlm,mdlm --data book.txt --seeds 1,2,3
     python -m experiments.compare                       all objectives, one seed: one to five hours on a laptop CPU
     python -m experiments.compare --budgets 100         minutes: too short to conclude anything
     python -m experiments.compare --budgets 500,1000,2000,4000,8000 --objectives clm,mlm --seeds 1,2,3
@@ -14,32 +15,35 @@ Every objective is trained with its own defaults. Each row of a table has a run 
 a run is named after its settings and its text: a finished run is not trained again, an interrupted run is resumed, and
 other settings make another run. The run's metrics are in measured.json in its folder (with --tasks_only in
 measured_tasks.json); delete that file to measure the run again. The tables show the largest budget. The last table,
-curves.csv and the picture show all budgets. If rows have fewer than 128 positions, holes, replaced bytes and some tasks
-are not measured.
-Flags that are not listed below are train.py's, such as --n_layer 6.
+curves.csv and the picture show all budgets. With one budget, the picture shows the bits of holes and the losses over
+the steps. If rows have fewer than 128 positions, holes, replaced bytes and some tasks are not measured.
+Flags that are not listed below are train.py's, such as --n_layer 6. One that only some of the objectives have, such as
+--mask_rate, goes to those.
 """
 import contextlib
 import csv
-import functools
 import itertools
 import json
 import math
 import os
 import statistics
 import sys
+import time
 import zlib
 from argparse import Namespace
+from collections import namedtuple
 from dataclasses import dataclass
+from pathlib import Path
 
 from data import Flag, check_sizes, fail, open_corpus
 from experiments import bench, evaluate
-from experiments.flags import parse_with_train_flags
+from experiments.evaluate import BITS, HOLE_LENGTHS, METRICS, Metric
+from experiments.flags import parse_with_train_flags, to_words
 import train
 from objectives import OBJECTIVES
-from run import SETTINGS, VERSION, build, flag_specs, for_inference, get_config, get_members, load_checkpoint, load_run
-from run import parse, run_program
+from run import SETTINGS, SHARED_FLAGS, VERSION, flag_specs, get_config, get_members, load_checkpoint, load_run
+from run import member_weights, parse, run_program
 import torch
-from tqdm import tqdm
 
 FLAGS = {
     "objectives": Flag("", "names separated by commas; default: all, or the first that has the setting of --sweep"),
@@ -50,56 +54,23 @@ FLAGS = {
     "sweep": Flag("", "a setting and its values, as in mask_rate=.1,.15,.3"),
     "first_steps": Flag(0, "for --sweep start: steps of the first run; 0: as many as of the second", 0),
     "tasks_only": Flag(False, "measure only losses and each objective's own task, in less time"),
+    "latex": Flag(False, "write the first table as a .tex file, too"),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 # flags of train.py that this program sets
-RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "eval_interval", "init_from"}
-EVAL_VERSION = 12                               # raise it when an evaluation changes: finished runs are measured again
-
-
-@dataclass(frozen=True)
-class Metric:
-    heading: str
-    digits: int
-    unit: str = ""
-    more_is_better: bool | None = None          # None: neither more nor less is better
-
-    def __str__(self):
-        return f"{self.heading} ({self.unit})" if self.unit else self.heading
-
-
-BITS = "bits/byte"
-METRICS = {                                     # columns of the first table, in order
-    "loss": Metric("own loss", 3, "nats"),
-    "left_to_right": Metric("left to right", 3, BITS, False),
-    "left_by_filling": Metric("left to right by filling", 2, BITS, False),
-    "bound_there": Metric("bound, the same windows", 2, BITS),
-    "bound": Metric("bound", 3, BITS, False),
-    "old_before": Metric("old corpus before", 3, BITS),
-    "old": Metric("old corpus after", 3, BITS, False),
-    "new": Metric("new corpus", 3, BITS, False),
-    **{f"left_{m}": Metric(f"left {m}", 2, BITS, False) for m in evaluate.HOLE_LENGTHS},
-    **{f"infill_{m}": Metric(f"infill {m}", 2, BITS, False) for m in evaluate.HOLE_LENGTHS},
-    **{f"ended_{m}": Metric(f"infill {m} and its end", 2, BITS, False) for m in evaluate.HOLE_LENGTHS},
-    "probe": Metric("probe of byte classes", 3, "balanced accuracy", True),
-    "passages": Metric("probe of packages", 3, "balanced accuracy", True),
-    "replaced_auc": Metric("replaced bytes", 3, "AUC", True),
-    "typos_first": Metric("typos ranked first", 3, "share", True),
-    "typos_corrected": Metric("typos corrected", 3, "share", True),
-    "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False),
-    "replaced_left": Metric("replaced bytes left", 3, "share", False),
-    "tflop": Metric("training", 2, "TFLOP"),
-    "seconds": Metric("training", 0, "seconds"),
-}
-TASK_METRICS = {                                # columns of the second table
-    "task_heading": Metric("its task (baseline)", 0),
-    "task": Metric("model", 3, more_is_better=True),
-    "task_baseline": Metric("baseline", 3),
-    "ends": Metric("holes that the model ends", 3, "share"),
-    "distinct": Metric("distinct lines", 3, "share"),
-}
+RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "init_from"}
+EVAL_VERSION = 13                               # raise it when an evaluation changes: finished runs are measured again
 RANKED = {key: metric for key, metric in METRICS.items() if metric.more_is_better is not None}
-STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # for 2, 3, ... seeds
+HOLE = "bits of a hole's bytes, given the text on both sides or, where the row says so, only the text before it"
+SUMMARY = {                                     # columns of the first table
+    "bits": Metric("left to right", 3, "", False, "each byte from all bytes before it; <= is diffusion's upper bound"),
+    **{key: METRICS[key] for key in ("old_before", "old", "new")},
+    **{f"hole_{m}": Metric(f"of {m}" if i else f"hole of {m} bytes", 2, "", False, HOLE)
+       for i, m in enumerate(HOLE_LENGTHS)},
+    "task": Metric("own task", 3),
+}
+SUMMED_UP = {"left_to_right", "bound", "old_before", "old", "new", *(f"infill_{m}" for m in HOLE_LENGTHS)}
+N_CURVE = 5                                     # evaluations of a run, if there is one budget and no --eval_interval
 
 
 # ---- cells: which runs there are
@@ -121,22 +92,29 @@ def plan_cells(flags, rest):  # -> [Cell]
         fail(f"--sweep {flags.sweep}: is not a setting of train.py, replay or start with its values. Try "
              "mask_rate=.1,.15,.3")
     names = choose_objectives(flags.objectives, setting)
+    donors = {*values.split(",")} - {"none"} if setting == "start" else set()
+    given = parse(rest)
+    owned = {flag for name in {*names} | donors for flag in own_flags(name)}
+    is_curve = not setting and "," not in flags.budgets         # its picture shows the losses over the steps
+
+    def words(name, steps):  # the flags of train.py for this objective; it refuses those that no objective here has
+        read = {flag: value for flag, value in given.items() if flag not in owned - own_flags(name)}
+        interval = max(1, int(steps) // N_CURVE) if is_curve and steps.isdecimal() else steps
+        return ["--objective", name, "--max_iters", steps, *to_words({"eval_interval": interval} | read)]
     cells = []
     grid = itertools.product(flags.budgets.split(","), flags.seeds.split(","), names, values.split(","))
     for steps, seed, name, value in grid:
-        shared = ["--seed", seed, *rest]
-        own = ["--objective", name, "--max_iters", steps, "--eval_interval", steps]
-        argv = [*shared, *own, "--data", flags.data]
+        own = [*words(name, steps), "--seed", seed]
+        argv = [*own, "--data", flags.data]
         first_argv = None
         if setting == "replay":                 # the same number of steps on each of the two corpora
             if value != "scratch":
                 first_argv = argv
-            argv = [*shared, *own, "--data", *replay_sources(flags, value)]
+            argv = [*own, "--data", *replay_sources(flags, value)]
         elif setting == "start" and value != "none":
             first_steps = str(flags.first_steps or steps)
-            first_argv = [*shared, "--objective", value, "--max_iters", first_steps, "--eval_interval", first_steps,
-                          "--data", flags.data]
-            get_members(get_config(first_argv))                 # fails if this objective does not have these flags
+            first_argv = [*words(value, first_steps), "--seed", seed, "--data", flags.data]
+            get_members(get_config(first_argv))                 # fails if this objective does not allow these flags
         elif setting not in ("", "start"):
             if isinstance(flag_specs()[setting].default, str):
                 value = value.replace("+", ",")             # not in numbers, such as 1e+1
@@ -145,6 +123,10 @@ def plan_cells(flags, rest):  # -> [Cell]
         row = f"{setting}={value}" if setting else name
         cells.append(Cell(table, row, get_config(argv), argv, first_argv))
     return cells
+
+
+def own_flags(name):  # an objective or a mixture -> the names of flags that not all objectives have
+    return {flag for part in member_weights(name) for flag in OBJECTIVES[part].flags}
 
 
 def choose_objectives(given, setting):  # --objectives, the setting that is swept or "" -> [name]
@@ -171,7 +153,7 @@ def replay_sources(flags, value):  # -> values of --data: the new corpus, and a 
 
 
 # ---- a cell: train it, measure it
-def train_run(argv, crcs, out_dir):  # -> folder of the finished run with these flags, or None if it diverged
+def train_run(argv, crcs, out_dir, label):  # -> folder of the finished run with these flags, or None if it diverged
     """Skips a finished run and resumes an interrupted one."""
     hp = get_config(argv)
     folder = os.path.join(out_dir, "runs", run_name(hp, crcs))
@@ -180,6 +162,7 @@ def train_run(argv, crcs, out_dir):  # -> folder of the finished run with these 
             return folder
         argv = [*argv, "--resume"]
     os.makedirs(folder, exist_ok=True)
+    print(f"{label}: training, logged in {folder}/log.txt", flush=True)
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         code = train.main([*argv, "--out_dir", folder], with_sample=False)
     if code > 1:                                # stopped by a signal
@@ -198,19 +181,20 @@ def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run
     return f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}"
 
 
-def run_cell(cell, flags, sources, probes):  # corpora, {metric: ProbeData} -> {metric: number}, {} if it diverged
-    out_dir = flags.out_dir
+def run_cell(cell, flags, sources, probes, label, spent):  # corpora, {metric: ProbeData} -> {metric: number}
+    """Returns {} if the run diverged. Adds its steps and seconds to spent, unless it was measured before."""
     crcs = [source["crc"] for source in sources]
     argv = cell.argv
     first_folder = None
+    start = time.perf_counter()
     if cell.first_argv:
-        first_folder = train_run(cell.first_argv, crcs[:1], out_dir)
+        first_folder = train_run(cell.first_argv, crcs[:1], flags.out_dir, f"{label}, its first run")
         if not first_folder:
             return {}
         argv = [*argv, "--init_from", first_folder]
         for name in {"block_size", "attn_scale"} - parse(argv).keys():              # not those of the first run
             argv += [f"--{name}", str(getattr(cell.hp, name))]
-    folder = train_run(argv, crcs, out_dir)
+    folder = train_run(argv, crcs, flags.out_dir, label)
     if not folder:
         return {}
     path = os.path.join(folder, "measured_tasks.json" if flags.tasks_only else "measured.json")
@@ -219,48 +203,42 @@ def run_cell(cell, flags, sources, probes):  # corpora, {metric: ProbeData} -> {
             saved = json.load(f)
         if saved.get("eval_version") == EVAL_VERSION:
             return saved["metrics"]
-    metrics = logged_metrics(folder) | measure(folder, cell.hp.device, sources[0]["val"], probes, flags.tasks_only)
+    is_short = time.perf_counter() - start < 100                # measuring then takes longer
+    advice = ". --tasks_only measures only losses and tasks" if is_short and not flags.tasks_only else ""
+    print(f"{label}: measuring{advice}", flush=True)
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), cell.hp.device, "float32")
+    metrics = logged_metrics(folder)
+    metrics |= evaluate.measure(model, get_members(hp)[0].objective, hp, sources[0]["val"], probes, flags.tasks_only)
     if len(sources) == 2:                       # replay: runs with and without it are compared on the same windows
         old, new = validation_bits(folder, cell.hp.device, sources)
         metrics |= {"left_to_right": None, "old": old, "new": new}
         if first_folder:
             metrics["old_before"] = validation_bits(first_folder, cell.hp.device, sources)[0]
+    metrics |= summarize(metrics)
     torch.cuda.empty_cache()                    # the next run asks how much memory is free
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
     os.replace(path + ".tmp", path)             # a kill leaves no half file
+    spent[:] = spent[0] + cell.hp.max_iters, spent[1] + time.perf_counter() - start
     return metrics
 
 
-@torch.no_grad()
-def measure(folder, device, text, probes, tasks_only=False):  # -> {metric: number}
-    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    objective = get_members(hp)[0].objective
-    evaluations = [evaluate.eval_task]
-    if hp.block_size >= evaluate.MIN_BLOCK and not tasks_only:
-        evaluations += [evaluate.eval_infilling, evaluate.eval_filling_in_order, evaluate.eval_corruption,
-                        evaluate.eval_corrections]
-    metrics = {}
-    for evaluation in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
-        metrics |= evaluation(model, objective, hp, text)
-    if 256 % min(hp.block_size, 256) == 0:      # the probes' windows of 256 bytes can be cut into rows
-        metrics |= eval_probes(functools.partial(evaluate.layer_states, model, objective, hp), probes)
-    return metrics
-
-
-def eval_probes(features, probes):
-    return {metric: evaluate.eval_probe(features, data) for metric, data in probes.items()}
+def summarize(metrics):  # -> metrics of the first table and the picture
+    side = "infill" if "infill_4" in metrics else "left"
+    holes = {f"hole_{m}": metrics[f"{side}_{m}"] for m in HOLE_LENGTHS if f"{side}_{m}" in metrics}
+    return holes | {"bits": metrics.get("left_to_right", metrics.get("bound"))}
 
 
 def logged_metrics(folder):  # -> {metric: number} from metrics.jsonl and the settings
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         records = [record for record in map(json.loads, f) if record.get("split") == "val"]
+    curve = [(record["step"], record["loss"]) for record in records if record["data"] == records[0]["data"]]
     last = next(record for record in records if record["step"] == records[-1]["step"])          # of the first source
-    hp = Namespace(**load_checkpoint(folder)["config"] | {"dtype": "float32"})
+    hp = Namespace(**load_checkpoint(folder)["config"] | {"dtype": "float32", "init_from": ""})
     bits = "bound" if get_members(hp)[0].objective.bpb == "bound" else "left_to_right"
     loss = float("inf") if last["loss"] is None else last["loss"]       # JSON has no infinity
     tflop = bench.count_flops(hp) * hp.accum * last["step"] / 1e12
-    return {"loss": loss, bits: last["bpb"], "seconds": last["seconds"], "tflop": tflop}
+    return {"loss": loss, bits: last["bpb"], "seconds": last["seconds"], "tflop": tflop, "curve": curve}
 
 
 def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
@@ -274,102 +252,114 @@ def values_by_seed(seeds, metric):  # {seed: metrics} -> {seed: number}, of the 
     return {seed: metrics[metric] for seed, metrics in seeds.items() if metrics.get(metric) is not None}
 
 
+def sees_left_only(seeds):  # of holes
+    return bool(values_by_seed(seeds, "left_4")) and not values_by_seed(seeds, "infill_4")
+
+
 def markdown(rows):  # [[heading, ...], [cell, ...], ...] -> str
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
     return "\n".join(lines) + "\n"
 
 
-def filled_table(names, metrics, describe, rows=None):  # describe: (name, metric) -> text of a cell -> Markdown
-    """Has a line for each name and a column for each metric. Leaves out empty columns. With rows, the last column lists
-    the seeds of each row."""
-    columns = []
+def latex(rows):  # the same table for LaTeX
+    escapes = {"<=": r"$\leq$", "±": r"$\pm$", "_": r"\_", "%": r"\%"}
+    text = " \\\\\n".join(" & ".join(row) for row in rows)
+    for character, escape in escapes.items():
+        text = text.replace(character, escape)
+    return f"\\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}\n{text}\n\\end{{tabular}}\n"
+
+
+def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that differ from the best one
+    """Their difference is a mean over the seeds that both have, and exceeds twice its standard error."""
+    means = {name: statistics.fmean(by_seed.values()) for name, by_seed in values.items() if by_seed}
+    if more_is_better is None or not means:
+        return set()
+    best = values[max(means, key=means.get) if more_is_better else min(means, key=means.get)]
+
+    def is_worse(name):
+        pairs = [value - best[seed] for seed, value in values[name].items() if seed in best]
+        return len(pairs) > 1 and abs(statistics.fmean(pairs)) > 2 * statistics.stdev(pairs) / len(pairs) ** 0.5
+    return set(filter(is_worse, values))
+
+
+def table(rows, metrics):  # -> [[heading, ...], [cell, ...], ...], without empty columns; the last one lists the seeds
+    columns = [["", *rows]]
     for key, metric in metrics.items():
-        cells = [describe(name, key) for name in names]
+        values = {name: values_by_seed(seeds, key) for name, seeds in rows.items()}
+        worse = find_worse(values, metric.more_is_better)
+        cells = []
+        for name, by_seed in values.items():
+            mean = f"{statistics.fmean(by_seed.values()):.{metric.digits}f}" if by_seed else ""
+            error = f" ± {statistics.stdev(by_seed.values()):.{metric.digits}f}" if len(by_seed) > 1 else ""
+            bound = "<= " if mean and key == "bits" and values_by_seed(rows[name], "bound") else ""
+            cells.append(bound + mean + error + "*" * (name in worse and not bound))
         if any(cells):
             columns.append([str(metric), *cells])
-    if rows:
-        columns.append(["seeds", *(describe_seeds(rows[name]) for name in names)])
-    return markdown([*zip(["", *names], *columns)])
+    columns.append(["seeds"])
+    for seeds in rows.values():
+        columns[-1].append(" ".join(f"{seed}" if metrics else f"{seed} diverged" for seed, metrics in seeds.items()))
+    return [*zip(*columns)]
 
 
-def describe_seeds(seeds):  # {seed: metrics} -> such as "1 2 diverged 3"
-    return " ".join(f"{seed}" if metrics else f"{seed} diverged" for seed, metrics in seeds.items())
+def first_table(rows):
+    names = [f"{name} (left side)" if sees_left_only(seeds) else name for name, seeds in rows.items()]
+    return table(dict(zip(names, rows.values())), SUMMARY)
 
 
-def mean_and_error(values, digits, error, sign=""):  # -> "mean ± error"; of a single value only the mean
-    if not values:
-        return ""
-    if isinstance(values[0], str):              # a heading of a task, the same for all seeds
-        return values[0]
-    mean = f"{statistics.fmean(values):{sign}.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ± {error(values):.{digits}f}"
+def explain(metrics, headings):  # {metric: Metric}, headings of a table -> a line for each kind of column
+    kinds = {}                                  # {meaning: {heading: None}}
+    for metric in metrics.values():
+        if str(metric) in headings and metric.meaning:
+            kinds.setdefault(metric.meaning, {})[metric.heading.partition(":")[0]] = None
+    return "".join(f"- {', '.join(names)}: {meaning}\n" for meaning, names in kinds.items())
 
 
-def standard_error(values):
-    return statistics.stdev(values) / len(values) ** 0.5
+def tables(rows, references):  # -> Markdown: the first table, then all metrics, with more rows for reference
+    first = first_table(rows)
+    rest = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}
+    full = table(rows | references, rest)
+    tasks = {}                                  # {heading: {name: None}}
+    for name, seeds in rows.items():
+        for heading in values_by_seed(seeds, "task_heading").values():
+            tasks.setdefault(heading, {})[name] = None
+    of_tasks = "".join(f"- own task of {', '.join(names)}: {heading}\n" for heading, names in tasks.items())
+    note = ("With one seed, differences of less than 0.05 bits from left to right and 0.1 bits in holes mean nothing "
+            "(\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
+    if max(map(len, rows.values())) > 1:
+        note = ("Means over seeds ± their standard deviation. *: worse than the best of the column, by more than twice "
+                "the standard error of the difference, which is paired by seed.\n")
+    return "\n".join(["Bits per byte of held-out text; less is better.\n", markdown(first),
+                      explain(SUMMARY, first[0]) + of_tasks, note, "The rest:\n", markdown(full),
+                      explain(rest, full[0])])
 
 
-def tables(rows):  # -> Markdown: all metrics, each objective's own task, differences from the first row
-    def mean(name, metric):
-        digits = (METRICS | TASK_METRICS)[metric].digits
-        return mean_and_error([*values_by_seed(rows[name], metric).values()], digits, statistics.stdev)
-    parts = ["Mean over seeds ± their standard deviation. The losses of different objectives are not comparable.\n",
-             filled_table(rows, METRICS, mean, rows)]
-    with_task = [name for name in rows if values_by_seed(rows[name], "task")]
-    if with_task:
-        parts += ["Each objective's own task, and what a trivial baseline reaches in it.\n",
-                  filled_table(with_task, TASK_METRICS, mean)]
-    return "\n".join([*parts, *differences(rows)])
-
-
-def differences(rows):  # -> [Markdown], empty if fewer than two seeds have finished in the first row and another one
-    first, *others = rows
-    paired = {}
-    for name in others:
-        seeds = {seed: metrics for seed, metrics in rows[name].items() if metrics and rows[first].get(seed)}
-        if len(seeds) > 1:
-            paired[name] = seeds
-    if not paired:
-        return []
-
-    def difference(name, metric):
-        base = values_by_seed(rows[first], metric)
-        values = values_by_seed(paired[name], metric)
-        pairs = [value - base[seed] for seed, value in values.items() if seed in base]
-        return mean_and_error(pairs, 3, standard_error, "+") if len(pairs) > 1 else ""
-    n = min(map(len, paired.values()))
-    t = STUDENT_T_975[min(n, len(STUDENT_T_975) + 1) - 2]
-    text = (f"Difference from {first}, paired by seed: mean ± standard error over the seeds. The error does not "
-            f"include the choice of the text. With {n} seeds, a difference that was chosen beforehand is significant "
-            f"(95%) if it exceeds {t} standard errors. If nothing but chance differs, 1 comparison in 20 exceeds this, "
-            "too.\n")
-    return [text, filled_table(paired, RANKED, difference, paired)]
+def differing_settings(cells):  # -> Markdown: the settings that the rows do not share, or ""
+    flags = [flag for flag in flag_specs() if flag not in RESERVED | {"device", "eval_interval"}]
+    read = {}                                   # {row: {flag: value}}
+    for cell in cells:
+        known = SHARED_FLAGS | own_flags(cell.hp.objective)
+        read[cell.row] = {flag: getattr(cell.hp, flag) for flag in flags if flag in known}
+    differing = [flag for flag in flags if len({settings.get(flag) for settings in read.values()}) > 1]
+    text = "\nSettings that differ:\n\n"
+    for row, settings in read.items():
+        words = [f"{flag} {settings[flag]}" for flag in differing if flag in settings]
+        text += f"- {row}: {', '.join(words) or 'none of these'}\n"
+    return text if differing else ""
 
 
 # ---- curves over the budgets: {budget: {row: {seed: metrics}}}
-def row_names(budgets):
-    return [*dict.fromkeys(name for rows in budgets.values() for name in rows)]
+Panel = namedtuple("Panel", "metric xlabel lines dashed")        # lines {row: {x: value}}; dashed: rows
 
 
-def mean_by_budget(budgets, name, metric):  # -> {budget: mean over the seeds}, of the budgets that have a value
-    means = {}
-    for steps, rows in sorted(budgets.items()):
-        values = values_by_seed(rows.get(name, {}), metric)
-        if values:
-            means[steps] = statistics.fmean(values.values())
-    return means
-
-
-def budget_table(budgets):  # -> Markdown: in each cell, a value for every budget
-    metrics = RANKED | {"task": Metric("its task, as above", 3)}
-
-    def values(name, metric):
-        means = mean_by_budget(budgets, name, metric)
-        words = [f"{means[steps]:.{metrics[metric].digits}f}" if steps in means else "-" for steps in sorted(budgets)]
-        return " ".join(words) if means else ""
-    head = f"After {' '.join(map(str, sorted(budgets)))} steps, means over the seeds that finished:\n\n"
-    return head + filled_table(row_names(budgets), metrics, values)
+def lines_over(budgets, metric):  # {x: {row: {seed: metrics}}} -> {row: {x: mean over the seeds}}
+    lines = {}
+    for x, rows in sorted(budgets.items()):
+        for name, seeds in rows.items():
+            values = values_by_seed(seeds, metric).values()
+            if values:
+                lines.setdefault(name, {})[x] = statistics.fmean(values)
+    return lines
 
 
 def write_curves(budgets, path, first_column):
@@ -377,82 +367,100 @@ def write_curves(budgets, path, first_column):
     with open(path, "w", encoding="utf-8", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow([first_column, "steps", "seed", "metric", "value"])
-        for name in row_names(budgets):
-            for steps, rows in sorted(budgets.items()):
-                for seed, metrics in rows.get(name, {}).items():
-                    for metric in [*METRICS, *TASK_METRICS]:
-                        if isinstance(metrics.get(metric), (int, float)):
-                            writer.writerow([name, steps, seed, metric, f"{metrics[metric]:.6g}"])
+        for steps, rows in sorted(budgets.items()):
+            for name, seed, metrics in [(name, *run) for name, seeds in rows.items() for run in seeds.items()]:
+                for metric in ["task", *METRICS]:
+                    if isinstance(metrics.get(metric), (int, float)):
+                        writer.writerow([name, steps, seed, metric, f"{metrics[metric]:.6g}"])
 
 
-def draw_picture(budgets, path, xlabel="steps"):  # -> path, or the reason why there is no picture
-    """Draws a panel for each metric of which more or less is better. In it, each row is a line over the budgets."""
+def panels_of_runs(rows):  # -> [Panel]: bits over the length of a hole, losses over the steps
+    losses = {}                                 # {step: {row: {seed: metrics}}}, without step 0
+    for name, seed, metrics in [(name, *run) for name, seeds in rows.items() for run in seeds.items()]:
+        for step, loss in metrics.get("curve", [])[1:]:
+            losses.setdefault(step, {}).setdefault(name, {})[seed] = {"loss": loss}
+    metric = Metric("validation loss, each in its own task", 3, "nats", False)
+    return [holes_panel(rows), Panel(metric, "steps", lines_over(losses, "loss"), ())]
+
+
+def holes_panel(rows):
+    bits = {}                                   # {row: {length: mean over the seeds}}
+    for m in HOLE_LENGTHS:
+        for name, line in lines_over({m: rows}, f"hole_{m}").items():
+            bits.setdefault(name, {}).update(line)
+    left_only = {name for name, seeds in rows.items() if sees_left_only(seeds)}
+    return Panel(Metric("holes; dashed: from the left side only", 2, BITS, False), "bytes of the hole", bits, left_only)
+
+
+def draw_panels(panels, path, size=(4.7, 3.6), dpi=80, font=8):  # -> path, or the reason why there is no picture
     try:
-        from matplotlib import colormaps  # imported here because it is optional
+        from matplotlib import colormaps, rc_context  # imported here because it is optional
         from matplotlib.figure import Figure
     except ImportError:
         return "no picture: pip install matplotlib, and the next run draws it"
+    panels = [panel for panel in panels if max(map(len, panel.lines.values()), default=0) > 1]  # not of single dots
+    if not panels:
+        return "no picture: a line needs two points"
+    names = dict.fromkeys(name for panel in panels for name in panel.lines)
     palette = [*colormaps["tab10"].colors, *colormaps["Dark2"].colors]
-    colors = dict(zip(row_names(budgets), itertools.cycle(palette)))
-    panels = {key: {name: mean_by_budget(budgets, name, key) for name in colors} for key in RANKED}
-    panels = {key: lines for key, lines in panels.items() if any(lines.values())}
-    n_columns = max(1, min(3, len(panels)))
-    n_rows = max(1, math.ceil(len(panels) / 3))
-    figure = Figure((4.7 * n_columns, 3.6 * n_rows))
-    axes = [*figure.subplots(n_rows, n_columns, squeeze=False).flat]
-    for axis in axes[len(panels):]:
-        axis.axis("off")
-    for (key, lines), axis in zip(panels.items(), axes):
-        ends = draw_lines(axis, METRICS[key], lines, colors)
-        axis.set(xscale="log", xlabel=xlabel)
-        axis.set_xticks([*budgets], [f"{x:g}" for x in budgets])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        name_lines(axis, ends, colors)
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    colors = dict(zip(names, itertools.cycle(palette)))
+    n_columns = min(3, len(panels))
+    n_rows = math.ceil(len(panels) / 3)
+    with rc_context({"font.size": font, "axes.titlesize": "medium"}):
+        figure = Figure((size[0] * n_columns, size[1] * n_rows))
+        axes = [*figure.subplots(n_rows, n_columns, squeeze=False).flat]
+        for axis in axes[len(panels):]:
+            axis.axis("off")
+        for panel, axis in zip(panels, axes):
+            ends = draw_lines(axis, panel, colors, font)
+            ticks = []
+            for x in sorted({x for line in panel.lines.values() for x in line}):
+                if not ticks or x >= 1.25 * ticks[-1]:
+                    ticks.append(x)
+            axis.set_xscale("log")
+            axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+            name_lines(axis, ends, colors)
+        figure.tight_layout()
+        figure.savefig(path, dpi=dpi)
     return path
 
 
-def draw_lines(axis, metric, lines, colors):  # lines {row: {steps: value}} -> {row: its last point (steps, value)}
+def draw_lines(axis, panel, colors, font):  # -> {row: the last point (x, value) of its line}
     """Where less is better, values above twice the median are not drawn: they would flatten the other lines. The title
     names the rows that are left out completely."""
+    metric = panel.metric
     highest = math.inf
     if not metric.more_is_better:
-        highest = 2 * statistics.median(value for means in lines.values() for value in means.values())
+        highest = 2 * statistics.median(value for line in panel.lines.values() for value in line.values())
     ends = {}
-    for name, means in lines.items():
-        points = [(steps, value) for steps, value in means.items() if value <= highest]
+    for name, line in panel.lines.items():
+        points = [(x, value) for x, value in line.items() if value <= highest]
         if points:
-            axis.plot(*zip(*points), color=colors[name], marker="o", ms=3, lw=1)
+            style = "--" if name in panel.dashed else "-"
+            axis.plot(*zip(*points), style, color=colors[name], marker="o", ms=3 * font / 8, lw=font / 8)
             ends[name] = points[-1]
     better = "more" if metric.more_is_better else "less"
-    left_out = "".join(f", without {name}" for name, means in lines.items() if means and name not in ends)
-    axis.set_title(f"{metric.heading} ({better} is better{left_out})", fontsize=9)
-    axis.set(ylabel=metric.unit)
+    left_out = "".join(f", without {name}" for name, line in panel.lines.items() if line and name not in ends)
+    title = f"{metric.heading} ({better} is better{left_out})"
+    axis.set(title=title, xlabel=panel.xlabel, ylabel=metric.unit)
     return ends
 
 
 def name_lines(axis, ends, colors):  # writes the name of each row at the end of its line
     low, high = axis.get_ylim()
-    heights = spread({name: value for name, (_, value) in ends.items()}, 0.06 * (high - low))
-    for name, end in ends.items():
+    names = sorted(ends, key=lambda name: ends[name][1])
+    heights = [ends[name][1] for name in names]
+    for i in [*range(len(names) - 1)] * 100:    # moves neighbours apart, so that names do not overlap
+        overlap = 0.06 * (high - low) - (heights[i + 1] - heights[i])
+        if overlap > 0:
+            heights[i] -= overlap / 2
+            heights[i + 1] += overlap / 2
+    for name, height in zip(names, heights):
         arrow = dict(arrowstyle="-", lw=0.4, color=colors[name])
-        axis.annotate(name, end, (1.04, heights[name]), textcoords=("axes fraction", "data"), va="center",
-                      fontsize=8, color=colors[name], arrowprops=arrow)
-
-
-def spread(values, gap):  # {name: value}, smallest distance -> {name: height near its value}
-    """In a hundred passes, moves apart neighbours whose distance is below `gap`, so that names do not overlap."""
-    names = sorted(values, key=values.get)
-    heights = [values[name] for name in names]
-    for _ in range(100):
-        for i in range(len(heights) - 1):
-            overlap = gap - (heights[i + 1] - heights[i])
-            if overlap > 0:
-                heights[i] -= overlap / 2
-                heights[i + 1] += overlap / 2
-    return dict(zip(names, heights))
+        axis.annotate(name, ends[name], (1.04, height), textcoords=("axes fraction", "data"), va="center",
+                      color=colors[name], arrowprops=arrow)
 
 
 # ---- the program
@@ -466,66 +474,65 @@ def main(argv=None):  # -> exit code
     for cell in cells:
         check_sizes(sources, get_members(cell.hp)[0].n, cell.hp.block_size)
     for corpus in corpora:                      # otherwise the runs would be read as text
-        if os.path.isdir(corpus) and is_inside(flags.out_dir, corpus):
+        if os.path.isdir(corpus) and Path(flags.out_dir).resolve().is_relative_to(Path(corpus).resolve()):
             fail(f"--out_dir {flags.out_dir}: lies inside the corpus {corpus}. Try a folder outside it")
     os.makedirs(flags.out_dir, exist_ok=True)
     probes = {}
     if flags.data == "stdlib" and not flags.tasks_only:
         probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
     results = {}                                # {table: {budget: {row: {seed: metrics}}}}
+    spent = [0, 0.0]                            # steps and seconds of the runs that this call has trained or measured
     n_finished = 0
     for i, cell in enumerate(cells):
         hp = cell.hp
-        metrics = run_cell(cell, flags, sources, probes)
+        label = f"[{i + 1}/{len(cells)}] {cell.row}, {hp.max_iters} steps, seed {hp.seed}"
+        metrics = run_cell(cell, flags, sources, probes, label, spent)
         rows = results.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
         rows.setdefault(cell.row, {})[hp.seed] = metrics
         n_finished += bool(metrics)
         outcome = f"loss {metrics['loss']:.4f}" if metrics else "diverged"
-        print(f"[{i + 1}/{len(cells)}] {cell.row}, {hp.max_iters} steps, seed {hp.seed}: {outcome}", flush=True)
-    references = probe_references(cells[0].hp, probes) if probes and not setting else {}
+        if spent[0]:
+            minutes = sum(other.hp.max_iters for other in cells[i + 1:]) * spent[1] / spent[0] / 60
+            outcome += f", about {minutes:.0f} min left"
+        print(f"{label}: {outcome}", flush=True)
+    references = evaluate.probe_references(cells[0].hp, probes) if probes and not setting else {}
     for table, budgets in results.items():
-        write_report(os.path.join(flags.out_dir, table), budgets, setting, references)
+        settings = "" if setting else differing_settings(cells)
+        write_report(os.path.join(flags.out_dir, table), budgets, setting, references, settings, flags.latex)
     return 0 if n_finished else 1
 
 
-def is_inside(path, folder):
-    return os.path.realpath(path).startswith(os.path.join(os.path.realpath(folder), ""))
-
-
-@torch.no_grad()
-def probe_references(hp, probes):  # -> {row: {"-": metrics}}: what the probes find without training
-    hp = Namespace(**vars(hp) | {"device": "cpu", "dtype": "float32", "block_size": 256})
-    objective = get_members(hp)[0].objective
-    features = functools.partial(evaluate.layer_states, for_inference(build(get_members(hp), hp)), objective, hp)
-    bytes_alone = {"probe": evaluate.eval_probe(evaluate.byte_features, probes["probe"])}
-    histogram = {"passages": evaluate.eval_probe(evaluate.histogram_features, probes["passages"])}
-    return {"untrained model": {"-": eval_probes(features, probes)}, "five raw bytes": {"-": bytes_alone},
-            "histogram of bytes": {"-": histogram}}
-
-
-def write_report(path, budgets, setting, references):  # path: of the table and the picture, without the suffix
-    text = tables(budgets[max(budgets)] | references)
-    if len(budgets) > 1:
-        text += "\n" + budget_table(budgets)
-    with open(path + ".md", "w", encoding="utf-8") as f:
-        f.write(text)
+def write_report(path, budgets, setting, references, settings="", with_latex=False):  # path: without the suffix
+    rows = budgets[max(budgets)]
+    text = tables(rows, references)
+    for steps in sorted(budgets)[:-1]:
+        text += f"\nAfter {steps} steps:\n\n{markdown(first_table(budgets[steps]))}"
+    files = {path + ".md": text + settings} | ({path + ".tex": latex(first_table(rows))} if with_latex else {})
+    for file, content in files.items():
+        with open(file, "w", encoding="utf-8") as f:
+            f.write(content)
     curves = path + ".csv" if setting else os.path.join(os.path.dirname(path), "curves.csv")
     write_curves(budgets, curves, setting or "objective")
     points = over_values(budgets, setting)
-    picture = draw_picture(points, path + ".png", "steps" if points is budgets else setting)
-    print(f"\n{path}.md, {curves}, {picture}\n\n{text}")
+    if points is budgets and len(budgets) == 1:
+        picture = draw_panels(panels_of_runs(rows), path + ".png", (5.5, 4.2), 110, 9)
+    else:
+        xlabel = "steps" if points is budgets else setting
+        panels = [Panel(metric, xlabel, lines_over(points, key), ()) for key, metric in RANKED.items()]
+        picture = draw_panels(panels, path + ".png")
+    print(f"\n{', '.join(files)}, {curves}, {picture}\n\n{text}{settings}")
 
 
 def over_values(budgets, setting):  # -> {value: {setting: {seed: metrics}}}, or budgets itself
     """With one budget, the horizontal axis of a sweep over numbers is the setting instead of the number of steps."""
     rows = budgets[max(budgets)]
     try:
-        values = {float(name.partition("=")[2]): seeds for name, seeds in rows.items()}
+        values = {float(name.partition("=")[2]): {setting: seeds} for name, seeds in rows.items()}
     except ValueError:                          # not numbers
         return budgets
     if len(budgets) > 1 or len(values) < len(rows) or min(values) <= 0:             # the axis is logarithmic
         return budgets
-    return {value: {setting: seeds} for value, seeds in sorted(values.items())}
+    return values
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ hp.device. All models read across the ends of documents, even if they were train
 
 N windows of n bytes; a bytes left of a middle of m bytes; C width, V outputs of the byte head; K classes, L layers
 """
+import functools
 import itertools
 import keyword
 import lzma
@@ -14,6 +15,7 @@ import os
 import statistics
 import sysconfig
 import tokenize
+from argparse import Namespace
 from dataclasses import dataclass
 
 from data import EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows
@@ -23,9 +25,10 @@ import sample
 import train
 from model import norm
 from objectives import IGNORE_INDEX, N_BYTES, find_use
-from run import EVAL_ROWS, get_members
+from run import EVAL_ROWS, build, for_inference, get_members
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 HOLE_LENGTHS = 4, 16, 64                        # bytes to infill
 ROWS = 64                                       # windows of most evaluations, and rows of a forward pass
@@ -576,3 +579,73 @@ def fit_classifier(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> weights (C, K) o
 
 def balanced_accuracy(guess, y):  # (N,), (N,) -> share of correct guesses in each class, averaged over the classes
     return statistics.fmean(float((guess[y == k] == k).float().mean()) for k in y.unique().tolist())
+
+
+# ---- all of them
+@dataclass(frozen=True)
+class Metric:
+    heading: str                                # of its column; what is after a colon tells columns of a kind apart
+    digits: int
+    unit: str = ""
+    more_is_better: bool | None = None          # None: neither more nor less is better
+    meaning: str = ""                           # a line beneath the tables
+
+    def __str__(self):
+        return f"{self.heading} ({self.unit})" if self.unit else self.heading
+
+
+BITS = "bits/byte"
+LEFT = "bits of a hole's bytes, each predicted from all bytes before it"
+ENDED = "the same, given the text after the hole, too, with the bits of the hole's end, which this model writes"
+METRICS = {                                     # what compare prints, in this order; see also its first table
+    "loss": Metric("own loss", 3, "nats", None, "validation loss; those of different objectives cannot be compared"),
+    "left_to_right": Metric("left to right", 3, BITS, False),
+    "bound": Metric("bound", 3, BITS, False),
+    "left_by_filling": Metric("by filling", 2, BITS, False, "exact bits of MASKs filled one by one from left to right"),
+    "bound_there": Metric("bound, the same windows", 2, BITS, None, "the bound of the few windows of \"by filling\""),
+    "old_before": Metric("old corpus before", 3, BITS, None, "left to right, before training on the new corpus"),
+    "old": Metric("old corpus after", 3, BITS, False, "the same, after it"),
+    "new": Metric("new corpus", 3, BITS, False, "left to right, on the new corpus"),
+    **{f"left_{m}": Metric(f"from the left: {m}", 2, BITS, False, LEFT) for m in HOLE_LENGTHS},
+    **{f"infill_{m}": Metric(f"both sides: {m}", 2, BITS, False) for m in HOLE_LENGTHS},
+    **{f"ended_{m}": Metric(f"both sides, and the end: {m}", 2, BITS, False, ENDED) for m in HOLE_LENGTHS},
+    "ends": Metric("ends", 3, "share", None, "holes that the model ends by itself"),
+    "task_baseline": Metric("baseline", 3, "", None, "what the method in brackets above reaches in this own task"),
+    "distinct": Metric("distinct lines", 3, "share", None, "lines of its task that differ from all earlier ones"),
+    "probe": Metric("probe", 3, "balanced accuracy", True, "a linear classifier of byte classes, on frozen states"),
+    "passages": Metric("packages", 3, "balanced accuracy", True, "which of ten packages a text is from, by its states"),
+    "replaced_auc": Metric("AUC", 3, "area", True, "finds bytes that were replaced by other bytes of the text"),
+    "typos_first": Metric("typos ranked first", 3, "share", True, "texts whose typo is the most suspicious byte"),
+    "typos_corrected": Metric("typos corrected", 3, "share", True, "typos in place of which it writes the right byte"),
+    "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False, "by the same corrections"),
+    "replaced_left": Metric("replaced bytes left", 3, "share", False, "wrong bytes after corrections, of those before"),
+    "tflop": Metric("training: work", 2, "TFLOP", None, "matrix products, and seconds without evaluations"),
+    "seconds": Metric("training: time", 0, "seconds", None, "matrix products, and seconds without evaluations"),
+}
+
+
+def eval_probes(features, probes):  # {metric: ProbeData} -> {metric: balanced accuracy}
+    return {metric: eval_probe(features, data) for metric, data in probes.items()}
+
+
+@torch.no_grad()
+def measure(model, objective, hp, text, probes, tasks_only=False):  # -> {metric: number}
+    evaluations = [eval_task]
+    if hp.block_size >= MIN_BLOCK and not tasks_only:
+        evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections]
+    metrics = {}
+    for evaluation in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
+        metrics |= evaluation(model, objective, hp, text)
+    if 256 % min(hp.block_size, 256) == 0:      # the probes' windows of 256 bytes can be cut into rows
+        metrics |= eval_probes(functools.partial(layer_states, model, objective, hp), probes)
+    return metrics
+
+
+@torch.no_grad()
+def probe_references(hp, probes):  # -> {row: {"-": metrics}}: what the probes find without training
+    hp = Namespace(**vars(hp) | {"device": "cpu", "dtype": "float32", "block_size": 256})
+    objective = get_members(hp)[0].objective
+    features = functools.partial(layer_states, for_inference(build(get_members(hp), hp)), objective, hp)
+    return {"untrained model": {"-": eval_probes(features, probes)},
+            "five raw bytes": {"-": {"probe": eval_probe(byte_features, probes["probe"])}},
+            "histogram of bytes": {"-": {"passages": eval_probe(histogram_features, probes["passages"])}}}

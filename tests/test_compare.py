@@ -21,50 +21,65 @@ def all_runs():  # -> {folder: settings}, oldest first
     return {folder: compare.load_checkpoint(folder)["config"] for folder in folders}
 
 
-def load_metrics(folder, name="measured"):
-    with open(f"{folder}/{name}.json") as f:
+def load_metrics(folder):
+    with open(f"{folder}/measured.json") as f:
         return json.load(f)["metrics"]
 
 
 # ---- cells
 def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
-    """The first table has the metrics of an objective, the second its own task beside a baseline. After --tasks_only,
-    the other metrics can still be measured."""
+    """While a run is trained and measured, lines say so; then the first table has its own task."""
     monkeypatch.setattr(evaluate, "ROWS", 4)
     monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
     names = "mtp", "mdlm", "span", "rotation"
     words = ["--objectives", ",".join(names), "--block_size", "128", "--n_layer", "1"]
-    run(*words, "--tasks_only")
-    monkeypatch.setattr(compare.train, "main", None)
-    capsys.readouterr()
     assert run(*words) == 0
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
-    for folder, config in all_runs().items():
-        few = load_metrics(folder, "measured_tasks")
-        assert {"loss", "task"} <= set(few) and not {"left_4", "replaced_auc"} & set(few)
-        assert few["task"] == metrics[config["objective"]]["task"]
     for name in names:
         heading, _ = evaluate.TASKS[OBJECTIVES[name].uses[0].mode]
-        assert f"| {name} | {heading} | {metrics[name]['task']:.3f} | {metrics[name]['task_baseline']:.3f} | " in out
+        assert f"{name}: {heading}\n" in out and f"| {metrics[name]['task']:.3f} | 1 |" in out
+    lines = [line for line in out.splitlines() if line.startswith("[2/4] mdlm, 2 steps, seed 1: ")]
+    assert [line.split(": ")[1][:4] for line in lines] == ["trai", "meas", "loss"]
+    assert lines[0].split()[-1] == f"{list(all_runs())[1]}/log.txt" and lines[2].endswith("about 0 min left")
+    assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out
+    assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
     assert {objective.uses[0].mode for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
     assert {"left_4", "left_16", "replaced_auc", "tflop"} <= set(metrics["mtp"])
     assert {"typos_first", "typos_corrected", "typos_damaged", "replaced_left"} <= set(metrics["mdlm"])
     assert {"infill_4", "infill_16", "distinct"} <= set(metrics["mdlm"]) and "infill_4" not in metrics["mtp"]
     bits = metrics["mtp"]["left_to_right"], *(metrics["mdlm"][m] for m in ("bound", "left_by_filling", "bound_there"))
     assert 7 < min(bits) and max(bits) < 9
-    monkeypatch.setattr(compare, "measure", lambda *args: {"task": 0.5})
+    monkeypatch.setattr(compare.train, "main", None)
+    monkeypatch.setattr(evaluate, "measure", lambda *args: {"task": 0.5})
     run(*words)
-    assert out == capsys.readouterr().out, "a finished run was trained or measured again"
+    again = capsys.readouterr().out
+    assert "training, logged" not in again and "measuring" not in again, "a finished run was trained or measured again"
+    assert out.partition("\n\n")[2] == again.partition("\n\n")[2]
     monkeypatch.setattr(compare, "EVAL_VERSION", 99)
     run(*words)
     assert {load_metrics(folder)["task"] for folder in all_runs()} == {0.5}, "not measured by the new evaluations"
 
 
+def test_tasks_only_measures_losses_and_tasks(text, monkeypatch):
+    """Afterwards the other metrics can still be measured."""
+    monkeypatch.setattr(evaluate, "ROWS", 4)
+    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
+    words = ["--objectives", "clm", "--block_size", "128", "--n_layer", "1"]
+    run(*words, "--tasks_only")
+    [folder] = all_runs()
+    with open(f"{folder}/measured_tasks.json") as f:
+        few = json.load(f)["metrics"]
+    assert "loss" in few and "task" in few and "left_4" not in few and "replaced_auc" not in few
+    run(*words)
+    many = load_metrics(folder)
+    assert "left_4" in many and many["task"] == few["task"]
+
+
 def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkeypatch):
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
-    assert "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 2 steps" in out
+    assert "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 steps" in out
     assert len({compare.logged_metrics(folder)["loss"] for folder in all_runs()}) == len(all_runs()) == 4
     with open(text, "ab") as f:
         f.write(b"# more\n")
@@ -126,6 +141,14 @@ def test_a_killed_run_is_resumed(text):
     assert list(all_runs()) == [folder] and compare.load_checkpoint(folder)["step"] == 2
 
 
+def test_a_flag_goes_to_the_objectives_that_have_it(text):
+    words = ["--objectives", "clm,mlm,mdlm", "--mask_rate", ".4", "--uniform_from", "1", "--data", text]
+    for more, interval in ([], 200), (["--eval_interval", "7"], 7), (["--budgets", "1000,2000"], 1000):
+        cells = compare.plan_cells(*compare.parse_with_train_flags("", "", compare.FLAGS, set(), [*words, *more]))
+        assert [(cell.hp.mask_rate, cell.hp.uniform_from) for cell in cells[:3]] == [(0.3, 0.7), (0.4, 0.7), (0.3, 1)]
+        assert cells[0].hp.eval_interval == interval, "not a fifth of the run, whose losses are drawn"
+
+
 @pytest.mark.parametrize("flags, hint", [
     ("--sweep seed=1,2", "is not a setting"), ("--sweep mask_rate", "Try mask_rate"),
     ("--sweep mask_rate=2", "--mask_rate"), ("--sweep replay=x", "shares"), ("--sweep start=none,clam", "Try clm"),
@@ -141,19 +164,26 @@ def test_bad_flags_are_refused_before_anything_runs(flags, hint, text, refuses):
 
 
 # ---- tables and the picture
-def test_differences_are_paired_by_seed_and_empty_columns_are_left_out():
-    task = {"task_heading": "holes (blanks)", "task": 0.5, "task_baseline": 0.25}
-    rows = {"a": {1: {"left_to_right": 2.0}, 2: {"left_to_right": 3.0} | task, 3: {"left_to_right": 9.0}},
-            "b": {1: {"left_to_right": 2.1} | task, 2: {"left_to_right": 3.3}, 3: {}, 4: {"left_to_right": 0.0}}}
-    out = compare.tables(rows | {"five raw bytes": {"-": {"probe": 0.5}}})
-    assert "| b | +0.200 ± 0.100 | 1 2 |" in out, "the differences are .1 and .3; their standard deviation is .141"
-    assert "With 2 seeds, a difference" in out and "exceeds 12.7 standard errors" in out
-    assert "| a | 4.667 ± 3.786 |" in out and "| five raw bytes |  | 0.500 | - |" in out
-    assert "|  | its task (baseline) | model | baseline |\n|---|---|---|---|\n| a | holes (blanks) | 0.500 |" in out
-    assert "paired" not in compare.tables({"a": {1: {"left_to_right": 2.0}}, "b": {1: {"left_to_right": 2.1}}})
-    # a loss in nats beside bits per byte would be read as bits, if the heading did not name the unit
-    out = compare.tables({"nsp_weight=0": {1: {"loss": 2.0, "left_4": 3.0, "probe": 0.5, "tflop": 1.0}}})
-    assert "|  | own loss (nats) | left 4 (bits/byte) | probe of byte classes (balanced accuracy) | training (" in out
+def test_a_star_marks_what_differs_from_the_best_by_more_than_twice_its_error():
+    """Pairs runs of the same seed: b's differences from a are .1, .3 and .2, c's -.2, .4 and .1."""
+    rows = {"a": {1: {"left_to_right": 2.0}, 2: {"left_to_right": 3.0}, 3: {"left_to_right": 9.0}, 4: {}},
+            "b": {1: {"left_to_right": 2.1}, 2: {"left_to_right": 3.3}, 3: {"left_to_right": 9.2}},
+            "c": {1: {"left_to_right": 1.8}, 2: {"left_to_right": 3.4}, 3: {"left_to_right": 9.1, "probe": 0.5}}}
+    rows = {name: {seed: run | compare.summarize(run) if run else {} for seed, run in seeds.items()}
+            for name, seeds in rows.items()}
+    out = compare.tables(rows, {"five raw bytes": {"-": {"probe": 0.5}}})
+    assert "|  | left to right | seeds |" in out and "| a | 4.667 ± 3.786 | 1 2 3 4 diverged |" in out
+    assert "| b | 4.867 ± 3.800* | 1 2 3 |" in out and "| c | 4.767 ± 3.837 | 1 2 3 |" in out
+    assert "| five raw bytes | 0.500 | - |" in out and "Try --seeds" not in out
+    assert "Try --seeds" in compare.tables({"a": {1: rows["a"][1]}}, {})
+
+
+def test_headings_name_the_unit():
+    """A loss in nats beside bits per byte would otherwise be read as bits."""
+    out = compare.tables({"nsp_weight=0": {1: {"loss": 2.0, "left_4": 3.0, "left_16": 3.0, "tflop": 1.0}}}, {})
+    assert "| own loss (nats) | from the left: 4 (bits/byte) | from the left: 16 (bits/byte) | training: w" in out
+    assert out.count("\n- from the left: ") == 1, "not one line for columns of a kind"
+    assert all(metric.meaning for metric in compare.METRICS.values() if str(metric) in out)
 
 
 CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "task": n}},
@@ -161,30 +191,50 @@ CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "m
           for n in (100, 10)}
 
 
-def test_the_first_table_shows_the_largest_budget_and_the_last_one_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "draw_picture", lambda budgets, path, xlabel: path)
-    compare.write_report(str(tmp_path / "compare"), CURVES, "", {})
-    table, _, trends = (tmp_path / "compare.md").read_text().partition("After 10 100 steps")
-    assert "| clm | 1.010 |" in table and "1.100" not in table
-    assert trends.splitlines()[4:] == [
-        "| clm | 1.100 1.010 | 3.00 3.00 |  |  |", "| mlm |  |  | 2.00 2.00 | 10.000 100.000 |",
-        "| fim | 3.500 - |  |  |  |"]
+def test_the_tables_show_the_largest_budget_and_then_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "draw_panels", lambda panels, path: path)
+    budgets = {n: {name: {seed: run | compare.summarize(run) if run else {} for seed, run in seeds.items()}
+                   for name, seeds in rows.items()} for n, rows in CURVES.items()}
+    compare.write_report(str(tmp_path / "compare"), budgets, "", {}, with_latex=True)
+    first, _, others = (tmp_path / "compare.md").read_text().partition("After 10 steps")
+    assert "| clm (left side) | 1.010 | 3.00 |" in first and "1.100" not in first
+    assert others.split("\n", 2)[2] == (
+        "|  | left to right | hole of 4 bytes | own task | seeds |\n|---|---|---|---|---|\n"
+        "| clm (left side) | 1.100 | 3.00 |  | 1 2 diverged |\n| mlm |  | 2.00 | 10.000 | 1 |\n"
+        "| fim | 3.500 ± 0.707 |  |  | 1 2 |\n")
+    assert r"mlm &  & 2.00 & 100.000 & 1 \\" in (tmp_path / "compare.tex").read_text()
     with open(tmp_path / "curves.csv", newline="") as f:
         head, *lines = csv.reader(f)
     assert head == ["objective", "steps", "seed", "metric", "value"] and len(lines) == 10
-    assert lines[0] == ["clm", "10", "1", "left_to_right", "1.1"]
+    assert ["clm", "10", "1", "left_to_right", "1.1"] in lines
 
 
 def test_the_picture_has_a_line_over_the_budgets_without_values_far_above_the_median(monkeypatch):
     matplotlib = pytest.importorskip("matplotlib.figure")
     saved = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, path, **how: saved.append(figure))
-    compare.draw_picture(CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}, "compare.png")
+    budgets = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}
+    panels = [compare.Panel(metric, "steps", compare.lines_over(budgets, key), ())
+              for key, metric in compare.RANKED.items()]
+    compare.draw_panels(panels, "compare.png")
     bits, left, infill = saved[0].axes
-    assert infill.get_title() == "infill 4 (less is better)" and infill.get_ylabel() == "bits/byte"
+    assert infill.get_title() == "both sides: 4 (less is better)"
+    assert infill.get_xlabel() == "steps" and infill.get_ylabel() == "bits/byte"
     drawn = [[line.get_xydata().tolist() for line in axis.lines] for axis in (bits, left, infill)]
     assert drawn == [[[[10, 1.1], [100, 1.01]]], [[[10, 3.0], [100, 3.0]]], [[[10, 2.0], [100, 2.0]]]]
     assert [[text.get_text() for text in axis.texts] for axis in (bits, left, infill)] == [["clm"], ["clm"], ["mlm"]]
+
+
+def test_the_picture_of_one_budget_shows_holes_and_losses_over_the_steps():
+    """Dashed lines are of the rows that do not read the text after a hole."""
+    runs = {"clm": {1: {"left_4": 3.0, "left_16": 2.0, "curve": [[0, 5.5], [1, 4.0], [2, 3.0]]},
+                    2: {"left_4": 4.0, "left_16": 2.0, "curve": [[0, 5.5], [1, 5.0], [2, 3.0]]}},
+            "fim": {1: {"left_4": 9.0, "infill_4": 1.0}, 2: {}}}
+    holes, losses = compare.panels_of_runs({name: {seed: run | compare.summarize(run) for seed, run in seeds.items()}
+                                            for name, seeds in runs.items()})
+    assert holes.lines == {"clm": {4: 3.5, 16: 2.0}, "fim": {4: 1.0}} and holes.dashed == {"clm"}
+    assert losses.lines == {"clm": {1: 4.5, 2: 3.0}}, "not without step 0"
+    assert compare.draw_panels([losses._replace(lines={"clm": {1: 4.5}})], "x.png").startswith("no picture")
 
 
 def test_a_sweep_over_numbers_is_drawn_over_them():

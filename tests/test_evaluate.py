@@ -10,7 +10,7 @@ from conftest import tiny, randomized, settings
 
 import train
 from data import EOT, MASK, SENTINEL, from_bytes, make_rng, split_documents, to_bytes
-from experiments import compare, evaluate, writing
+from experiments import evaluate, writing
 from objectives import OBJECTIVES, Predict, find_use
 
 SENTENCES = from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
@@ -252,7 +252,7 @@ def test_packages_are_scored_on_other_files_than_those_that_fit_the_classifier(m
     probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
     assert probes["passages"].label.tolist() == [0] * 9 + [1] * 6
     assert probes["passages"].part.tolist() == [0, 1, 2] * 5
-    rows = compare.probe_references(settings("span", 96, n_layer=1, n_embd=16, dtype="bfloat16"), probes)
+    rows = evaluate.probe_references(settings("span", 96, n_layer=1, n_embd=16, dtype="bfloat16"), probes)
     assert rows["histogram of bytes"]["-"]["passages"] == 1 and rows["five raw bytes"]["-"]["probe"] > 0.9
 
 
