@@ -1,31 +1,49 @@
-"""Draw a training row of every objective, and who attends to whom in it. The rows are made by the objectives' own code.
+"""Draw the pictures of the pages: training rows, results, and how two models write a text.
 
-    pip install matplotlib && python -m experiments.figures
-    python -m experiments.figures --objectives clm,mlm,span,hybrid --out docs/rows-short.png
+    pip install matplotlib && python -m experiments.figures         a row of every objective, and who attends to whom
+    python -m experiments.figures --objectives clm,mlm,span,mdlm --columns 16 --out docs/rows-short.png
+    python -m experiments.figures --objectives clm,hybrid,mlm --curves out/compare/curves.csv --out docs/results.png
+    python -m experiments.figures --filler out/mdlm --writer out/clm --prompt "def main(" --out docs/writing.svg
 
+The rows are made by the objectives' own code. --curves draws bits per byte over the length of a hole. --filler and
+--writer animate how one run fills a text in any order, and another one continues the same prompt.
 B rows, T positions
 """
+import csv
+import re
 import textwrap
 from collections import namedtuple
+from html import escape
 
 from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
+from experiments.compare import draw_panels, holes_panel, summarize
 from experiments.flags import parse_own_flags
 from model import can_attend
-from objectives import IGNORE_INDEX, OBJECTIVES
-from run import get_config, get_members, run_program
+from objectives import IGNORE_INDEX, OBJECTIVES, find_use
+from run import get_config, get_members, load_run, run_program
+import sample
 from train import explain_symbols, to_symbol
 import torch
 
+T = 32
 FLAGS = {
     "out": Flag("docs/rows.png", "file to draw into"),
     "objectives": Flag("", "separated by commas; without it all"),
+    "columns": Flag(T, "positions of a row; with fewer, the letters are larger, and the legend is shorter", 8),
+    "curves": Flag("", "curves.csv of compare"),
+    "steps": Flag("1000", "with --curves: steps of the runs"),
+    "commit": Flag("", "with docs/curves.csv: only rows of this commit"),
+    "filler": Flag("", "run of an objective that fills [MASK]s"),
+    "writer": Flag("", "run of an objective that continues a prompt"),
+    "prompt": Flag("def ", "with --filler: start of both texts"),
 }
-T = 32
 B = 8
 TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"
 READ, TARGET, SPECIAL, LABEL, NO_LOSS = "#dde8f5", "#f9e3c8", "#c9b6e4", "#cfe8cf", "white"
 COLORS = {READ: "input", TARGET: "target", SPECIAL: "special id", LABEL: "label, a number for the row",
           NO_LOSS: "no loss"}
+SVG_STYLE = """text{font:21px monospace;fill:#24292f} .p{fill:#0550ae} .m{opacity:0}
+@media (prefers-reduced-motion:no-preference){text{animation-duration:14s;animation-iteration-count:infinite}}"""
 CIRCLED = "STIXGeneral"                         # the only font of matplotlib with letters in circles
 # lines: list of (title, cells, color); a cell is an id, or the text of a label. mask (T, T): who attends to whom
 Row = namedtuple("Row", "title lines mask")
@@ -70,11 +88,12 @@ def interest(batch, b):  # -> a tuple, larger for a row that shows more
     return n_special, has_label, min(P, len(ids) - P), -int((ids == PAD).sum())
 
 
-def rows_of(name):  # -> [Row]: one of each kind, the most interesting first
-    argv = ["--objective", name, "--device", "cpu", "--block_size", str(T), "--batch_size", str(B)]
+def rows_of(name, T=T):  # -> [Row]: one of each kind, the most interesting first
+    argv = ["--objective", name, "--device", "cpu", "--batch_size", str(B)]
     if "span_mean" in OBJECTIVES[name].flags:   # short spans, so that a row of 32 has several
         argv += ["--span_mean", "3"]
     hp = get_config(argv)
+    hp.block_size = T
     [member] = get_members(hp)
     x = from_bytes(TEXT[:member.n]).long().expand(B, -1)
     batch = member.objective.corrupt(x, make_rng("rows"), hp)
@@ -99,55 +118,124 @@ def cell(i, color):  # an id or the text of a label -> its text, its color
     return to_symbol(i).replace(" ", "␣"), SPECIAL if i >= PAD or i == EOT else color
 
 
-def legend_texts(rows):  # -> lines of text that explain every symbol in the rows
-    symbols = "".join(cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids)
+def legend_texts(rows, is_short=False):  # -> lines of text that explain every symbol in the rows; only one if short
+    text = explain_symbols("".join(cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids))
+    if is_short:
+        return [re.sub(r" (hides|ends|stands|starts|fills|replace|outside) [^,]*", "", text).replace(",", "  ")]
     last = "at the right: which position (down) attends to which (across)"
     if any(len(row.lines[0][1]) > len(row.mask) for row in rows):
         last = "black line: two texts that do not attend to each other   " + last
-    return [*textwrap.wrap(explain_symbols(symbols), 110), last]
+    return [*textwrap.wrap(text, 110), last]
 
 
-def draw_row(axis, row, rectangle):
+def draw_row(axis, row, rectangle, columns, size):  # size: of letters, in points
     for y, (title, ids, color) in enumerate(row.lines):
-        axis.text(-0.4, 0.5 - y, title, ha="right", va="center", fontsize=6)
+        axis.text(-0.4, 0.5 - y, title, ha="right", va="center", fontsize=0.8 * size)
         for x, i in enumerate(ids):
             text, its_color = cell(i, color)
             axis.add_patch(rectangle((x, -y), 1, 1, fc=its_color, ec="#cccccc", lw=0.5))
-            axis.text(x + 0.5, 0.5 - y, text, ha="center", va="center", fontsize=8 if text.isascii() else 10,
+            axis.text(x + 0.5, 0.5 - y, text, ha="center", va="center", fontsize=size if text.isascii() else size + 2,
                       family=["DejaVu Sans Mono", CIRCLED])
-    width = len(row.mask)
-    for x in range(width, len(row.lines[0][1]), width):         # between the two texts of a contrastive pair
+    for x in range(len(row.mask), len(row.lines[0][1]), len(row.mask)):             # between two contrastive texts
         axis.plot([x, x], [1 - len(row.lines), 1], color="black", lw=2)
-    axis.set(xlim=(-4, T), ylim=(1 - len(row.lines), 1))
-    axis.set_title(row.title, fontsize=8, loc="left", pad=2)
+    axis.set(xlim=(-columns / 8, columns), ylim=(1 - len(row.lines), 1))
+    axis.set_title(row.title, fontsize=size, loc="left", pad=2)
 
 
-def draw(rows, path):
+def draw(rows, path, columns=T):
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
     except ImportError:
         fail("matplotlib is not installed. Try: pip install matplotlib")
-    heights = [len(row.lines) + 0.9 for row in rows]
-    head = 3.2                                  # height of the legend, in lines
-    figure = Figure((11, 0.3 * (sum(heights) + head)))
-    axes = figure.subplots(len(rows), 2, width_ratios=[12, 1], height_ratios=heights)
+    is_short = columns < T
+    width, size, gap, head = (7, 13, 1.4, 1.9) if is_short else (11, 8, 0.9, 3.2)   # size: points; gap, head: lines
+    heights = [len(row.lines) + gap for row in rows]
+    figure = Figure((width, 0.3 * (sum(heights) + head)))
+    axes = figure.subplots(len(rows), 2, width_ratios=[10 if is_short else 12, 1], height_ratios=heights)
     for row, (left, right) in zip(rows, axes):
-        draw_row(left, row, Rectangle)
+        draw_row(left, row, Rectangle, columns, size)
         right.imshow(row.mask.tolist(), cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
         left.axis("off")
         right.axis("off")
-    handles = [Rectangle((0, 0), 1, 1, fc=color, ec="#cccccc") for color in COLORS]
-    figure.legend(handles, COLORS.values(), loc="upper center", ncol=len(COLORS), fontsize=7, frameon=False)
+    axes[0][1].set_title("attention" if is_short else "", fontsize=size - 3, pad=2)
+    used = {cell(i, color)[1] for row in rows for _, ids, color in row.lines for i in ids}
+    names = {color: name for color, name in COLORS.items() if color in used}
+    figure.legend([Rectangle((0, 0), 1, 1, fc=color, ec="#cccccc") for color in names], names.values(),
+                  loc="upper center", ncol=len(names), fontsize=size - 1, frameon=False)
     share = 0.3 / figure.get_figheight()        # height of a line, as a share of the figure
-    for k, text in enumerate(legend_texts(rows)):
-        figure.text(0.5, 1 - share * (1.2 + 0.55 * k), text, ha="center", va="top", fontsize=6.5,
+    for k, text in enumerate(legend_texts(rows, is_short)):
+        figure.text(0.5, 1 - share * (1.2 + 0.55 * k), text, ha="center", va="top", fontsize=size - 1.5,
                     family=["DejaVu Sans", CIRCLED])
     figure.tight_layout(h_pad=0.3, rect=(0, 0, 1, 1 - share * head))
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=1000 / width if is_short else 110)
     except (OSError, ValueError) as e:          # ValueError: unknown format
         fail(f"--out {path}: cannot be written ({e}). Try another folder, or a name that ends with .png")
+
+
+# ---- results, and how two models write a text
+def read_runs(flags, names):  # -> {name: {seed: metrics}} of the runs with this number of steps
+    rows = {name: {} for name in names}
+    try:
+        with open(flags.curves, encoding="utf-8", newline="") as f:
+            for row, steps, seed, metric, value in csv.reader(f):
+                name = row.removesuffix(f" ({flags.commit})")
+                if steps == flags.steps and name in rows and (name != row or not flags.commit):
+                    rows[name].setdefault(seed, {})[metric] = float(value)
+    except (OSError, ValueError) as e:
+        fail(f"--curves {flags.curves}: cannot be read ({e}). Try curves.csv of compare")
+    return {name: {seed: run | summarize(run) for seed, run in seeds.items()} for name, seeds in rows.items()}
+
+
+def record(flag, folder, mode, prompt, n=160, passes=16):  # -> title, ids, the moment of each: 0 start, 1 end
+    model, hp, _ = load_run(folder)
+    use = find_use(get_members(hp)[0].objective, mode)
+    if not use:
+        fail(f"--{flag} {folder}: {hp.objective} does not {mode} texts. Try a run of another objective")
+    g = make_rng("texts")
+    if mode == "continue":
+        row = torch.tensor([[*use.left_ids, *prompt, *use.right_ids]])
+        new = sample.generate(model, row, n, hp.block_size, g, row.size(1) if use.both_ways else 0, temperature=0.8)
+        ids = [*prompt, *(int(i) for i in new)]
+        n_new = len(ids) - len(prompt)
+        return f"{hp.objective}, {n_new} passes", ids, [0] * len(prompt) + [(i + 1) / n_new for i in range(n_new)]
+    ids = torch.tensor([[*prompt, *[MASK] * n]], device=hp.device)
+    times = torch.zeros(ids.size(1))
+    for i, new in enumerate(sample.unmask(model, ids, g, use, passes, use.orders[0], **sample.DIFFUSION_SAMPLING), 1):
+        times[(ids != new)[0].cpu()] = i / passes
+        ids = new
+    return f"{hp.objective}, {passes} passes", ids[0].tolist(), times.tolist()
+
+
+def draw_texts(records):  # what `record` returns, of the filler and of the writer -> SVG, in cells of 12.6 x 28 pixels
+    """Keyframes hide each byte until its moment, and show masks. Without animation, the texts are finished."""
+    texts = []
+    keyframes = {}                              # of the bytes and masks that change at the same moment
+    bottom = 0
+    for k, (title, ids, times) in enumerate(records):
+        texts.append(f'<text x="{24 + 500 * k}" y="36">{escape(title)}</text>')
+        x = y = 0
+        for i, time in zip(ids, times):
+            place = f'x="{24 + 500 * k + 12.6 * x:.0f}" y="{76 + 28 * y}"'
+            name = f"{k}-{1000 * time:.0f}"
+            end = round(65 * time, 2)           # percent; then the finished texts stand still
+            keyframes[name] = (f"@keyframes m{name}{{0%,{end}%{{opacity:.4}}{end + .01:.2f}%{{opacity:0}}}}\n"
+                               f"@keyframes t{name}{{0%,{end}%{{opacity:0}}{end + .01:.2f}%{{opacity:1;fill:#d9480f}}"
+                               f"{end + 6:.2f}%{{fill:#24292f}}}}")
+            if time and k == 0:
+                texts.append(f'<text {place} class="m" style="animation-name:m{name}">▒</text>')
+            if i not in b" \n":
+                look = f'style="animation-name:t{name}"' if time else 'class="p"'
+                texts.append(f'<text {place} {look}>{escape(to_symbol(i))}</text>')
+            x += 1
+            if i == ord("\n") or x == 36:
+                x = 0
+                y += 1
+        bottom = max(bottom, 76 + 28 * (y + 1))
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {bottom}"><style>{SVG_STYLE}',
+                      *keyframes.values(), f'</style><rect width="1000" height="{bottom}" rx="8" fill="#f6f8fa"/>',
+                      *texts, "</svg>\n"])
 
 
 def main(argv=None):  # -> exit code
@@ -155,7 +243,15 @@ def main(argv=None):  # -> exit code
     names = flags.objectives.split(",") if flags.objectives else list(OBJECTIVES)
     if not set(names) <= set(OBJECTIVES):
         fail(f"--objectives {flags.objectives}: has an unknown name. Try some of {','.join(OBJECTIVES)}")
-    draw([row for name in names for row in rows_of(name)], flags.out)
+    if flags.curves:
+        flags.out = draw_panels([holes_panel(read_runs(flags, names))], flags.out, (10, 5.6), 100, 16)
+    elif flags.filler or flags.writer:
+        records = [record("filler", flags.filler, "fill", flags.prompt.encode()),
+                   record("writer", flags.writer, "continue", flags.prompt.encode())]
+        with open(flags.out, "w", encoding="utf-8") as f:
+            f.write(draw_texts(records))
+    else:
+        draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)
     print(flags.out)
     return 0
 

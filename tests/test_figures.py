@@ -1,10 +1,13 @@
 import ast
 import glob
 import os
+import xml.dom.minidom
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import randomized, settings
 
 import run
 import sample
@@ -32,8 +35,35 @@ def test_one_row_of_each_kind_is_drawn_and_the_legend_explains_every_id():
 
 def test_the_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    figures.draw(figures.rows_of("fim"), str(tmp_path / "rows.png"))
+    rows = figures.rows_of("span", 16)
+    assert len(rows[0].lines[0][1]) == len(rows[0].mask) == 16
+    assert figures.legend_texts(rows, True)[0].startswith("∅ EOT   ‖ SEP   ① sentinels   "), "not the used ids"
+    figures.draw(rows + rows, str(tmp_path / "rows.png"), 16)
     assert os.path.getsize(tmp_path / "rows.png") > 5000
+
+
+def test_results_are_those_of_one_length_and_commit(tmp_path):
+    path = tmp_path / "curves.csv"
+    path.write_text("clm (abc),9,1,left_4,1\nclm (abc),9,2,left_4,3\nclm,9,1,left_4,5\nclm (abc),8,1,left_4,7\n")
+    for commit, bits in ("abc", 2.0), ("", 5.0):
+        rows = figures.read_runs(Namespace(curves=str(path), steps="9", commit=commit), ["clm", "mlm"])
+        assert figures.holes_panel(rows).lines == {"clm": {4: bits}}
+
+
+def test_the_animation_ends_with_both_texts(monkeypatch, refuses):
+    monkeypatch.setattr(figures, "load_run", lambda folder: (randomized(), settings(folder, 32), None))
+    filled, written = (figures.record("run", *use, b"a<b\n", 8, 3) for use in (("mdlm", "fill"), ("clm", "continue")))
+    assert bytes(filled[1][:4]) == bytes(written[1][:4]) == b"a<b\n" and len(filled[1]) == 12
+    assert filled[2][:4] == [0] * 4 and {round(3 * time) for time in filled[2][4:]} <= {1, 2, 3}
+    assert written[2][4:] == [(i + 1) / 8 for i in range(8)]
+    svg = xml.dom.minidom.parseString(figures.draw_texts([filled, ("<i>", b"a<b\nab", [0, 0, 0, 0, 0.5, 1])]))
+    texts = svg.getElementsByTagName("text")
+    assert [text.firstChild.data for text in texts[-6:]] == ["<i>", "a", "<", "b", "a", "b"]
+    assert sum(text.getAttribute("class") == "m" for text in texts) == 8, "not a mask for each byte to fill"
+    style = svg.getElementsByTagName("style")[0].firstChild.data
+    assert ".m{opacity:0}" in style and all(text.getAttribute("style")[15:] in style for text in texts)
+    assert "@keyframes t1-500{0%,32.5%{opacity:0}32.51%{opacity:1;" in style
+    refuses("does not fill", figures.record, "filler", "clm", "fill", b"a")
 
 
 def test_unknown_objectives_are_refused(refuses):
