@@ -14,8 +14,8 @@
 Every objective is trained with its own defaults. Each row of a table has a run of train.py for each seed. The folder of
 a run is named after its settings and its text: a finished run is not trained again, an interrupted run is resumed, and
 other settings make another run. The run's metrics are in measured.json in its folder (with --tasks_only in
-measured_tasks.json); delete that file to measure the run again. The tables show the largest budget. The last table,
-curves.csv and the picture show all budgets. With one budget, the picture shows the bits of holes and the losses over
+measured_tasks.json); delete that file to measure the run again. The tables show the largest budget first; curves.csv
+and the picture show all budgets. With one budget, the picture shows the bits of holes and the losses over
 the steps. If rows have fewer than 128 positions, holes, replaced bytes and some tasks are not measured.
 Flags that are not listed below are train.py's, such as --n_layer 6. One that only some of the objectives have, such as
 --mask_rate, goes to those.
@@ -70,6 +70,7 @@ SUMMARY = {                                     # columns of the first table
     "task": Metric("own task", 3),
 }
 SUMMED_UP = {"left_to_right", "bound", "old_before", "old", "new", *(f"infill_{m}" for m in HOLE_LENGTHS)}
+REST = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}                   # second table
 N_CURVE = 5                                     # evaluations of a run, if there is one budget and no --eval_interval
 
 
@@ -87,7 +88,8 @@ class Cell:
 def plan_cells(flags, rest):  # -> [Cell]
     """Fails before anything runs if train.py would refuse the flags of a run."""
     setting, _, values = flags.sweep.partition("=")
-    known = setting in {"replay", "start", *flag_specs()} - RESERVED - {"device"}   # runs are not named by device
+    refused = RESERVED | {"device", "eval_interval"}            # runs are not named by device
+    known = setting in {"replay", "start", *flag_specs()} - refused
     if flags.sweep and not (known and all(values.split(","))):
         fail(f"--sweep {flags.sweep}: is not a setting of train.py, replay or start with its values. Try "
              "mask_rate=.1,.15,.3")
@@ -203,8 +205,8 @@ def run_cell(cell, flags, sources, probes, label, spent):  # corpora, {metric: P
             saved = json.load(f)
         if saved.get("eval_version") == EVAL_VERSION:
             return saved["metrics"]
-    is_short = time.perf_counter() - start < 100                # measuring then takes longer
-    advice = ". --tasks_only measures only losses and tasks" if is_short and not flags.tasks_only else ""
+    is_short = time.perf_counter() - start < 100                # seconds; measuring takes longer
+    advice = " (--tasks_only skips holes and probes)" if is_short and not flags.tasks_only else ""
     print(f"{label}: measuring{advice}", flush=True)
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), cell.hp.device, "float32")
     metrics = logged_metrics(folder)
@@ -315,10 +317,9 @@ def explain(metrics, headings):  # {metric: Metric}, headings of a table -> a li
     return "".join(f"- {', '.join(names)}: {meaning}\n" for meaning, names in kinds.items())
 
 
-def tables(rows, references):  # -> Markdown: the first table, then all metrics, with more rows for reference
+def tables(rows, references):  # -> Markdown: the first table, then the rest, with more rows for reference
     first = first_table(rows)
-    rest = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}
-    full = table(rows | references, rest)
+    rest = table(rows | references, REST)
     tasks = {}                                  # {heading: {name: None}}
     for name, seeds in rows.items():
         for heading in values_by_seed(seeds, "task_heading").values():
@@ -329,9 +330,9 @@ def tables(rows, references):  # -> Markdown: the first table, then all metrics,
     if max(map(len, rows.values())) > 1:
         note = ("Means over seeds ± their standard deviation. *: worse than the best of the column, by more than twice "
                 "the standard error of the difference, which is paired by seed.\n")
-    return "\n".join(["Bits per byte of held-out text; less is better.\n", markdown(first),
-                      explain(SUMMARY, first[0]) + of_tasks, note, "The rest:\n", markdown(full),
-                      explain(rest, full[0])])
+    return "\n".join(["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first),
+                      explain(SUMMARY, first[0]) + of_tasks, note, "The rest:\n", markdown(rest),
+                      explain(REST, rest[0])])
 
 
 def differing_settings(cells):  # -> Markdown: the settings that the rows do not share, or ""
@@ -506,7 +507,8 @@ def write_report(path, budgets, setting, references, settings="", with_latex=Fal
     rows = budgets[max(budgets)]
     text = tables(rows, references)
     for steps in sorted(budgets)[:-1]:
-        text += f"\nAfter {steps} steps:\n\n{markdown(first_table(budgets[steps]))}"
+        both = first_table(budgets[steps]), table(budgets[steps], REST)
+        text += f"\nAfter {steps} steps:\n\n" + "\n".join(map(markdown, both))
     files = {path + ".md": text + settings} | ({path + ".tex": latex(first_table(rows))} if with_latex else {})
     for file, content in files.items():
         with open(file, "w", encoding="utf-8") as f:

@@ -581,7 +581,7 @@ def balanced_accuracy(guess, y):  # (N,), (N,) -> share of correct guesses in ea
     return statistics.fmean(float((guess[y == k] == k).float().mean()) for k in y.unique().tolist())
 
 
-# ---- all of them
+# ---- everything that compare measures and prints
 @dataclass(frozen=True)
 class Metric:
     heading: str                                # of its column; what is after a colon tells columns of a kind apart

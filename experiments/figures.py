@@ -27,7 +27,7 @@ import torch
 
 T = 32
 FLAGS = {
-    "out": Flag("docs/rows.png", "file to draw into"),
+    "out": Flag("docs/rows.png", "file to draw into: .png, with --filler .svg"),
     "objectives": Flag("", "separated by commas; without it all"),
     "columns": Flag(T, "positions of a row; with fewer, the letters are larger, and the legend is shorter", 8),
     "curves": Flag("", "curves.csv of compare"),
