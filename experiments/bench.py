@@ -25,8 +25,9 @@ from data import VOCAB_SIZE, Flag, fail, make_rng
 from experiments.flags import parse_with_train_flags
 import sample
 import train
+from model import for_inference
 from objectives import OBJECTIVES, find_use
-from run import build, for_inference, get_config, get_members, load_run, parse, run_program, use_device
+from run import build, get_config, get_members, load_run, parse, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 

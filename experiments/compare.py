@@ -166,11 +166,15 @@ def train_run(argv, crcs, out_dir, label):  # -> folder of the finished run with
     os.makedirs(folder, exist_ok=True)
     print(f"{label}: training, logged in {folder}/log.txt", flush=True)
     with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        code = train.main([*argv, "--out_dir", folder], with_sample=False)
-    if code > 1:                                # stopped by a signal
+        try:
+            code = train.main([*argv, "--out_dir", folder], with_sample=False)
+        except FloatingPointError as e:
+            print(f"{label}: {e}", file=sys.stderr)
+            return None
+    if code:                                    # stopped by a signal
         print(f"stopped, saved in {folder}. The same command resumes it")
         sys.exit(code)
-    return None if code else folder
+    return folder
 
 
 def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run's folder

@@ -23,9 +23,9 @@ from data import sample_windows, to_bytes
 from experiments.score import score_bound, score_by_filling
 import sample
 import train
-from model import norm
+from model import for_inference, norm
 from objectives import IGNORE_INDEX, N_BYTES, find_use
-from run import EVAL_ROWS, build, for_inference, get_members
+from run import EVAL_ROWS, build, get_members
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -632,7 +632,7 @@ def eval_probes(features, probes):  # {metric: ProbeData} -> {metric: balanced a
 def measure(model, objective, hp, text, probes, tasks_only=False):  # -> {metric: number}
     evaluations = [eval_task]
     if hp.block_size >= MIN_BLOCK and not tasks_only:
-        evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections]
+        evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections, eval_replaced]
     metrics = {}
     for evaluation in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
         metrics |= evaluation(model, objective, hp, text)
