@@ -391,24 +391,21 @@ def masked_log_probs(model, ids, use, passes):  # (1, n), a Fill -> log p of byt
 
 
 def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), bytes (n,) -> three tensors (n,)
-    """Returns the log-odds that each byte is wrong, the most likely other byte (the byte itself if there is none), and
-    whether that one is more likely than the byte itself. By Bayes' rule, if a byte is wrong with probability
-    error_rate, and each of the 254 others then stands there with equal probability:
+    """Returns the log-odds that each byte is wrong, the most likely other byte, and whether that one is more likely
+    than the byte itself. By Bayes' rule, if a byte is wrong with probability error_rate, and each of the 254 others
+    then stands there with equal probability:
 
         log p(y was meant, x stands there) = log p(x) + log(1 - error_rate)      if y = x
                                              log p(y) + log(error_rate / 254)    otherwise
 
-    A NUL is never wrong. So that no character breaks in UTF-8, its first byte does not change if more bytes follow, nor
-    does a byte after 0xe0, 0xed, 0xf0 or 0xf4, which only some bytes may follow."""
+    Only printable ASCII is corrected, by printable ASCII. So no character breaks in UTF-8, and line ends and letters
+    that are rare in the training text, such as umlauts, stay as they are."""
     own = (ids - 1).clamp(min=0)[:, None]                                           # (n, 1)
     right = logp.gather(1, own)[:, 0] + math.log(1 - error_rate)
-    right = right.masked_fill(ids == EOT, torch.inf)
+    right = right.masked_fill((ids < 32) | (ids > 126), torch.inf)                  # never wrong
     wrong = logp.scatter(1, own, -torch.inf) + math.log(error_rate / 254)           # (n, 255)
-    kind = torch.bucketize(torch.arange(N_BYTES), torch.tensor([0x80, 0xc0]), right=True)
-    is_fixed = (ids >= 0xc0) | torch.isin(ids.roll(1), torch.tensor([0xe0, 0xed, 0xf0, 0xf4]))
-    is_allowed = (kind[ids][:, None] == kind[1:]) & ~is_fixed[:, None]
-    best, other = wrong.masked_fill(~is_allowed, -torch.inf).max(1)
-    return wrong.logsumexp(1) - right, torch.where(best > -torch.inf, other + 1, ids), best > right
+    best, other = wrong[:, 31:126].max(1)       # of the bytes 32 .. 126
+    return wrong.logsumexp(1) - right, other + 32, best > right
 
 
 @torch.inference_mode()
@@ -517,12 +514,17 @@ def cut_after_spaces(ids, n):  # -> yields pieces of up to n ids
 def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always the name of a file
     path = os.path.expanduser(value.removeprefix("FILE:"))
     if not value.startswith("FILE:") and flag != "corpus":
+        if os.path.isfile(value):
+            note(f"--{flag} {value} is read as text. FILE:{value} reads the file")
         return value.encode("utf-8", "surrogateescape")         # Python decodes a POSIX command line this way
     try:
         with open(path, "rb") as f:
-            return f.read()
+            text = f.read()
     except (OSError, ValueError) as e:          # ValueError: a path with a NUL in it
         fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
+    if not text:
+        fail(f"--{flag} {path}: is empty. Try another file (with > a shell empties the file it writes to)")
+    return text
 
 
 def read_masks(text):  # bytes such as b"a[MASK:2]" -> ids [97, MASK, MASK]
@@ -744,7 +746,8 @@ def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that ea
     words.sort(key=lambda word: -max(p[word]))
     if len(prompt) <= hp.block_size:
         print(highlight(prompt, is_marked, ("«", "»")), flush=True)
-    note(f"{len(words)} suspicious words, as line:column, with the probability that they are wrong:")
+    legend = ", as line:column, with the probability that they are wrong:" if words else ""
+    note(f"{len(words)} suspicious words{legend}")
     whole = bytes(prompt)
     for word in words:
         worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
@@ -883,12 +886,13 @@ def check_holes(prompt, objective, use):
     as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]
     if not as_text:
         return
-    message = (f"{as_text[0].decode('utf-8', 'replace')} is text when {objective.name} is used to "
-               f"{MODES[use.mode].task}. Holes are written [MASK] or [MASK:4] for {able('fill')}, {able('repair')}, "
-               f"and <extra_id_0> for {able('infill')}")
-    holes = MASKS if use.mode == "correct" else own
-    if holes and re.search(holes, prompt):
-        fail(f"--prompt: {message}. Try without {'holes' if use.mode == 'correct' else 'it'}")
+    word = as_text[0].decode("utf-8", "replace")
+    if use.mode == "correct" and re.search(MASKS, prompt):
+        fail(f"--prompt: has a hole, {word}, and is to be corrected. Try to fill its holes first")
+    message = (f"{word} is text when {objective.name} is used to {MODES[use.mode].task}. Holes are written [MASK] or "
+               f"[MASK:4] for {able('fill')}, {able('repair')}, and <extra_id_0> for {able('infill')}")
+    if own and re.search(own, prompt):
+        fail(f"--prompt: {message}. Try without it")
     note(message)
 
 

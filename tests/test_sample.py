@@ -357,22 +357,20 @@ def test_a_long_text_is_filled_window_by_window():
 def by_hand(p, x, rate):  # probabilities of bytes 1..255, the byte that stands there -> log-odds, corrected byte
     joint = {y: p[y - 1] * (1 - rate if y == x else rate / 254) for y in range(1, 256)}
     odds = math.log(sum(joint[y] for y in joint if y != x)) - math.log(joint[x])
-    return odds, max((y for y in joint if y < 128), key=joint.get)
+    return odds, max(range(32, 127), key=joint.get)
 
 
 @pytest.mark.parametrize("rate", [1e-6, 0.01, 0.5])
 def test_corrections_follow_from_the_probabilities_by_bayes_rule(rate):
     g = make_rng("logits")
     logp = (torch.randn(300, 255, generator=g, dtype=torch.double) * 6).log_softmax(-1)
-    x = torch.randint(1, 128, (300,), generator=g)
+    x = torch.randint(32, 127, (300,), generator=g)
     odds, other, is_better = sample.find_corrections(logp, x, rate)
     for i in range(300):
         want, corrected = by_hand(logp[i].exp().tolist(), int(x[i]), rate)
         assert float(odds[i]) == pytest.approx(want, rel=1e-6, abs=1e-6)
         assert (int(other[i]) if is_better[i] else int(x[i])) == corrected and int(other[i]) != int(x[i])
     assert is_better.any() and (odds[is_better] > 0).all()
-    odds, _, is_better = sample.find_corrections(logp[:1], torch.zeros(1, dtype=torch.long), rate)
-    assert float(odds) == -math.inf and not is_better.any(), "a NUL is never wrong"
 
 
 @pytest.mark.parametrize("n", [1, 5, 31, 32, 33, 48, 49, 200])
@@ -400,17 +398,13 @@ def test_each_byte_is_predicted_once_without_itself_and_with_context_on_both_sid
     assert torch.equal(ids, text) and (context >= 8).all()
 
 
-def test_a_correction_does_not_break_a_character():
-    """Whatever the model says, of characters of all lengths and of the borders of their ranges."""
-    characters = "aé\u07ff\u0800\u0939\u0fff\ud7ff\ue000\uffff\U00010000🙂\U0010ffff\x01\x7f\x80"
-    text = torch.tensor([*(characters * 40).encode()])
-    for seed in range(20):
-        logp = (torch.randn(len(text), 255, generator=make_rng(f"{seed}"), dtype=torch.double) * 9).log_softmax(-1)
-        odds, other, is_better = sample.find_corrections(logp, text, 0.5)
-        for is_changed in (odds > 0, is_better):
-            changed = other.where(is_changed, text)
-            bytes(changed.tolist()).decode()
-            assert (changed != text).float().mean() > 0.3
+def test_only_printable_ascii_is_corrected():
+    """Whatever the model says. So no character breaks, and line ends stay."""
+    text = torch.arange(256).repeat(40)
+    logp = (torch.randn(len(text), 255, generator=make_rng("logits"), dtype=torch.double) * 9).log_softmax(-1)
+    odds, other, is_better = sample.find_corrections(logp, text, 0.5)
+    assert set(text[odds > 0].tolist()) == set(text[is_better].tolist()) == set(range(32, 127))
+    assert set(other.tolist()) == set(range(32, 127))
 
 
 def known_text(monkeypatch, text):  # a model that is sure of this text, wherever it reads a part of it
@@ -958,7 +952,7 @@ BAD = [
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
-    ("mlm", ["--prompt", "a[MASK]b", "--correct"], "without holes"), ("mlm", ["--fix"], "--prompt: is missing"),
+    ("mlm", ["--prompt", "a[MASK]b", "--correct"], "has a hole"), ("mlm", ["--fix"], "--prompt: is missing"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "Try 2 or more"),
     ("electra", ["--prompt", "a", "--correct"], "--correct: electra does not correct a text"),
 ]
