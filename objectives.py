@@ -18,6 +18,7 @@ A batch is a dict of tensors with B rows. These keys have a fixed meaning; an ob
     positions   (B, T) position numbers, if they are not 0, 1, 2, ...
     mask        (B, T, T) bool: replaces the prefix rule
     before      (B, T, W - 1), required with mask: the ids that convolution and n-grams read before each position
+    is_hidden   (B, T) bool, read by the tests alone: True where no input may show the target
 
 `corrupt` draws only from its generator g and has static shapes. It contains no loop over rows and reads no value back
 from the device. Many papers choose each position independently. Here the counts are exact (mlm masks exactly k bytes of

@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import pickle
 import re
@@ -23,7 +24,8 @@ from test_train import fit, on_posix, resume, write
 import run
 import sample
 import train
-from data import make_rng, to_bytes
+from data import MASK, from_bytes, make_rng, to_bytes
+from experiments.score import score_exact
 from objectives import OBJECTIVES
 from run import get_config, get_members, load_checkpoint, save_checkpoint
 
@@ -182,6 +184,28 @@ def test_the_page_fine_tunes_a_run_on_labels(text):
     with contextlib.redirect_stdout(out):
         exec(example, {})
     assert float(out.getvalue().split()[1]) > 0.82
+
+
+def test_the_recipes_of_the_page_run_in_its_order(text, monkeypatch):
+    for name in ("clm", "mlm", "contrastive"):
+        fit(text, f"out/{name}", "--objective", name, "--max_iters", "9")
+    main = train.main
+    monkeypatch.setattr(train, "main", lambda argv, **how: main(tiny("--data", text, *argv, "--max_iters", "2"), **how))
+    page = (Path(run.__file__).parent / "docs" / "EXTENDING.md").read_text("utf-8")
+    section = re.search(r"</a>Use from Python\n(.*?)\n## ", page, re.DOTALL)[1]
+    found = {}
+    with mock.patch.dict(OBJECTIVES), contextlib.redirect_stdout(io.StringIO()):
+        for recipe in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            exec(recipe, found)
+    for written, logp in zip(found["texts"], found["logp"], strict=True):
+        bits = score_exact(found["clm"], from_bytes(b"\0" + written), 32, 32)
+        assert -float(logp.sum()) / math.log(2) == pytest.approx(bits - 8, rel=1e-5)
+    is_hole = found["holes"] == MASK
+    assert is_hole.sum() == 2 and torch.equal((found["filled"] != found["holes"]), is_hole)
+    assert torch.allclose(found["vectors"].norm(dim=1), torch.ones(3))
+    assert equal(load_checkpoint("out/mlm/changed.pt")["model"], load_checkpoint("out/mlm/best.pt")["model"])
+    assert [step for step, _ in found["accuracy"]] == [0, 2]
+    assert len({*found["best"].values()}) == 6
 
 
 def test_an_objective_without_uses_trains_and_sample_py_refuses_it(text, refuses):
