@@ -92,7 +92,6 @@ RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "l
                    "cuda_graph"}
 # flags of all programs in which ~ is the home folder
 PATHS = {"data", "out_dir", "init_from", "corpus", "file", "pairs", "new_data", "nanogpt", "run"}
-FOREIGN_FLAGS = {"lr": "learning_rate", "steps": "max_iters", "epochs": "max_passes"}       # other names of ours
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
 
 
@@ -109,14 +108,6 @@ def in_range(flag, kind):  # -> argparse type with a range check
     return convert
 
 
-def suggest_flag(message, known):  # a message of argparse, names of flags -> the closest to an unknown flag, or ""
-    if not message.startswith("unrecognized arguments: --"):
-        return ""
-    word = message.split()[2].removeprefix("--").partition("=")[0].replace("-", "_")
-    close = difflib.get_close_matches(FOREIGN_FLAGS.get(word, word), known, 1)
-    return f"--{close[0]} or " if close else ""
-
-
 class StoreOnce(argparse.Action):  # refuses a flag that is given twice
     def __call__(self, parser, namespace, values, option_string=None):
         if hasattr(namespace, self.dest):
@@ -129,8 +120,7 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
     parser = argparse.ArgumentParser(
         prog=prog, usage=f"{prog} [flags below]", description=doc, epilog=epilog, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-    known = [name for flags in groups.values() for name in flags]
-    parser.error = lambda message: fail(f"{message}. Try {suggest_flag(message, known)}{prog} --help")
+    parser.error = lambda message: fail(f"{message}. Try {prog} --help")
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for name, flag in flags.items():
@@ -411,7 +401,10 @@ def join_processes(hp):  # connects them; in one process does nothing
     if hp.cuda_graph:
         fail("--cuda_graph: works in one process only. Try without it")
     if not torch.distributed.is_initialized():  # gloo for tensors on the CPU, so that any_rank never waits for a GPU
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
+        try:
+            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
+        except (ValueError, RuntimeError) as e:
+            fail(f"RANK and WORLD_SIZE are set, but no connection: {first_line(e)}. Try torchrun, or unset both")
     if RANK:                                    # only the first process prints
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
@@ -486,6 +479,8 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
         if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
+    if not curves:
+        return
     try:
         from matplotlib.figure import Figure  # here, since it is optional
         axes = Figure().subplots()
@@ -667,8 +662,9 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
         code = main()
         sys.stdout.flush()                      # here, where errors are caught: at exit, Python prints a traceback
     except (UserError, FloatingPointError) as e:
-        print(f"error: {e}", file=sys.stderr)
         code = 2 if isinstance(e, UserError) else 1
+        if code == 2 or not RANK:               # a loss is not finite in all processes at once
+            print(f"error: {e}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

@@ -56,8 +56,9 @@ SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after o
 MASKS = rb"\[MASK(?::([1-9]\d{0,5}))?\]"
 HOLES = rb"<extra_id_\d+>"
 MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the marker of a hole in its prompt}
-# a marker of a hole, or one that was mistyped
-LIKE_A_HOLE = rb"(?i)<(?:mask|extra_id|fill|blank)[^<>\s]{0,20}>|\[(?:mask|blank)[^]\[\n]{0,12}\]"
+# a marker of a hole, or one that was mistyped, but not x[mask]
+LIKE_A_HOLE = (rb"(?i:<(?:mask|extra_id|fill|blank)[^<>\s]{0,20}>|(?<!\w)\[(?:mask|blank)[^]\[\n]{0,12}\])"
+               rb"|\[MASK[^]\[\n]{0,12}\]")
 SAMPLING = "temperature", "top_k", "top_p"
 SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do
 
@@ -626,7 +627,9 @@ def continue_mode(model, objective, use, hp, args, g):
         prompt = keep_last(text, space - min(args.max_new_tokens, T // 2))
     row = to_row([*use.left_ids, *prompt, *use.right_ids], hp)
     prefix = row.size(1) if use.both_ways else 0
-    stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
+    written = stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
+    if use.both_ways and len(written) < args.max_new_tokens and written[-1] != EOT:
+        note(f"the block of {T} is full")
 
 
 def continue_blocks_mode(model, objective, use, hp, args, g):
@@ -644,6 +647,8 @@ def fill_mode(model, objective, use, hp, args, g):
     prompt = args.prompt
     sampling = args.fill_sampling
     has_hole = MASK in prompt
+    if has_hole and "max_new_tokens" in args.given:
+        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     if not has_hole:
         space = text_space(use, T)
         prompt = keep_last(prompt, space // 2)
@@ -872,7 +877,7 @@ def refuse_flag(flag, objective, mode, members):  # fails because of a flag that
         fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
     # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
-    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try a run of one of {able(reader)}")
+    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try a run of {able(reader)}")
 
 
 def able(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
@@ -882,15 +887,16 @@ def able(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
 def check_holes(prompt, objective, use):
     """Prints a note if the prompt has a marker that is read as text, which may be mistyped. Refuses such a marker
     beside a hole that is filled, and holes in a text to correct."""
+    hole = re.search(MASKS, prompt)
+    if hole and use.mode == "correct":
+        fail(f"--prompt: has a hole, {hole[0].decode()}, and is to be corrected. Try to fill its holes first")
     own = MARKERS.get(use.mode)
     as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]
     if not as_text:
         return
-    word = as_text[0].decode("utf-8", "replace")
-    if use.mode == "correct" and re.search(MASKS, prompt):
-        fail(f"--prompt: has a hole, {word}, and is to be corrected. Try to fill its holes first")
-    message = (f"{word} is text when {objective.name} is used to {MODES[use.mode].task}. Holes are written [MASK] or "
-               f"[MASK:4] for {able('fill')}, {able('repair')}, and <extra_id_0> for {able('infill')}")
+    message = (f"{as_text[0].decode('utf-8', 'replace')} is text when {objective.name} is used to "
+               f"{MODES[use.mode].task}. Holes are written [MASK] or [MASK:4] for {able('fill')}, {able('repair')}, "
+               f"and <extra_id_0> for {able('infill')}")
     if own and re.search(own, prompt):
         fail(f"--prompt: {message}. Try without it")
     note(message)
@@ -932,7 +938,7 @@ def main(argv=None):
     m, use = choose_use(members, texts, switches)
     objective = m.objective
     mode = MODES[use.mode]
-    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags}):
+    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
         refuse_flag(flag, objective, mode, members)
     if args.order and args.order not in use.orders:
         fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")

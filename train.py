@@ -554,10 +554,12 @@ def finish(s):  # after training: prints what compressors reach on the validatio
             bits = compressor_bits(source["val"])
             print(f"for comparison, compressors on the validation text of {source['name']}: {bits}")
     print(flush=True)
+    hint = f"sample.py has no use for {s.hp.objective}"
     if any(member.objective.uses for member in s.members):
         import sample  # here, since training does not need it
         sample.main(["--out_dir", out_dir, "--device", s.hp.device])
-    print(f"\ndone: {out_dir}/ckpt.pt. More samples: python sample.py --out_dir {shlex.quote(out_dir)}")
+        hint = f"More samples: python sample.py --out_dir {shlex.quote(out_dir)}"
+    print(f"\ndone: {out_dir}/ckpt.pt. {hint}")
 
 
 # ---- a run
@@ -693,6 +695,7 @@ def main(argv=None, with_sample=True, on_record=None):
     except FloatingPointError as e:
         if is_shown:
             draw_losses(out_dir)
+        barrier()                               # torchrun ends all processes as soon as one has failed
         raise FloatingPointError(f"{e}; the last checkpoint, if any, is of step {status['step']}. Try --init_from "
                                  f"{shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32") from None
     if is_shown:

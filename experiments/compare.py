@@ -69,6 +69,7 @@ SUMMARY = {                                     # columns of the first table
        for i, m in enumerate(HOLE_LENGTHS)},
     "task": Metric("own task", 3),
 }
+STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # for 2, 3, ... seeds
 SUMMED_UP = {"left_to_right", "bound", "old_before", "old", "new", *(f"infill_{m}" for m in HOLE_LENGTHS)}
 REST = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}                   # second table
 N_CURVE = 5                                     # evaluations of a run, if there is one budget and no --eval_interval
@@ -179,9 +180,9 @@ def train_run(argv, crcs, out_dir, label):  # -> folder of the finished run with
 
 def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run's folder
     """Depends only on settings that the objective reads. If a default of another objective changes, the run keeps its
-    name. The device is left out, since a run may be resumed on another one."""
+    name. The device is left out, since a run may be resumed on another one, and so is the interval of evaluations."""
     groups = [*SETTINGS.values(), *(m.objective.flags for m in get_members(hp))]
-    names = {flag for group in groups for flag in group} - {"device"}
+    names = {flag for group in groups for flag in group} - {"device", "eval_interval"}
     settings = {flag: value for flag, value in vars(hp).items() if flag in names}
     tag = zlib.crc32(json.dumps([VERSION, crcs, settings], sort_keys=True).encode())
     return f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}"
@@ -276,8 +277,9 @@ def latex(rows):  # the same table for LaTeX
     return f"\\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}\n{text}\n\\end{{tabular}}\n"
 
 
-def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that differ from the best one
-    """Their difference is a mean over the seeds that both have, and exceeds twice its standard error."""
+def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that are worse than the best one
+    """The difference, a mean over the seeds that both have, exceeds its standard error by Student's t of 95%, which is
+    about 2 for many seeds. Of rows that differ by chance alone, one in 20 is marked, or more if there are many rows."""
     means = {name: statistics.fmean(by_seed.values()) for name, by_seed in values.items() if by_seed}
     if more_is_better is None or not means:
         return set()
@@ -285,7 +287,11 @@ def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that 
 
     def is_worse(name):
         pairs = [value - best[seed] for seed, value in values[name].items() if seed in best]
-        return len(pairs) > 1 and abs(statistics.fmean(pairs)) > 2 * statistics.stdev(pairs) / len(pairs) ** 0.5
+        if len(pairs) < 2:
+            return False
+        t = STUDENT_T_975[min(len(pairs), len(STUDENT_T_975) + 1) - 2]
+        worse = statistics.fmean(pairs) * (-1 if more_is_better else 1)
+        return worse > t * statistics.stdev(pairs) / len(pairs) ** 0.5
     return set(filter(is_worse, values))
 
 
@@ -332,8 +338,8 @@ def tables(rows, references):  # -> Markdown: the first table, then the rest, wi
     note = ("With one seed, differences of less than 0.05 bits from left to right and 0.1 bits in holes mean nothing "
             "(\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
     if max(map(len, rows.values())) > 1:
-        note = ("Means over seeds ± their standard deviation. *: worse than the best of the column, by more than twice "
-                "the standard error of the difference, which is paired by seed.\n")
+        note = ("Means over seeds ± their standard deviation. *: worse than the best of the column (95%, Student's t, "
+                "differences paired by seed). Two seeds show large differences alone; try five.\n")
     return "\n".join(["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first),
                       explain(SUMMARY, first[0]) + of_tasks, note, "The rest:\n", markdown(rest),
                       explain(REST, rest[0])])

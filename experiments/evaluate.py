@@ -618,7 +618,7 @@ METRICS = {                                     # what compare prints, in this o
     "typos_first": Metric("typos ranked first", 3, "share", True, "texts whose typo is the most suspicious byte"),
     "typos_corrected": Metric("typos corrected", 3, "share", True, "typos in place of which it writes the right byte"),
     "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False, "by the same corrections"),
-    "replaced_left": Metric("replaced bytes left", 3, "share", False, "wrong bytes after corrections, of those before"),
+    "replaced_left": Metric("replaced bytes left", 3, "share", False, "edit distance, of that before the corrections"),
     "tflop": Metric("training: work", 2, "TFLOP", None, "matrix products, and seconds without evaluations"),
     "seconds": Metric("training: time", 0, "seconds", None, "matrix products, and seconds without evaluations"),
 }

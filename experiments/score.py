@@ -117,7 +117,7 @@ def read_pairs(path, data):  # (n,) uint8 -> [(UID, better text, worse text)]; t
         try:
             if path.endswith(".jsonl"):
                 pair = json.loads(line)
-                pairs.append((pair["UID"], pair["sentence_good"].encode(), pair["sentence_bad"].encode()))
+                pairs.append((str(pair["UID"]), pair["sentence_good"].encode(), pair["sentence_bad"].encode()))
             else:
                 good, bad = line.split(b"\t")
                 pairs.append(("all pairs", good, bad))
@@ -149,6 +149,7 @@ def score_texts(score, texts, device):  # score: bytes (N, n) -> (N,); texts as 
 
 def compare_pairs(model, objective, hp, pairs, seed):  # prints a line for each UID and one for all pairs
     size = min(hp.block_size, objective.n_bytes(hp.block_size, hp))                 # maximum number of bytes of a text
+    fill = find_use(objective, "fill")
     if objective.bpb == "bound":
         score = lambda x: torch.tensor([-score_bound(model, objective, text, hp, seed)[0] for text in x])
         kind = f"{objective.name}'s bound, estimated in {BOUND_GROUPS * BOUND_ROWS} passes for each text"
@@ -156,7 +157,8 @@ def compare_pairs(model, objective, hp, pairs, seed):  # prints a line for each 
         score = lambda x: exact_scores(model, x)
         kind = "exact log-probability, left to right after an EOT, 1 pass for each text"
     else:
-        score = lambda x: pseudo_scores(model, x, find_use(objective, "fill"))
+        size = sample.text_space(fill, hp.block_size)
+        score = lambda x: pseudo_scores(model, x, fill)
         kind = "pseudo-log-likelihood, n passes for a text of n bytes"
     texts = [text for pair in pairs for text in pair[1:]]
     if not all(0 < len(text) <= size and EOT not in text for text in texts):

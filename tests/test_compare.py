@@ -166,14 +166,17 @@ def summarized(rows):  # as run_cell returns the metrics of runs
             for name, seeds in rows.items()}
 
 
-def test_a_star_marks_what_differs_from_the_best_by_more_than_twice_its_error():
-    """Pairs runs of the same seed: b's differences from a are .1, .3 and .2, c's -.2, .4 and .1."""
+def test_a_star_marks_what_is_worse_than_the_best_by_more_than_chance():
+    """Pairs runs of the same seed: b's differences from a are .19, .21 and .2, c's -.2, .4 and .1."""
+    assert not compare.find_worse({"a": {1: 1.0, 2: 1.0, 3: 4.0}, "b": {1: 1.5, 2: 1.51}}, False), "a is better"
+    assert not compare.find_worse({"a": {1: 1.0, 2: 1.0}, "b": {1: 1.1, 2: 1.3}}, False), "two seeds are few"
+    assert compare.find_worse({"a": {1: 1.0, 2: 1.0}, "b": {1: 1.1, 2: 1.1}}, True) == {"a"}
     rows = {"a": {1: {"left_to_right": 2.0}, 2: {"left_to_right": 3.0}, 3: {"left_to_right": 9.0}, 4: {}},
-            "b": {1: {"left_to_right": 2.1}, 2: {"left_to_right": 3.3}, 3: {"left_to_right": 9.2}},
+            "b": {1: {"left_to_right": 2.19}, 2: {"left_to_right": 3.21}, 3: {"left_to_right": 9.2}},
             "c": {1: {"left_to_right": 1.8}, 2: {"left_to_right": 3.4}, 3: {"left_to_right": 9.1, "probe": 0.5}}}
     out = compare.tables(summarized(rows), {"five raw bytes": {"-": {"probe": 0.5}}})
     assert "|  | left to right | seeds |" in out and "| a | 4.667 ± 3.786 | 1 2 3 4 diverged |" in out
-    assert "| b | 4.867 ± 3.800* | 1 2 3 |" in out and "| c | 4.767 ± 3.837 | 1 2 3 |" in out
+    assert "| b | 4.867 ± 3.787* | 1 2 3 |" in out and "| c | 4.767 ± 3.837 | 1 2 3 |" in out
     assert "| five raw bytes | 0.500 | - |" in out and "Try --seeds" not in out
 
 

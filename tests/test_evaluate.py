@@ -181,6 +181,21 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     assert found == {"task": 0.75, "task_baseline": 0.25, "ends": 0.25}
 
 
+@pytest.mark.parametrize("name", ["mlm", "bart"])
+@pytest.mark.parametrize("is_repaired, left", [(False, 1.0), (True, 0.0)])
+def test_replaced_bytes_that_are_left(name, is_repaired, left, monkeypatch):
+    """In a text of letters a, a twentieth of the bytes are replaced."""
+    def repair(model, objective, noisy, hp, g, temperature):
+        assert 0 < sum(byte != ord("a") for byte in noisy) < 20
+        return [ord("a")] * len(noisy) if is_repaired else noisy
+
+    def correct_rows(model, fill, hp, x, passes, error_rate):
+        return None, torch.tensor([repair(model, None, row, hp, None, 0) for row in x.tolist()])
+    monkeypatch.setattr(evaluate.sample, "repair", repair)
+    monkeypatch.setattr(evaluate, "correct_rows", correct_rows)
+    assert measure(evaluate.eval_replaced, name, 256, text=from_bytes(b"a" * 999)) == {"replaced_left": left}
+
+
 @pytest.mark.parametrize("name, chance", [("nsp", 1 / 2), ("rotation", 1 / 32)])
 def test_a_random_model_has_the_accuracy_of_chance(name, chance):
     found = measure(evaluate.eval_accuracy, name, 32)

@@ -100,6 +100,13 @@ def test_functions_that_a_page_quotes_are_those_of_the_code(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_pictures_of_a_page_exist(page):
+    path = Path(ROOT, page)
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", path.read_text("utf-8")):
+        assert (path.parent / picture).is_file(), picture
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_tests_that_a_page_names_exist(page):
     """"..." at the end stands for the rest of a name."""
     sources = [Path(path).read_text("utf-8") for path in glob.glob(os.path.join(ROOT, "tests", "*.py"))]

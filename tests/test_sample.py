@@ -897,7 +897,8 @@ def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, ca
         refuses(f"--prompt: {word} is text", sample.main, ["--out_dir", f"out/{run}", "--prompt", word + hole])
 
 
-@pytest.mark.parametrize("run, prompt", [("mlm", "a[MASK:3]"), ("fim", HOLE), ("bart", "[MASK]"), ("clm", "[MASK <a>")])
+@pytest.mark.parametrize("run, prompt", [("mlm", "a[MASK:3]"), ("fim", HOLE), ("bart", "[MASK]"), ("clm", "[MASK <a>"),
+                                         ("mlm", "x[mask] = [MASK]")])
 def test_a_hole_that_is_filled_and_other_text_are_not_noted(run, prompt, runs, capsys):
     assert "is text" not in output(capsys, run, "--prompt", prompt).err
 
@@ -939,14 +940,14 @@ def test_every_use_can_be_asked_for(runs, capsys):
 BAD = [
     ("clm", ["--prompt", "a", "--prompt", "b"], "--prompt: is given twice"),
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
-    ("contrastive", ["--prompt", "a"], "does not continue a prompt. Try a run of one of clm, prefix"),
+    ("contrastive", ["--prompt", "a"], "does not continue a prompt. Try a run of clm, prefix"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
     ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
-    ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try a run of one of contrastive"),
+    ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try a run of contrastive"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
     ("mlm", ["--prompt", "[MASK]", "--order", "ancestral"], "or left"),
-    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "one of span, ul2, fim"),
+    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "run of span, ul2, fim"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "0 holes"),
     ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"), ("electra", ["--top_k", "3"], "--top_k: has no effect"),
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),

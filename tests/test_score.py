@@ -129,10 +129,14 @@ def test_the_60_pairs_have_the_format_of_blimp():
 @pytest.mark.parametrize("content, hint", [
     (b"a\tb\nc\n", "line 2"), (b"a\tb\tc", "line 1"), (b"a\t", "empty"), (b"a\tb\0", "NUL"),
     (b"a\t" + b"b" * 33, "longer than 32")])
-def test_bad_pairs_are_refused(content, hint, runs, refuses, monkeypatch):
+def test_bad_pairs_are_refused(content, hint, runs, refuses, monkeypatch, name="clm"):
     Path("bad.txt").write_bytes(content)
     monkeypatch.setattr(score.sample, "note", lambda text: None)
-    refuses(hint, score.main, ["--out_dir", "out/clm", "--pairs", "bad.txt"])
+    refuses(hint, score.main, ["--out_dir", f"out/{name}", "--pairs", "bad.txt"])
+
+
+def test_a_text_that_does_not_fit_a_row_with_its_special_ids_is_refused(runs, refuses, monkeypatch):
+    test_bad_pairs_are_refused(b"a\t" + b"b" * 31, "longer than 30", runs, refuses, monkeypatch, name="nsp")
 
 
 # ---- the program
