@@ -133,6 +133,7 @@ def own_flags(name):  # an objective or a mixture -> the names of flags that not
 
 
 def choose_objectives(given, setting):  # --objectives, the setting that is swept or "" -> [name]
+    given = given.replace(" ", "")
     if setting == "replay":                     # its table compares bits per byte
         owners = [name for name, objective in OBJECTIVES.items() if objective.bpb]
         if given and not set(given.split(",")) <= set(owners):
@@ -501,7 +502,7 @@ def main(argv=None):  # -> exit code
         rows = results.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
         rows.setdefault(cell.row, {})[hp.seed] = metrics
         n_finished += bool(metrics)
-        outcome = f"loss {metrics['loss']:.4f}" if metrics else "diverged"
+        outcome = f"loss {metrics['loss']:.4f} nats of its own task" if metrics else "diverged"
         if spent[0]:
             minutes = sum(other.hp.max_iters for other in cells[i + 1:]) * spent[1] / spent[0] / 60
             outcome += f", about {minutes:.0f} min left"
@@ -509,6 +510,8 @@ def main(argv=None):  # -> exit code
     references = evaluate.probe_references(cells[0].hp, probes) if probes and not setting else {}
     for table, budgets in results.items():
         settings = "" if setting else differing_settings(cells)
+        hp = cells[0].hp
+        settings += f"\nCorpus: {flags.data}. Model: {hp.n_layer} layers of width {hp.n_embd}. Steps: {max(budgets)}.\n"
         write_report(os.path.join(flags.out_dir, table), budgets, setting, references, settings, flags.latex)
     return 0 if n_finished else 1
 
@@ -532,7 +535,7 @@ def write_report(path, budgets, setting, references, settings="", with_latex=Fal
         xlabel = "steps" if points is budgets else setting
         panels = [Panel(metric, xlabel, lines_over(points, key), ()) for key, metric in RANKED.items()]
         picture = draw_panels(panels, path + ".png")
-    print(f"\n{', '.join(files)}, {curves}, {picture}\n\n{text}{settings}")
+    print(f"\nwritten: {', '.join(files)}, {curves}, {picture}\n\n{text}{settings}")
 
 
 def over_values(budgets, setting):  # -> {value: {setting: {seed: metrics}}}, or budgets itself
