@@ -6,11 +6,10 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny, randomized, settings
+from conftest import randomized, settings
 
-import train
 from data import EOT, MASK, SENTINEL, from_bytes, make_rng, split_documents, to_bytes
-from experiments import evaluate, writing
+from experiments import evaluate
 from objectives import OBJECTIVES, Predict, find_use
 
 SENTENCES = from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
@@ -275,7 +274,6 @@ def test_packages_are_scored_on_other_files_than_those_that_fit_the_classifier(m
 @pytest.mark.parametrize("name, order", [("clm", "left to right"), ("ul2", "left to right"), ("hybrid", "left"),
                                          ("nsp", "confident"), ("mdlm", "ancestral")])
 def test_writing_keeps_the_prompt_and_reads_nothing_else(name, order):
-    assert order in writing.list_orders(OBJECTIVES[name])
     x = ids(3, 76)
     args = randomized(), OBJECTIVES[name], settings(name, 80), order
     written = evaluate.write(*args, x, make_rng("a"), steps=3)
@@ -294,23 +292,3 @@ def test_models_that_were_not_trained_on_rows_of_masks_fill_16_at_a_time(monkeyp
     for name in ("mlm", "mdlm"):
         evaluate.write(None, OBJECTIVES[name], settings(name, 80), "left", ids(3, 70), None)
     assert seen == [16, 16, 6, 38]
-
-
-def test_the_table_of_written_text(text, tmp_path, capsys, refuses):
-    (tmp_path / "other.txt").write_bytes(b"other text\n" * 900)
-    for name, data in (("clm", text), ("mlm", text), ("mtp", "other.txt")):
-        train.main(tiny("--objective", name, "--data", data, "--out_dir", name, "--block_size", "80",
-                    "--max_iters", "0"), with_sample=False)
-    assert writing.main(["--judge", "clm", "--runs", "mlm", "clm", "--windows", "4"]) == 0
-    rows = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[-4:]]
-    assert rows == [["| held-out text", ""], ["| mlm (mlm)", "confident"], ["| mlm (mlm)", "left"],
-                    ["| clm (clm)", "left to right"]]
-    for runs, hint in (("clm --judge mlm", "continue texts"), ("mtp --judge clm", "judge's text")):
-        refuses(hint, writing.main, ["--runs", *runs.split()])
-
-
-def test_pieces_copied_from_the_training_text_are_counted():
-    text = bytes(range(1, 201))
-    # a copied piece, one that is not, one that is blank and one that is too short, which do not count
-    row = torch.tensor([[*text[5:53], *text[5:52], 9, *([32] * 48), *text[:20]]])
-    assert writing.copied_share(row, text + b" " * 48) == 0.5
