@@ -599,11 +599,12 @@ def start_from(model, saved, path):
 
 
 def load_run(path, device="auto", dtype="auto", train=False):  # -> model, settings, checkpoint
-    """Loads a run for inference, with frozen weights. With train=True, the model is in training mode, and its weights
-    are float32 and trainable by any optimizer. The activations are float32, too, unless dtype says otherwise.
+    """Loads a run for inference, with frozen weights. Changes settings of torch for the whole process (use_device).
+    With train=True, the model is in training mode, and its weights are float32 and trainable by any optimizer. The
+    activations are float32, too, unless dtype says otherwise.
 
-    path: a file, or the folder of a run, of which best.pt is loaded if it exists. Also prepares the device, and
-    disables cuDNN's attention, which would compile a new plan for every length of a prompt."""
+    path: a file, or the folder of a run, of which best.pt is loaded if it exists. Disables cuDNN's attention, which
+    would compile a new plan for every length of a prompt."""
     path = checkpoint_path(path, ("best.pt", "ckpt.pt"))
     ckpt = load_checkpoint(path)
     if train and dtype == "auto":
