@@ -465,9 +465,11 @@ def open_metrics(out_dir, length):
     return f
 
 
-def write_line(f, record):  # f: of open_metrics
+def write_line(f, record, on_record):  # f: of open_metrics; on_record: called with the record, or None
     record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
     f.write(json.dumps(record).encode() + b"\n")
+    if on_record:
+        on_record(record)
 
 
 def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source

@@ -254,7 +254,7 @@ def prepare(corpus, members, hp):  # -> State before the first step
         # inputs of the step, besides hp.progress and opt.lr
         windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
         g=torch.Generator(hp.device),           # for the corruption
-        on_record=None,                         # called with each record of metrics.jsonl, by `log`
+        on_record=None,                         # called with each record of metrics.jsonl
         # what identifies each source, for checkpoints and logs
         sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus])
 
@@ -479,21 +479,15 @@ def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace 
     return ", ".join(f"{symbols} {meaning}" for meaning, symbols in found.items())
 
 
-def log(s, metrics, record):  # metrics: the open metrics.jsonl
-    write_line(metrics, record)
-    if s.on_record:
-        s.on_record(record)
-
-
 def announce(s, metrics, status, stop):  # prints what is trained, and logs it in the first line of metrics.jsonl
     hp = s.hp
     table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
     size = sum(p.numel() for p in s.model.parameters()) - table
     threads = torch.get_num_threads()
     if metrics.tell() == 0:
-        log(s, metrics, {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__,
-                         "processes": WORLD, "threads": threads, "parameters": size + table,
-                         "ngram_parameters": table, "sources": s.sources})
+        record = {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__, "processes": WORLD,
+                  "threads": threads, "parameters": size + table, "ngram_parameters": table, "sources": s.sources}
+        write_line(metrics, record, s.on_record)
     say(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}", stop)
     print(f"{hp.device}, threads: {threads}, processes: {WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
     for source in s.corpus:
@@ -532,9 +526,10 @@ def log_step(s, member, metrics, status, step, loss, norm, seconds):  # -> loss 
     hp = s.hp
     speed = (step + 1 - status["step"]) / (seconds - status["seconds"])             # steps/s since the last evaluation
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
-    log(s, metrics, {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
-                     "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
-                     "seconds": round(seconds, 3)})
+    record = {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
+              "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
+              "seconds": round(seconds, 3)}
+    write_line(metrics, record, s.on_record)
     minutes = (hp.max_iters - step - 1) / speed / 60
     return f"training loss {loss:.3f}, {positions:,} positions/s", minutes
 
@@ -601,7 +596,8 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
     check_finite(math.isfinite(loss), "the validation loss", step)
     for record in records:
-        log(s, metrics, {"step": step, **record, "seconds": round(status["seconds"], 3)})
+        record = {"step": step, **record, "seconds": round(status["seconds"], 3)}
+        write_line(metrics, record, s.on_record)
         say(describe(step, record), stop)
     status["val"] = loss
     if step > 0 and loss < status["best"]:      # best.pt never holds the weights that a run starts with
