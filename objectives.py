@@ -1265,8 +1265,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
 
 OBJECTIVES["sedd"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost),
-    uses=(MDLM_FILL, Correct(MDLM_FILL)),
-    aliases=("score_entropy",))
+    uses=(MDLM_FILL, Correct(MDLM_FILL)), aliases=("score_entropy",))
 
 
 # ---- shared by bd3lm and xlnet: rows that hold a text twice

@@ -524,7 +524,7 @@ def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always 
     except (OSError, ValueError) as e:          # ValueError: a path with a NUL in it
         fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
     if not text:
-        fail(f"--{flag} {path}: is empty. Try another file (with > a shell empties the file it writes to)")
+        fail(f"--{flag} {path}: is empty. Try another file. (A shell's > empties a file before it is read)")
     return text
 
 
@@ -877,10 +877,10 @@ def refuse_flag(flag, objective, mode, members):  # fails because of a flag that
         fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
     # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
-    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try a run of {able(reader)}")
+    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try a run of {objectives_with(reader)}")
 
 
-def able(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
+def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
     return ", ".join(name for name, objective in OBJECTIVES.items() if find_use(objective, mode))
 
 
@@ -889,14 +889,14 @@ def check_holes(prompt, objective, use):
     beside a hole that is filled, and holes in a text to correct."""
     hole = re.search(MASKS, prompt)
     if hole and use.mode == "correct":
-        fail(f"--prompt: has a hole, {hole[0].decode()}, and is to be corrected. Try to fill its holes first")
+        fail(f"--prompt: has a hole, {hole[0].decode()}, so it cannot be corrected. Try to fill its holes first")
     own = MARKERS.get(use.mode)
     as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]
     if not as_text:
         return
-    message = (f"{as_text[0].decode('utf-8', 'replace')} is text when {objective.name} is used to "
-               f"{MODES[use.mode].task}. Holes are written [MASK] or [MASK:4] for {able('fill')}, {able('repair')}, "
-               f"and <extra_id_0> for {able('infill')}")
+    message = (f"{as_text[0].decode('utf-8', 'replace')} is read as text when {objective.name} is used to "
+               f"{MODES[use.mode].task}. Holes are written [MASK] or [MASK:4] for {objectives_with('fill')}, "
+               f"{objectives_with('repair')}, and <extra_id_0> for {objectives_with('infill')}")
     if own and re.search(own, prompt):
         fail(f"--prompt: {message}. Try without it")
     note(message)

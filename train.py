@@ -514,8 +514,8 @@ def describe(step, record):  # -> a line for a record of evaluate
     if others:
         line += f" ({', '.join(others)})"
     if "nll" in figures:
-        of = "" if OBJECTIVES[record["objective"]].bpb == "loss" else " of the targets"
-        line += f", perplexity{of} {math.exp(min(figures['nll'], 700.0)):.2f}"          # exp(710) overflows
+        name = "perplexity" if OBJECTIVES[record["objective"]].bpb == "loss" else "perplexity of the targets"
+        line += f", {name} {math.exp(min(figures['nll'], 700.0)):.2f}"              # exp(710) overflows
     if record["bpb"] is not None:
         kind = {"bound": "<= ", "causal": "causal rows "}.get(OBJECTIVES[record["objective"]].bpb, "")
         line += f", {kind}{record['bpb']:.4f} bits/byte"

@@ -891,16 +891,16 @@ def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys
 def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, capsys, refuses):
     """The note says how holes are written. Beside a hole that is filled, such a word is refused."""
     err = output(capsys, run, "--prompt", word).err
-    assert f"{word} is text when {run} is used" in err and "[MASK:4] for mlm, nsp" in err and "<extra_id_0> for" in err
+    assert f"{word} is read as text when {run} is used" in err and "[MASK:4] for mlm, nsp" in err and "<extra_id_0>" in err
     if run != "clm":
         hole = "<extra_id_0>" if run == "ul2" else "[MASK]"
-        refuses(f"--prompt: {word} is text", sample.main, ["--out_dir", f"out/{run}", "--prompt", word + hole])
+        refuses(f"--prompt: {word} is read as text", sample.main, ["--out_dir", f"out/{run}", "--prompt", word + hole])
 
 
 @pytest.mark.parametrize("run, prompt", [("mlm", "a[MASK:3]"), ("fim", HOLE), ("bart", "[MASK]"), ("clm", "[MASK <a>"),
                                          ("mlm", "x[mask] = [MASK]")])
 def test_a_hole_that_is_filled_and_other_text_are_not_noted(run, prompt, runs, capsys):
-    assert "is text" not in output(capsys, run, "--prompt", prompt).err
+    assert "is read as text" not in output(capsys, run, "--prompt", prompt).err
 
 
 def test_of_a_mixture_any_member_may_be_used(runs, capsys):
