@@ -197,11 +197,11 @@ def aligned_window(T, hp):  # n_bytes of objectives whose row of T positions is 
     return T
 
 
-# ---- what a model is used for: each mode of sample.py needs one of these
+# ---- what a model is used for: `modes` are the modes of sample.py that need this use
 @dataclass(frozen=True)
 class Continue:
     """Continues a prompt."""
-    mode = "continue"
+    modes = "continue",
     both_ways: bool = False                     # does the prompt attend to itself in both directions?
     left_ids: tuple = ()                        # ids before the prompt
     right_ids: tuple = ()                       # ids after the prompt
@@ -213,19 +213,20 @@ class Continue:
 @dataclass(frozen=True)
 class ContinueBlocks:
     """Continues a prompt block by block. Appends a block of MASKs to the clean blocks and fills it."""
-    mode = "continue_blocks"
+    modes = "continue_blocks",
     length: Callable                            # (hp) -> number of bytes in a block
-    orders: tuple = ("left", "ancestral", "confident")          # orders of sample.unmask; the first is the default
+    order = "left"                              # default order of sample.unmask
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Fills MASKs in a text that is read in both directions. Only for objectives that train on bidirectional rows."""
-    mode = "fill"
+    """Fills MASKs in a text that is read in both directions. Finds wrong bytes, and says what was meant, by masking each
+    byte and predicting it from the others. Only for objectives that train on bidirectional rows."""
+    modes = "fill", "correct"
     left_ids: tuple = ()                        # ids before the text
     right_ids: tuple = ()                       # ids after the text
     shift: int = 0                              # 1 if position i - 1 predicts byte i, 0 if position i does
-    orders: tuple = ("confident", "left")       # orders of sample.unmask; the first is the default
+    order: str = "confident"                    # default order of sample.unmask
     # (ids (N, n) with MASKs) -> batch whose first n positions predict the bytes, in a row that holds the text twice.
     # None: the row is left_ids, ids, right_ids, with bidirectional attention
     layout: Callable | None = None
@@ -250,16 +251,9 @@ def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T p
 
 
 @dataclass(frozen=True)
-class Correct:
-    """Finds wrong bytes in a text, and says what was meant: each byte is masked, and predicted from the others."""
-    mode = "correct"
-    fill: Fill                                  # how the model reads a text with MASKs
-
-
-@dataclass(frozen=True)
 class Infill:
     """Writes bytes other than EOT into holes of unknown length."""
-    mode = "infill"
+    modes = "infill",
     # (texts around the holes, number of bytes expected in a hole, hp) -> ids up to the first answer, prefix length
     prompt: Callable
     stop_ids: tuple                             # stop_ids[i] ends the answer of hole i and starts that of hole i + 1
@@ -268,26 +262,26 @@ class Infill:
 @dataclass(frozen=True)
 class Repair:
     """Writes the clean version of a noisy text. Its rows are made by seq2seq."""
-    mode = "repair"
+    modes = "repair",
     max_bytes: Callable | None = None           # (hp) -> maximum number of bytes to repair at once; None: a full row
 
 
 @dataclass(frozen=True)
 class Predict:
-    """Answers a question about a text. The mode says which:
+    """Answers a question about a text. The modes, of which it has one:
 
         mark     (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
         follow   (model, first ids, second ids, hp) -> log-odds (0-D) that the second text follows the first
         search   (model, x (B, n)) -> embeddings (B, C) of norm 1, close if texts are similar
         seam     (model, x (B, T)) -> scores (B, T): how likely did the rotated text begin here?
     """
-    mode: str
+    modes: tuple
     predict: Callable
     piece_bytes: Callable | None = None         # search: (hp) -> maximum number of bytes to embed at once; None: a row
 
 
 def find_use(objective, mode):  # -> the objective's use with this mode, or None
-    return next((use for use in objective.uses if use.mode == mode), None)
+    return next((use for use in objective.uses if mode in use.modes), None)
 
 
 # ---- an objective
@@ -326,7 +320,8 @@ class Objective:
     # True: inputs hide the targets, except chosen bytes that stay unchanged (by default 10% in mlm, 15% in electra).
     # False: inputs may contain targets, and the tests check only masked and causal targets
     target_hidden: bool = True
-    uses: tuple = ()                            # the first one is the default mode of sample.py; (): sample.py has none
+    # the first mode of the first use is the default of sample.py; (): sample.py has no use for the model
+    uses: tuple = ()
     # other names, in lower case with _ instead of -; --objective refuses them and suggests this objective
     aliases: tuple = ()
 
@@ -378,7 +373,7 @@ def mlm_bytes(T, hp):
 
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
-    n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(), Correct(Fill())),
+    n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),),
     aliases=("bert", "roberta", "masked", "masked_lm"),
     flags=MASK_RATE | {
         "mask_token": Flag(0.8, "share of the predicted positions that become MASK", 0.0, 1.0),
@@ -827,7 +822,7 @@ OBJECTIVES["electra"] = Objective(
            "electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0),
            "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(Predict("mark", lambda model, x: score_positions(model, x, "replaced")),),
+    uses=(Predict(("mark",), lambda model, x: score_positions(model, x, "replaced")),),
     aliases=("rtd", "replaced_token_detection"))
 
 
@@ -1106,7 +1101,6 @@ def predict_follows(model, first, second, hp):  # two lists of ids -> 0-D log-od
     return model.heads["nsp"](model(row, row.size(1))[:, 0])[0]
 
 
-NSP_FILL = Fill(left_ids=(CLS,), right_ids=(SEP,))
 OBJECTIVES["nsp"] = Objective(
     "nsp", corrupt=nsp, help="whether a text follows another, and masked bytes", use_help="compare two texts",
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
@@ -1116,7 +1110,7 @@ OBJECTIVES["nsp"] = Objective(
                                  choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
-    uses=(Predict("follow", predict_follows), NSP_FILL, Correct(NSP_FILL)),
+    uses=(Predict(("follow",), predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),
     aliases=("next_sentence", "next_sentence_prediction", "albert", "sop", "sentence_order_prediction"))
 
 
@@ -1165,7 +1159,7 @@ OBJECTIVES["contrastive"] = Objective(
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
     flag_defaults=MORE_HEADS | {"batch_size": 32},            # the other rows are the negatives
-    compares_rows=True, uses=(Predict("search", embed_crops, piece_bytes=lambda hp: crop_bytes(hp.block_size, hp)),),
+    compares_rows=True, uses=(Predict(("search",), embed_crops, piece_bytes=lambda hp: crop_bytes(hp.block_size, hp)),),
     aliases=("contriever", "infonce", "info_nce"))
 
 
@@ -1230,7 +1224,6 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
                 prefix=x.size(1))
 
 
-MDLM_FILL = Fill(orders=("ancestral", "confident", "left"), trained_at_any_rate=True)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
@@ -1238,7 +1231,7 @@ OBJECTIVES["mdlm"] = Objective(
                                                        "Later, and with --init_from always, each row draws its rate",
                                                   0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(MDLM_FILL, Correct(MDLM_FILL)),
+    uses=(Fill(order="ancestral", trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))
 
 
@@ -1265,7 +1258,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
 
 OBJECTIVES["sedd"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost),
-    uses=(MDLM_FILL, Correct(MDLM_FILL)), aliases=("score_entropy",))
+    aliases=("score_entropy",))
 
 
 # ---- shared by bd3lm and xlnet: rows that hold a text twice
@@ -1376,13 +1369,12 @@ def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries a
     return batch | {"mask": batch["mask"] & (is_read[:, None] | own)}
 
 
-XLNET_FILL = Fill(layout=xlnet_fill_row, orders=("confident", "left", "ancestral"), trained_at_any_rate=True)
 OBJECTIVES["xlnet"] = Objective(
     "xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order", attention="any order",
     n_bytes=lambda T, hp: T // 2, loss=bound_loss(position_nats), bpb="bound",
     # the two copies take twice the positions
     flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
-    uses=(XLNET_FILL, Correct(XLNET_FILL)),
+    uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),),
     aliases=("permutation", "plm", "permutation_lm", "permutation_language_modeling"))
 
 
@@ -1413,7 +1405,7 @@ OBJECTIVES["rotation"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, heads=lambda config, hp: {"seam": ScalarHead(config)},
     loss=rotation_loss,
     flag_defaults={"block_size": 64, "batch_size": {"cpu": 64, "cuda": 512}},       # 16 rows of 256 do not learn
-    uses=(Predict("seam", lambda model, x: score_positions(model, x, "seam")),), aliases=("document_rotation",))
+    uses=(Predict(("seam",), lambda model, x: score_positions(model, x, "seam")),), aliases=("document_rotation",))
 
 
 # ---- hybrid: masked and causal rows
@@ -1453,10 +1445,9 @@ def hybrid_loss(model, batch, hp):  # token_loss without "nll": a perplexity of 
     return loss, {}
 
 
-HYBRID_FILL = Fill(left_ids=(EOT,), shift=1)
 OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(HYBRID_FILL, Continue(), Correct(HYBRID_FILL)),
+    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()),
     aliases=("gpt_bert", "gptbert"))

@@ -636,7 +636,7 @@ def continue_blocks_mode(model, objective, use, hp, args, g):
     prompt = args.prompt or [EOT]               # an empty prompt is the start of a document
     T = objective.n_bytes(hp.block_size, hp)
     length = min(use.length(hp), T)
-    order = args.order or use.orders[0]
+    order = args.order or use.order
     sampling = DIFFUSION_SAMPLING | args.sampling
     stream(prompt, generate_blocks(model, prompt, args.max_new_tokens, T, length, g, args.steps, order, **sampling))
 
@@ -658,7 +658,7 @@ def fill_mode(model, objective, use, hp, args, g):
         prompt = prompt + [MASK] * n_new
         sampling = DIFFUSION_SAMPLING | args.sampling
     row = filled = to_row(prompt, hp)
-    order = args.order or use.orders[0]
+    order = args.order or use.order
     for filled in unmask_long(model, row, T, g, use, steps=args.steps, order=order, may_end=not has_hole, **sampling):
         if args.show:
             print(f"--- pass\n{to_text(filled[0])}", flush=True)
@@ -727,7 +727,7 @@ def correct_mode(model, objective, use, hp, args, g):
         fail("--steps 1: would mask all bytes at once. Try 2 or more")
     ids = torch.tensor(args.prompt)
     passes = args.steps or CORRECTION_PASSES
-    odds, others, is_better = correct(model, ids, hp.block_size, use.fill, passes, args.error_rate)
+    odds, others, is_better = correct(model, ids, hp.block_size, use, passes, args.error_rate)
     if args.fix:
         print_bytes(bytes(others.where(is_better, ids).tolist()))
         note(f"{int(is_better.sum())} of {len(ids)} bytes corrected")
@@ -848,32 +848,32 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
     return chosen
 
 
-def choose_use(members, texts, switches=()):  # [Member], {flag: bytes}, given flags of SWITCHES -> (member, use)
-    """Prefers uses whose mode reads all of these flags; if none does, `main` refuses one. With a prompt, prefers a use
-    whose holes are marked in it, then one that needs no hole, then one that corrects. Of equals, takes the first."""
-    uses = [(m, use) for m in members for use in m.objective.uses]
-    if not uses:
+def choose_use(members, texts, switches=()):  # [Member], {flag: bytes}, given flags of SWITCHES -> member, use, mode
+    """Prefers modes that read all of these flags; if none does, `main` refuses one. With a prompt, prefers a mode whose
+    holes are marked in it, then one that needs no hole, then correcting. Of equals, takes the first."""
+    candidates = [(m, use, mode) for m in members for use in m.objective.uses for mode in use.modes]
+    if not candidates:
         names = " ".join(m.objective.name for m in members)
         fail(f"--objective {names}: sample.py has no use for this objective. Try a run of another one")
 
-    def fit(member_and_use):  # -> sort key
-        _, use = member_and_use
-        reads_all = {*texts, *switches} <= set(MODES[use.mode].flags)
+    def fit(candidate):  # -> sort key
+        _, use, mode = candidate
+        reads_all = {*texts, *switches} <= set(MODES[mode].flags)
         if "prompt" not in texts:
             rank = 0
-        elif use.mode in MARKERS and re.search(MARKERS[use.mode], texts["prompt"]):
+        elif mode in MARKERS and re.search(MARKERS[mode], texts["prompt"]):
             rank = 3
-        elif use.mode == "infill" or use.mode == "fill" and not use.trained_at_any_rate:
+        elif mode == "infill" or mode == "fill" and not use.trained_at_any_rate:
             rank = 0                            # needs a hole
         else:
-            rank = 1 if use.mode == "correct" else 2
+            rank = 1 if mode == "correct" else 2
         return reads_all, rank
-    return max(uses, key=fit)
+    return max(candidates, key=fit)
 
 
 def refuse_flag(flag, objective, mode, members):  # fails because of a flag that the Mode does not read
-    uses = [use for m in members for use in m.objective.uses]
-    if flag not in (*FLAGS["texts"], *SWITCHES) or any(flag in MODES[use.mode].flags for use in uses):
+    modes = [MODES[name] for m in members for use in m.objective.uses for name in use.modes]
+    if flag not in (*FLAGS["texts"], *SWITCHES) or any(flag in other.flags for other in modes):
         fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
     # no use of the run reads this text: name the objectives that do
     reader = next(name for name, other in MODES.items() if flag in other.flags)
@@ -884,18 +884,18 @@ def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of 
     return ", ".join(name for name, objective in OBJECTIVES.items() if find_use(objective, mode))
 
 
-def check_holes(prompt, objective, use):
+def check_holes(prompt, objective, mode):
     """Prints a note if the prompt has a marker that is read as text, which may be mistyped. Refuses such a marker
     beside a hole that is filled, and holes in a text to correct."""
     hole = re.search(MASKS, prompt)
-    if hole and use.mode == "correct":
+    if hole and mode == "correct":
         fail(f"--prompt: has a hole, {hole[0].decode()}, so it cannot be corrected. Try to fill its holes first")
-    own = MARKERS.get(use.mode)
+    own = MARKERS.get(mode)
     as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]
     if not as_text:
         return
     message = (f"{as_text[0].decode('utf-8', 'replace')} is read as text when {objective.name} is used to "
-               f"{MODES[use.mode].task}. Holes are written [MASK] or [MASK:4] for {objectives_with('fill')}, "
+               f"{MODES[mode].task}. Holes are written [MASK] or [MASK:4] for {objectives_with('fill')}, "
                f"{objectives_with('repair')}, and <extra_id_0> for {objectives_with('infill')}")
     if own and re.search(own, prompt):
         fail(f"--prompt: {message}. Try without it")
@@ -935,20 +935,18 @@ def main(argv=None):
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     members = choose_members(hp, args.objective)
     switches = {flag for flag in SWITCHES if given.get(flag)}
-    m, use = choose_use(members, texts, switches)
+    m, use, mode_name = choose_use(members, texts, switches)
     objective = m.objective
-    mode = MODES[use.mode]
+    mode = MODES[mode_name]
     for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
         refuse_flag(flag, objective, mode, members)
-    if args.order and args.order not in use.orders:
-        fail(f"--order {args.order}: unknown to {objective.name}. Try {' or '.join(use.orders)}")
     member = "" if objective.name == hp.objective else f", used as {objective.name}"
     note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
-    check_holes(texts.get("prompt", b""), objective, use)
-    if "prompt" in texts and use.mode != "infill":              # infill_mode splits the bytes at their holes
-        texts["prompt"] = read_masks(texts["prompt"]) if use.mode in MARKERS else list(texts["prompt"])
+    check_holes(texts.get("prompt", b""), objective, mode_name)
+    if "prompt" in texts and mode_name != "infill":             # infill_mode splits the bytes at their holes
+        texts["prompt"] = read_masks(texts["prompt"]) if mode_name in MARKERS else list(texts["prompt"])
     if not texts and not switches:
-        texts = demonstration(use.mode, ckpt["held_out"], hp.block_size)
+        texts = demonstration(mode_name, ckpt["held_out"], hp.block_size)
     for flag in mode.required:
         if not texts.get(flag):
             fail(f"--{flag}: is missing or empty. Try {'the name of a file' if flag == 'corpus' else 'some text'}")

@@ -204,10 +204,10 @@ def eval_tokenizable_lines(model, objective, hp, text):
     prompts of 32 bytes. Baseline: bytes drawn independently, each as often as in the text. A model that repeats one
     good line would reach 1, so `distinct` is the share of lines that differ from all earlier ones."""
     use = objective.uses[0]
-    if use.mode == "fill" and not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
+    if "fill" in use.modes and not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
         return {}                               # not trained on rows that are mostly MASKs
     x = windows(text, objective.n_bytes(hp.block_size, hp), 2 * ROWS, "lines")      # some 500 lines
-    written = write(model, objective, hp, use.orders[0], x, make_rng("compare,written"))
+    written = write(model, objective, hp, use.order, x, make_rng("compare,written"))
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
     baseline, *_ = line_figures(drawn)
@@ -348,7 +348,7 @@ def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES
     if not use:
         return {}
     x, clean, typo = make_typos(text, 128, 4 * ROWS)
-    odds, corrected = correct_rows(model, use.fill, hp, x, passes, error_rate)
+    odds, corrected = correct_rows(model, use, hp, x, passes, error_rate)
     is_first = odds.argmax(1, keepdim=True) == typo
     is_wrong = corrected != clean
     n_damaged = (is_wrong & (x == clean)).sum(1).float()
@@ -368,7 +368,7 @@ def eval_replaced(model, objective, hp, text, passes=sample.CORRECTION_PASSES):
     noise = torch.randint(32, 127, clean.shape, generator=g)
     noisy = torch.where((torch.rand(clean.shape, generator=g) < 0.05) & (clean != EOT), noise, clean)
     if use:
-        _, repaired = correct_rows(model, use.fill, hp, noisy, passes, 0.05)
+        _, repaired = correct_rows(model, use, hp, noisy, passes, 0.05)
     else:
         repaired = [[*sample.repair(model, objective, row.tolist(), hp, make_rng("unused"), temperature=0)]
                     for row in noisy]
@@ -417,7 +417,7 @@ TASKS = {                                       # {mode: (what is measured, with
 def eval_task(model, objective, hp, text):  # -> metrics of the objective's first use, with a heading in words
     if not objective.uses:
         return {}
-    heading, evaluate = TASKS[objective.uses[0].mode]
+    heading, evaluate = TASKS[objective.uses[0].modes[0]]
     figures = evaluate(model, objective, hp, text)
     return figures | {"task_heading": heading} if figures else {}
 

@@ -37,12 +37,12 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
     for name in names:
-        heading, _ = evaluate.TASKS[OBJECTIVES[name].uses[0].mode]
+        heading, _ = evaluate.TASKS[OBJECTIVES[name].uses[0].modes[0]]
         assert f"{name}: {heading}\n" in out and f"| {metrics[name]['task']:.3f} | 1 |" in out
     assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "loss"]
     assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out and out.count(" min left\n") == 4
     assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
-    assert {objective.uses[0].mode for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
+    assert {objective.uses[0].modes[0] for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
     assert {"left_4", "left_16", "replaced_auc", "tflop"} <= set(metrics["mtp"])
     assert {"typos_first", "typos_corrected", "typos_damaged", "replaced_left"} <= set(metrics["mdlm"])
     assert {"infill_4", "infill_16", "distinct"} <= set(metrics["mdlm"]) and "infill_4" not in metrics["mtp"]

@@ -606,14 +606,14 @@ def has_control_characters(out):  # other than those that highlight new parts
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, monkeypatch):
     """On held-out text of any length. No control character of it reaches a terminal."""
-    use = OBJECTIVES[name].uses[0]
-    flags = ["--max_new_tokens", "20"] if use.mode in ("continue", "infill") else []
+    mode = OBJECTIVES[name].uses[0].modes[0]
+    flags = ["--max_new_tokens", "20"] if mode in ("continue", "infill") else []
     for text in (RAW * 9, RAW[:10]):
         run = changed_run(name, "raw", held_out=torch.tensor([*text.encode()], dtype=torch.uint8))
         out = stdout(capsys, run, *flags)
         assert out.startswith(f"held-out text:\n{text[:16]}\n")
         _, heading, answer = out.partition("--- the model's answer:\n")
-        assert heading and (answer.strip() or use.mode == "repair")                 # an untrained model may end at once
+        assert heading and (answer.strip() or mode == "repair")                     # an untrained model may end at once
         assert out == stdout(capsys, run, *flags), "the same seed gave another text"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert not has_control_characters(stdout(capsys, run, *flags))
@@ -669,7 +669,7 @@ def test_every_mode_takes_any_input(name, flags, runs, capsys):
     out, err = output(capsys, name, *flags)
     text = dict(zip(flags[::2], flags[1::2]))
     text = text.get("--prompt", text.get("--prefix", "") + "<extra_id_0>" + text.get("--suffix", ""))
-    if OBJECTIVES[name].uses[0].mode in ("continue", "fill", "infill"):
+    if OBJECTIVES[name].uses[0].modes[0] in ("continue", "fill", "infill"):
         pieces = re.split(r"\[MASK.*?\]|<extra_id_.>|\0", os.fsencode(text).decode(errors="replace"))
         assert re.search(".*".join(map(re.escape, pieces)), out, re.DOTALL)
         assert ("of 99 bytes of the prompt" in err) == (text == LONG and name != "clm")
@@ -875,7 +875,7 @@ def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys
     model's text begins."""
     content = torch.tensor([*b"..aa", EOT, *b"b" * 27])
     monkeypatch.setattr(sample, "fill_logits", lambda model, ids, *args: certain(content[:ids.size(1)])[None])
-    able = [name for name, o in OBJECTIVES.items() for use in o.uses if use.mode == "fill" and use.trained_at_any_rate]
+    able = [name for name, o in OBJECTIVES.items() for use in o.uses if "fill" in use.modes and use.trained_at_any_rate]
     assert able
     for name in able:
         out, err = output(capsys, name, "--prompt", "é", "--max_new_tokens", "9")
@@ -932,8 +932,8 @@ def test_every_use_can_be_asked_for(runs, capsys):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
         switches = sample.SWITCHES & texts.keys()
         texts = {flag: text for flag, text in texts.items() if flag not in switches}
-        m, use = sample.choose_use(get_members(settings(name, T)), texts, switches)
-        assert use.mode == mode and use in m.objective.uses, (name, flags)
+        m, use, chosen = sample.choose_use(get_members(settings(name, T)), texts, switches)
+        assert chosen == mode and mode in use.modes and use in m.objective.uses, (name, flags)
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
 
 
@@ -947,7 +947,6 @@ BAD = [
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
     ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try a run of contrastive"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
-    ("mlm", ["--prompt", "[MASK]", "--order", "ancestral"], "or left"),
     ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "run of span, ul2, fim"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "0 holes"),
     ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"), ("electra", ["--top_k", "3"], "--top_k: has no effect"),
