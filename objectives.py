@@ -220,8 +220,8 @@ class ContinueBlocks:
 
 @dataclass(frozen=True)
 class Fill:
-    """Fills MASKs in a text that is read in both directions. Finds wrong bytes, and says what was meant, by masking each
-    byte and predicting it from the others. Only for objectives that train on bidirectional rows."""
+    """Fills MASKs in a text that is read in both directions. Finds and corrects wrong bytes: each byte is masked, and
+    predicted from the others. Only for objectives that train on bidirectional rows."""
     modes = "fill", "correct"
     left_ids: tuple = ()                        # ids before the text
     right_ids: tuple = ()                       # ids after the text
@@ -377,8 +377,7 @@ OBJECTIVES["mlm"] = Objective(
     aliases=("bert", "roberta", "masked", "masked_lm"),
     flags=MASK_RATE | {
         "mask_token": Flag(0.8, "share of the predicted positions that become MASK", 0.0, 1.0),
-        "mask_random": Flag(0.1, "share of the predicted positions that become a random byte; the others keep their "
-                                 "byte", 0.0, 1.0)})
+        "mask_random": Flag(0.1, "share of the predicted positions that become a random byte", 0.0, 1.0)})
 
 
 # ---- prefix: prefix language modeling
@@ -414,8 +413,7 @@ def fit_spans(T, rate, mean):  # -> n raw bytes, n_noise bytes in spans, n_spans
         if n + 2 * n_spans + 2 <= T + 1:
             break
     if n_spans > min(n_noise, n - n_noise + 1, N_SENTINELS):
-        fail(f"--span_rate {rate:g} --span_mean {mean:g}: the {n_spans} spans in {n} bytes would touch, or need more "
-             f"than {N_SENTINELS} sentinels. Try a lower --span_rate or a larger --span_mean")
+        fail(f"--span_rate {rate:g}: gives too many spans, {n_spans} of {n} bytes. Try less, or a larger --span_mean")
     return n, n_noise, n_spans
 
 
@@ -1106,8 +1104,7 @@ OBJECTIVES["nsp"] = Objective(
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
     heads=lambda config, hp: {"nsp": ScalarHead(config)}, loss=nsp_loss,
     flags={"nsp_mask_rate": Flag(0.15, "share of bytes to predict", 0.001, 1.0),
-           "nsp_negatives": Flag("random", "random (another row's second text) or swap (both texts)",
-                                 choices=("random", "swap")),
+           "nsp_negatives": Flag("random", "second text of another row, or both swapped", choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     uses=(Predict(("follow",), predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),
@@ -1227,9 +1224,8 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags=EARLY_MASK_RATE | {"uniform_from": Flag(0.7, "share of the steps, at the start, that mask early_mask_rate. "
-                                                       "Later, and with --init_from always, each row draws its rate",
-                                                  0.0, 1.0)},
+    flags=EARLY_MASK_RATE | {
+        "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
     uses=(Fill(order="ancestral", trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))
@@ -1369,12 +1365,9 @@ def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries a
     return batch | {"mask": batch["mask"] & (is_read[:, None] | own)}
 
 
-OBJECTIVES["xlnet"] = Objective(
-    "xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order", attention="any order",
-    n_bytes=lambda T, hp: T // 2, loss=bound_loss(position_nats), bpb="bound",
-    # the two copies take twice the positions
-    flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
-    uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),),
+OBJECTIVES["xlnet"] = dataclasses.replace(
+    OBJECTIVES["bd3lm"], name="xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order",
+    attention="any order", flags={}, uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),),
     aliases=("permutation", "plm", "permutation_lm", "permutation_language_modeling"))
 
 

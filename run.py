@@ -46,12 +46,10 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files, folders or stdlib. Give all of them a weight (a.txt:0.9 b.txt:0.1) or none. "
-                                 "Of a .jsonl file, the \"text\" of each line is read"),
+        "data": Flag(["stdlib"], "files (text or .jsonl), folders or stdlib, all with a weight (a.txt:0.9) or none"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
-        "init_from": Flag("", "start from the latest weights of this run, with a new optimizer. For the same "
-                              "objective, try a third of the learning rate"),
+        "init_from": Flag("", "start from the latest weights of this run; try a third of its learning rate"),
         "seed": Flag(1, "random seed for weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -66,8 +64,7 @@ SETTINGS = {
         "batch_size": Flag({"cpu": 16, "cuda": 32}, "number of rows in a micro-batch", 1),
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
-        "max_passes": Flag(8.0, "stop after this many epochs, but not before 200 steps; no limit if it is 0 or if you "
-                                "give max_iters alone", 0),
+        "max_passes": Flag(8.0, "maximum number of epochs; no limit if it is 0, or if max_iters is given", 0),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
@@ -183,8 +180,7 @@ def get_members(hp):  # -> [Member] of hp.objective; fails if the settings allow
         objective = OBJECTIVES[name]
         rows = hp.batch_size if objective.compares_rows else hp.batch_size * hp.accum
         if rows < objective.min_rows:
-            fail(f"--batch_size {hp.batch_size}: {name} needs {objective.min_rows} rows. "
-                 f"Try --batch_size {objective.min_rows}")
+            fail(f"--batch_size {hp.batch_size}: too small for {name}. Try --batch_size {objective.min_rows}")
         members.append(Member(objective, weight / sum(weights.values()), objective.n_bytes(hp.block_size, hp)))
     return members
 
@@ -216,16 +212,9 @@ def parse(argv):  # -> {name: value} of the flags of train.py in argv
 def get_config(argv):
     """Returns the Namespace hp of all settings. Each comes from the first of these sources that has it: the flags in
     argv, a checkpoint, the objective's defaults, the device's defaults. With --resume, all settings of the checkpoint
-    count, with --init_from only those that parent_settings returns. For example, --init_from out/mlm --objective span
-    on a CPU, where out/mlm was trained for 1,200 steps with the defaults, gives:
-
-        objective    span   flags
-        n_layer      4      checkpoint: the weights must fit the model
-        init_step    1200   checkpoint: number of steps that the weights were trained before this run
-        attn_scale   2.0    span's default, which parent_settings prefers to the checkpoint's 1.0
-        batch_size   16     default of a CPU
-
-    hp also has progress, the share of the run that is done: 1.0 here; training replaces it by a tensor."""
+    count, with --init_from only those that parent_settings returns. hp also has init_step, the number of steps that the
+    weights were trained before this run, and progress, the share of the run that is done: 1.0 here, in training a
+    tensor."""
     given = parse(argv)
     saved = {}                                  # settings from a checkpoint
     resume = ""                                 # path of the checkpoint to resume
@@ -233,14 +222,12 @@ def get_config(argv):
         resume = checkpoint_path(given.get("out_dir") or newest_run())
         ckpt = load_checkpoint(resume)
         if "optimizer" not in ckpt:
-            fail(f"{resume}: holds no state of the optimizers, so it cannot be resumed. Try ckpt.pt of the same run, "
-                 f"or --init_from {shlex.quote(resume)}")
+            fail(f"{resume}: has no state of the optimizers. Try ckpt.pt, or --init_from {shlex.quote(resume)}")
         saved = ckpt["config"]
         given["out_dir"] = os.path.dirname(resume) or "."
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
-                fail(f"--{flag} {given[flag]}: the run to resume was started with {saved[flag] or 'none'}. "
-                     f"Try without it, or --init_from {shlex.quote(given['out_dir'])} for a new run")
+                fail(f"--{flag} {given[flag]}: the run has {saved[flag] or 'none'}. Try without it, or --init_from")
     elif given.get("init_from"):
         saved = parent_settings(load_checkpoint(given["init_from"]), given)
 
@@ -282,8 +269,7 @@ def check_combinations(hp, given):  # fails if settings exclude each other, or i
     if hp.cuda_graph and not hp.device.startswith("cuda"):
         fail(f"--cuda_graph: needs an NVIDIA GPU, and the device is {hp.device}. Try --no-cuda_graph")
     if hp.n_embd % (2 * hp.n_head):
-        fits = 2 * hp.n_head * (hp.n_embd // (2 * hp.n_head) + 1)
-        fail(f"--n_embd {hp.n_embd}: must be a multiple of 2 * n_head. Try --n_embd {fits}")
+        fail(f"--n_embd {hp.n_embd}: is not a multiple of 2 * n_head. Try a multiple of {2 * hp.n_head}")
     objectives = [OBJECTIVES[name] for name in member_weights(hp.objective)]
     for flag in sorted(set(given) - SHARED_FLAGS):
         if not any(flag in objective.flags for objective in objectives):
@@ -314,8 +300,7 @@ def resolve_dtype(name, device):  # -> "float32" or "bfloat16"; auto: bfloat16 i
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
     # on a CPU, bfloat16 is faster only with instructions that multiply it; without a probe in torch, assume none
     probes = [getattr(torch.cpu, f"_is_{isa}_supported", bool) for isa in ("avx512_bf16", "amx_tile")]
-    is_fast = device.type == "cpu" and any(probe() for probe in probes)
-    return "bfloat16" if is_fast else "float32"
+    return "bfloat16" if device.type == "cpu" and any(probe() for probe in probes) else "float32"
 
 
 def use_device(device):
@@ -338,8 +323,7 @@ def use_device(device):
 
 
 def tune_malloc():
-    """Makes glibc keep large freed blocks of memory. By default it returns them to the system, and the page faults of
-    the next step's tensors take a tenth of the time of a step."""
+    """Makes glibc keep large freed blocks of memory: the page faults of new blocks take a tenth of a step's time."""
     M_TRIM_THRESHOLD = -1                       # of malloc.h
     M_MMAP_THRESHOLD = -3
     with contextlib.suppress(AttributeError, OSError, TypeError):   # other systems have no mallopt
@@ -466,7 +450,6 @@ def open_metrics(out_dir, length):
 
 
 def write_line(f, record, on_record):  # f: of open_metrics; on_record: called with the record, or None
-    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
     f.write(json.dumps(record).encode() + b"\n")
     if on_record:
         on_record(record)
@@ -481,8 +464,6 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
         if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
-    if not curves:
-        return
     try:
         from matplotlib.figure import Figure  # here, since it is optional
         axes = Figure().subplots()
@@ -547,14 +528,13 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     except Exception as e:                      # a damaged file may raise anything
         # torch's own message says how to run the code in the file
         why = "it holds code" if isinstance(e, pickle.UnpicklingError) else first_line(e)
-        fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try the other .pt file "
-             "of the run, or another run")
+        fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another file or run")
 
 
 # ---- models
 def build(members, hp):  # -> model
-    """Initializes the weights on the CPU, those of the network first, then those of the objectives' heads. So runs with
-    the same seed start from the same network on every device and for every objective."""
+    """Initializes weights on the CPU, those of the heads last, so that runs with the same seed start from the same
+    network on every device and for every objective."""
     n_outputs = max(m.objective.n_outputs for m in members)
     config = ModelConfig(hp.n_layer, hp.n_head, hp.n_embd, VOCAB_SIZE, n_outputs, hp.ngram_rows, hp.attn_scale)
     with torch.random.fork_rng(devices=[]):

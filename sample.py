@@ -1,12 +1,10 @@
 """Use a trained model for what it was trained to do. Examples, each with the objectives that it is made for:
 
     python sample.py                                                a demonstration on held-out text: any objective
-    python sample.py --prompt "def main(" --num_samples 3           continue a text: clm, mtp, prefix, ul2, fim, hybrid,
-                                                                    bd3lm
+    python sample.py --prompt "def main(" --num_samples 3           continue: clm, mtp, prefix, ul2, fim, hybrid, bd3lm
     python sample.py --prompt "import [MASK:2], sys"                fill holes of known length: mlm, hybrid
     python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd, xlnet
-    python sample.py --prompt "retuen x" --correct                  mark wrong bytes and correct them: mlm, mdlm, sedd,
-                                                                    hybrid, nsp, xlnet
+    python sample.py --prompt "retuen x" --correct                  correct typos: mlm, mdlm, sedd, hybrid, nsp, xlnet
     python sample.py --prompt FILE:old.txt --fix > new.txt          correct a file
     python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill holes of unknown length: span, ul2
     python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: fim, span, ul2
@@ -17,13 +15,11 @@
     python sample.py --prompt "dog. The quick brown fox jumps over the lazy "       find where a text began: rotation
 
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
-A prompt may contain holes: [MASK] is a hole of one byte (bart: of any length), [MASK:4] a hole of 4 bytes, and
-<extra_id_0> a hole of any length. All models read across the ends of documents, even if trained with --doc_mask.
+Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
 Defaults: a text is continued at temperature 0.8 (mdlm, sedd, xlnet, bd3lm: at 1, with top_p 0.8). Holes and repairs
 take the most likely bytes, unless num_samples is above 1. [MASK]s are filled in order ancestral by mdlm and sedd, in 64
 passes, from the left by bd3lm, and otherwise in order confident, one a pass. Corrections take 4 passes.
-Texts and answers go to standard output. Notes go to standard error, as does the line that marks where the model's text
-begins, so that a single continued text can be piped. A terminal highlights what was filled in.
+Texts go to standard output, and notes to standard error. A terminal highlights what was filled in.
 """
 # N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
@@ -76,8 +72,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes. ul2 writes short spans unless you give this flag and "
-                                    "more than 16 for each hole", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes; ul2 writes long spans if you give more than 16", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
@@ -87,8 +82,7 @@ FLAGS = {
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
         "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
-        "error_rate": Flag(ERROR_RATE, "correct, fix: the share of wrong bytes that is assumed; a byte is corrected if "
-                                       "another one is then more likely", 1e-6, 0.5),
+        "error_rate": Flag(ERROR_RATE, "correct, fix: the share of wrong bytes that is assumed", 1e-6, 0.5),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
     },
@@ -150,10 +144,7 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, get_po
         get_positions   (ids (N, n)) -> position numbers (N, n); None: 0, 1, 2, ...
 
     The cache holds up to T ids. When it is full, a text with a prefix ends. Otherwise the cache is emptied, and the
-    last T / 2 ids are read again. For T = 8 and a prompt of 6 ids, the passes read the ids
-
-        0-5   6   7   5-8   9   10   11   12   10-13   14   ...
-    """
+    last T / 2 ids are read again. For T = 8 and a prompt of 6 ids, the passes read the ids 0-5, 6, 7, 5-8, 9, ..."""
     device = model.embed.weight.device
     ids = prompt.cpu()
     N, n = ids.shape
@@ -195,8 +186,8 @@ def position_function(objective, prefix, hp):  # -> the get_positions of `genera
 
 
 def make_fast_step(step, ids, device, compile):
-    """Returns a faster version of the function step(ids), for ids of the same shape as the example `ids`. Compiles it
-    if asked to. On CUDA the second call is captured in a graph, which it and all later calls replay."""
+    """Returns a faster version of step(ids), for ids of the same shape as the example `ids`: compiled if asked to, and
+    on CUDA captured in a graph by the second call, which it and all later calls replay."""
     if compile:
         step = torch.compile(step, fullgraph=True, dynamic=False)
     if device.type != "cuda":
@@ -214,8 +205,8 @@ def make_fast_step(step, ids, device, compile):
 def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=False, **sampling):
     """Continues a prompt, a list of ids, and yields ids. Self-speculative decoding (Stern et al. 2018): the model's
     extra heads draft the next bytes, and the model verifies them in one pass. The text has the same distribution as
-    that of `generate`; at temperature 0 it is the same text. draft: the function that Continue.drafter returns. stats:
-    a list, to which each pass appends (number of drafts, number of kept drafts).
+    that of `generate`; at temperature 0 it is the same text. draft: what Continue.drafter returns. stats: a list, to
+    which each pass appends (number of drafts, number of kept drafts).
 
     Example: the text ends with 7, and the drafts are 8, 9, 5. One pass reads 7 8 9 5 and predicts what follows each. If
     8 and 9 are kept and 6 replaces 5, then 8 9 6 is written, and 5 is removed from the cache. The next drafts, of the
@@ -284,10 +275,9 @@ def read_block(model, ids, cache):  # (N, n) -> states (N, n, C); attends to all
 
 @torch.inference_mode()
 def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=False, **sampling):
-    """Fills the MASKs of ids (N, n), and yields ids after each pass. Other ids do not change. steps: number of passes;
-    0: one for each MASK, or 64 in order ancestral. Each pass predicts all MASKs, and keeps the sampled
-    bytes of those that `choose_masks` chooses. cache: in block diffusion, the blocks before ids; then `use` is ignored.
-    may_end: is EOT allowed? It ends a text, but not a hole."""
+    """Fills the MASKs of ids (N, n), and yields ids after each pass. A pass predicts all MASKs, and keeps the sampled
+    bytes of those that `choose_masks` chooses. steps: number of passes; 0: one for each MASK, or 64 in order ancestral.
+    cache: in block diffusion, the blocks before ids; then `use` is ignored. may_end: EOT may be sampled."""
     if not steps:
         steps = 64 if order == "ancestral" else int((ids == MASK).sum(1).max())
     for passes_left in range(steps, 0, -1):
@@ -314,8 +304,7 @@ def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) 
                     without the noise that it adds to the ranking)
         ancestral   each MASK with probability 1 / passes_left, as MDLM's sampler
 
-    Orders left and confident choose 1 / passes_left of the MASKs, rounded up: with 5 MASKs and 2 passes, 3 and then 2.
-    """
+    Orders left and confident choose 1 / passes_left of the MASKs, rounded up: 3 and then 2 of 5 MASKs."""
     n_chosen = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left      # (N, 1)
     if order == "left":
         return is_mask.cumsum(1) <= n_chosen
@@ -332,8 +321,7 @@ def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) 
 def unmask_long(model, ids, T, g, use, **kwargs):  # (1, n) of any length -> yields (1, n) after each pass
     """Fills a long text in windows that overlap; kwargs: further arguments of `unmask`. A window starts a quarter of
     its length before the first MASK. Its last quarter is thrown away, unless the text ends there: MASKs in it are
-    filled in the next window, where they have context on the right. For windows of 8 bytes in a text of 20, with MASKs
-    at 10 and 15: the first window is 8 .. 15, of which 8 .. 13 are kept, and the second is 12 .. 19."""
+    filled in the next window, where they have context on the right."""
     size = text_space(use, T)
     n = ids.size(1)
     while (ids == MASK).any():
@@ -350,9 +338,7 @@ def unmask_long(model, ids, T, g, use, **kwargs):  # (1, n) of any length -> yie
 def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order="confident", **sampling):
     """Continues a prompt, a list of ids, by block diffusion, and yields ids. Appends a block of `length` MASKs, fills
     it, and appends the next. The complete blocks before it are cached. When the window of T ids has no space for
-    another block, a new window starts with the blocks of the last T / 2 ids, which are read again. For T = 12 and
-    length = 4: three blocks fill a window, and the last one also starts the next. A block longer than T / 2 is not read
-    again."""
+    another block, a new window starts with the blocks of the last T / 2 ids, which are read again."""
     ids = list(prompt)
     device = model.embed.weight.device
     end = len(ids) + max_new_tokens
@@ -399,8 +385,7 @@ def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), 
         log p(y was meant, x stands there) = log p(x) + log(1 - error_rate)      if y = x
                                              log p(y) + log(error_rate / 254)    otherwise
 
-    Only printable ASCII is corrected, by printable ASCII. So no character breaks in UTF-8, and line ends and letters
-    that are rare in the training text, such as umlauts, stay as they are."""
+    Only printable ASCII is corrected, by printable ASCII: so no character breaks in UTF-8, and line ends stay."""
     own = (ids - 1).clamp(min=0)[:, None]                                           # (n, 1)
     right = logp.gather(1, own)[:, 0] + math.log(1 - error_rate)
     right = right.masked_fill((ids < 32) | (ids > 126), torch.inf)                  # never wrong
@@ -411,9 +396,8 @@ def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), 
 
 @torch.inference_mode()
 def correct(model, ids, T, use, passes, error_rate):  # bytes (n,), a Fill -> what find_corrections returns
-    """Reads a long text in windows that overlap by half, each of which corrects its middle, so that every byte has
-    context on both sides: with windows of 8 in a text of 16, the windows 0 .. 7, 4 .. 11 and 8 .. 15 correct 0 .. 5,
-    6 .. 9 and 10 .. 15."""
+    """Reads a long text in windows that overlap by half, each of which corrects its middle: with windows of 8 in a text
+    of 16, the windows 0 .. 7, 4 .. 11 and 8 .. 15 correct 0 .. 5, 6 .. 9 and 10 .. 15."""
     n = len(ids)
     size = min(n, text_space(use, T))
     starts = [*range(0, n - size, max(1, size // 2)), n - size]
@@ -433,10 +417,9 @@ def correct(model, ids, T, use, passes, error_rate):  # bytes (n,), a Fill -> wh
 # ---- infilling holes of unknown length
 def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **sampling):
     """Fills n_holes holes, one after the other. Returns their answers, a list of bytes for each, and whether all
-    ended by themselves. prompt, prefix: what Infill.prompt returns, the ids up to the first answer and the number of
-    them that attend in both directions. Each answer ends with its stop id, which also starts the next answer. After an
-    answer that does not end, no space is left, so the last answer shows whether all ended. The last position of a full
-    row is not used, because in training the last target of a full row is always EOT."""
+    ended by themselves. prompt, prefix: what Infill.prompt returns. Each answer ends with its stop id, which also
+    starts the next answer. After an answer that does not end, no space is left, so the last one shows whether all
+    ended. The last position of a full row is not used: in training, its target is always EOT."""
     T = hp.block_size
     ids = list(prompt)
     get_positions = position_function(objective, prefix, hp)
@@ -453,9 +436,8 @@ def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **s
 
 @torch.inference_mode()
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
-    """Cuts an answer where the text after the hole fits. fim rarely ends an answer with EOT, but it can also score a
-    text from left to right. Returns the shortest start of the answer after which the first bytes of the text after the
-    hole are at least a tenth as likely as after the best start. Models that cannot do this keep their answers."""
+    """Returns the shortest start of the answer after which the text after the hole is at least a tenth as likely as
+    after the best start, because fim rarely ends an answer with EOT. Models that cannot continue a text keep theirs."""
     after = after[:SUFFIX_BYTES]
     n = len(after)
     use = find_use(objective, "continue")
@@ -486,8 +468,7 @@ def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any l
     # without EOT: the model would copy it, and it ends a row
     pieces = [[i for i in piece if i != EOT] for piece in cut_after_spaces(noisy, longest)]
     pieces = [piece for piece in pieces if piece]
-    # on a terminal, the text that appears shows the progress
-    for piece in tqdm(pieces, disable=True if sys.stdout.isatty() else None, leave=False):
+    for piece in tqdm(pieces, disable=True if sys.stdout.isatty() else None, leave=False):      # a terminal shows text
         row = to_row(piece + [SEP], hp)
         prefix = row.size(1)
         get_positions = position_function(objective, prefix, hp)
@@ -575,8 +556,8 @@ def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
 
 
 def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that it yielded
-    """Prints the prompt, then each character as soon as all of its bytes are there. The line between the prompt and the
-    new text goes to standard error: a terminal, a notebook and a log show it, while a pipe or a file gets only text."""
+    """Prints the prompt, then each character as soon as all of its bytes are there. The line between them goes to
+    standard error, so that a pipe or a file gets only text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(new):  # ids -> the characters that they complete
@@ -642,14 +623,13 @@ def continue_blocks_mode(model, objective, use, hp, args, g):
 
 
 def fill_mode(model, objective, use, hp, args, g):
-    """Fills masked bytes. A model that was trained at any mask rate also continues a prompt without holes."""
     T = hp.block_size
     prompt = args.prompt
     sampling = args.fill_sampling
     has_hole = MASK in prompt
     if has_hole and "max_new_tokens" in args.given:
         fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
-    if not has_hole:
+    if not has_hole:                            # continue it: the model was trained at any mask rate
         space = text_space(use, T)
         prompt = keep_last(prompt, space // 2)
         n_new = min(args.max_new_tokens, space - len(prompt))
@@ -729,23 +709,16 @@ def correct_mode(model, objective, use, hp, args, g):
     passes = args.steps or CORRECTION_PASSES
     odds, others, is_better = correct(model, ids, hp.block_size, use, passes, args.error_rate)
     if args.fix:
-        print_bytes(bytes(others.where(is_better, ids).tolist()))
+        sys.stdout.buffer.write(bytes(others.where(is_better, ids).tolist()))       # no other line ends, no encoding
+        sys.stdout.buffer.flush()
         note(f"{int(is_better.sum())} of {len(ids)} bytes corrected")
         return
     print_suspects(args.prompt, odds.sigmoid().tolist(), hp, bytes(others.where(odds > 0, ids).tolist()))
 
 
-def print_bytes(text):  # prints these bytes and nothing else, such as another line end
-    if hasattr(sys.stdout, "buffer"):
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    else:                                       # a notebook
-        sys.stdout.write(text.decode("utf-8", "replace"))
-
-
 def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that each byte is wrong
-    """Marks suspicious bytes, and lists their words, the most suspicious first. Prints the list alone if the text is
-    longer than a block. corrected: the text with the best other byte in place of each suspicious one."""
+    """Marks suspicious bytes, unless the text is longer than a block, and lists their words, the most suspicious first.
+    corrected: the text with the best other byte in place of each suspicious one."""
     is_marked = [x > 0.5 for x in p]
     words = [word for word in find_words(prompt, is_marked) if any(is_marked[word])]
     words.sort(key=lambda word: -max(p[word]))
@@ -778,9 +751,8 @@ def follow_mode(model, objective, use, hp, args, g):  # prints the probability t
 
 
 def search_mode(model, objective, use, hp, args, g):
-    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces that are at most as
-    long as those in training. Each piece of the query is compared with the nearest piece of a line. The similarities
-    are averaged, weighted by the lengths of the query's pieces."""
+    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces, as long as those in
+    training. The similarity is that of the nearest piece of a line, averaged over the bytes of the query."""
     whole = args.corpus.splitlines()
     lines = list(dict.fromkeys(line for line in whole if line.strip()))             # without duplicates
     if not lines:
@@ -798,8 +770,7 @@ def search_mode(model, objective, use, hp, args, g):
 
 
 def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
-    """Texts of equal length form a batch. Texts of different lengths would need padding, and the model, which is
-    bidirectional, would attend to it."""
+    """Texts of equal length form a batch: the model, which is bidirectional, would attend to padding."""
     by_length = {}                              # {length: indices of the texts}
     for i, text in enumerate(texts):
         by_length.setdefault(len(text), []).append(i)
@@ -930,8 +901,7 @@ def main(argv=None):
     given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(sys.argv[1:] if argv is None else argv))
     defaults = {name: flag.default for flags in FLAGS.values() for name, flag in flags.items()}
     args = Namespace(**defaults | given)
-    path = args.out_dir or newest_run()
-    model, hp, ckpt = load_run(path, args.device, args.dtype)
+    model, hp, ckpt = load_run(args.out_dir or newest_run(), args.device, args.dtype)
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     members = choose_members(hp, args.objective)
     switches = {flag for flag in SWITCHES if given.get(flag)}

@@ -62,9 +62,8 @@ def draw_batch(member, corpus, split, B, key, hp):  # -> batch of B rows
 
 
 def micro_batch(batch, i, n, hp):  # -> part i of n
-    """A part is consecutive rows. Four parts of 10 rows are rows 0-1, 2-4, 5-6 and 7-9."""
     B = len(batch["inp"])
-    rows = slice(B * i // n, B * (i + 1) // n)
+    rows = slice(B * i // n, B * (i + 1) // n)                  # four parts of 10 rows are 0-1, 2-4, 5-6, 7-9
     part = {}
     for key, value in batch.items():
         part[key] = value if isinstance(value, int) else value[rows]                # an int is the prefix of all rows
@@ -75,8 +74,7 @@ def micro_batch(batch, i, n, hp):  # -> part i of n
 
 # ---- the plan of a run: number of steps, n-gram drop rate, learning rate
 def passes_per_step(source, members, hp):  # -> the part of a source's training text that a step reads, on average
-    """A pass is an epoch: as many bytes as the source has. With 4 rows of 33 bytes, half of them from a source of 6,600
-    bytes, this is 2 * 33 / 6,600 = 0.01."""
+    """With 4 rows of 33 bytes, half of them from a source of 6,600 bytes, this is 2 * 33 / 6,600 = 0.01."""
     n = sum(member.weight * member.n for member in members)     # bytes that fill a row, on average over the members
     return source["weight"] * hp.batch_size * hp.accum * n / len(source["train"])
 
@@ -99,10 +97,8 @@ def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that
         1 - (1 - ngram_drop) / (1 + repetitions) ** 0.4
 
     repetitions: the number of passes after the first one, times the share of the text that fits into the table. In
-        these passes the table could recite what it has memorized.
-
-    Example: ngram_drop is 0.25, and a run makes four passes over a short text. So repetitions is 3, and the rate is
-    1 - 0.75 / 4 ** 0.4 = 0.57."""
+        these passes the table could recite what it has memorized. For ngram_drop 0.25 and four passes over a short
+        text, the rate is 1 - 0.75 / (1 + 3) ** 0.4 = 0.57"""
     if not hp.ngram_drop:
         return 0.0
     n_bytes = sum(len(source["train"]) for source in corpus)
@@ -130,8 +126,8 @@ AdamWState = namedtuple("AdamWState", "param first second n_updates")
 
 def make_optimizer(model, hp):
     """Returns a Namespace: lr, the learning rate (0-D); matrices, those of blocks; muon, a list of (weights of a group,
-    momentum (N, r, c)); adamw, a list of AdamWState. A parameter that the loss of a step does not depend on, such as a
-    head of another member of a mixture, has no gradient and is not changed."""
+    momentum (N, r, c)); adamw, a list of AdamWState. A parameter without a gradient, such as a head of another member
+    of a mixture, is not changed."""
     groups = group_matrices(model)
     matrices = [p for params in groups.values() for p in params]
     in_blocks = set(matrices)
@@ -151,8 +147,7 @@ def make_optimizer(model, hp):
 def group_matrices(model):  # -> {(network, r, c): [weight (stack, rows, columns)]} of the matrices inside blocks
     """Muon updates a group at once: a few large products are faster than many small ones. A tall matrix is transposed,
     so r <= c. The network is the part of a layer's name before "blocks.": "" for the model, "heads.generator." for
-    electra's generator, which in a mixture has gradients only in electra's steps. With the default sizes of a CPU, the
-    groups of the model are ("", 128, 128), with qkv and proj of each block, and ("", 128, 512), with up and down."""
+    electra's generator, which in a mixture has gradients only in electra's steps."""
     groups = {}
     for name, layer in model.named_modules():
         network, separator, _ = name.rpartition("blocks.")
@@ -261,9 +256,8 @@ def prepare(corpus, members, hp):  # -> State before the first step
 
 def member_of_step(members, step):  # -> the member that this step trains
     """The members divide [0, 1) in proportion to their weights. Each step trains the member whose part contains the
-    number u = step / golden ratio, modulo 1. In any stretch of steps u is spread evenly, so each member gets its share
-    of the steps. Two members of equal weight have the parts [0, 0.5) and [0.5, 1): u is 0, 0.62, 0.24, 0.85 in the
-    first steps, which train 0, 1, 0, 1."""
+    number u = step / golden ratio, modulo 1, which is spread evenly in any stretch of steps. For two members of equal
+    weight, u is 0, 0.62, 0.24, 0.85 in the first steps, which train 0, 1, 0, 1."""
     u = step * INVERSE_GOLDEN_RATIO % 1
     end = 0.0                                   # of the part of the member
     for member in members:
@@ -414,8 +408,7 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
     hp = s.hp
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in s.sources]:              # names may differ
-        fail(f"--data {' '.join(hp.data)}: its bytes or weights are not those of the run in {hp.out_dir}. "
-             f"Try the same data, or --init_from {shlex.quote(hp.out_dir)}")
+        fail(f"--data {' '.join(hp.data)}: is not the data of {hp.out_dir}. Try the same data, or --init_from")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
@@ -423,7 +416,7 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
         print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
     copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
     copy_tensors(optimizer_tensors(s), ckpt["optimizer"], hp.resume)
-    return {key: ckpt[key] for key in ("step", "seconds", "best", "best_step", "val", "metrics_bytes")}
+    return {key: ckpt[key] for key in ("step", "seconds", "best", "val", "metrics_bytes")}
 
 
 # ---- what a run prints and logs
@@ -446,8 +439,7 @@ def to_symbol(i):  # id -> character
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
     """Shows `width` positions of one row of each kind, starting a third of the width before its first target: inputs,
     with targets below, then the label, if any. Rows are of the same kind if both or neither have causal attention, and
-    if the same control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown. Further
-    targets are not shown. If a row holds two texts, inp is (B, 2, T), and each has its own line."""
+    if the same control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown."""
     inp = batch["inp"].flatten(1)
     prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
     rows = {}                                   # {kind: number of a row}
@@ -584,7 +576,7 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     if hp.resume:
         status = resume(load_checkpoint(hp.resume), s)
     else:
-        status = dict(step=0, seconds=0.0, best=math.inf, best_step=0, val=math.inf, metrics_bytes=0)
+        status = dict(step=0, seconds=0.0, best=math.inf, val=math.inf, metrics_bytes=0)
         s.hp.out_dir = choose_out_dir(hp)
     if hp.compile:
         compile_step(s)
@@ -602,7 +594,6 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     status["val"] = loss
     if step > 0 and loss < status["best"]:      # best.pt never holds the weights that a run starts with
         status["best"] = loss
-        status["best_step"] = step
         # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt, and saves both again
         save(s, "best.pt", status, metrics)
 
@@ -615,8 +606,7 @@ def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the
         number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
         return 128 + number
     if status["val"] > status["best"]:
-        print(f"after step 0, validation loss was lowest at step {status['best_step']}: {status['best']:.4f} nats, now "
-              f"{status['val']:.4f}; {out_dir}/best.pt holds that state")
+        print(f"{out_dir}/best.pt holds an earlier state, whose loss is {status['best']:.4f}, not {status['val']:.4f}")
     return 0
 
 
