@@ -49,7 +49,8 @@ def ids_before(ids):  # (B, T) -> (B, T, W - 1): the ids before each position, n
 
 
 def document_mask(batch):  # -> "mask" and "before", which keep attention, convolution and n-grams inside a document
-    """A document ends with EOT. Documents are found in the corrupted ids, so a masked EOT does not end its document."""
+    """A document ends with EOT. Documents are found in the corrupted ids, so a masked EOT does not end its document.
+    Only training and evaluation set this mask: sample.py reads across the ends of documents."""
     assert "mask" not in batch, "an objective that sets its own mask needs supports_doc_mask=False"
     inp = batch["inp"]
     doc = document_ids(inp)                                                         # (B, T)
