@@ -8,8 +8,7 @@ import torch
 from conftest import Recording, kv_head, may_attend, randomized
 
 import model as M
-from data import EOT, MASK, SEP, make_rng
-from objectives import document_mask
+from data import MASK, SEP, make_rng
 
 T, B = 8, 2
 PREFIXES = {"causal": 0, "bidirectional": T, "prefix 3": 3, "prefixes 0": torch.tensor([0, 0]),
@@ -44,14 +43,14 @@ def near(x, y):
 
 # ---- which ids a state depends on
 @torch.no_grad()
-def dependence(net, x, prefix, mask=None):  # -> (B, T, B, T) bool: does state [b, q] change with id [b', k]?
+def dependence(net, x, prefix):  # -> (B, T, B, T) bool: does state [b, q] change with id [b', k]?
     """Changes ids instead of reading gradients, because no gradient flows through the hash of an n-gram."""
-    states = net(x, prefix, mask=mask)
+    states = net(x, prefix)
     changes = []
     for b, k in itertools.product(range(B), range(T)):
         other = x.clone()
         other[b, k] = x[b, k] % 255 + 1
-        changes.append((net(other, prefix, mask=mask) != states).any(-1))
+        changes.append((net(other, prefix) != states).any(-1))
     return torch.stack(changes, dim=-1).unflatten(-1, (B, T))
 
 
@@ -69,19 +68,6 @@ def test_states_depend_on_exactly_the_ids_that_the_rule_allows(name):
             assert not depends[b, :, 1 - b].any(), "a row depends on another"
 
 
-def test_under_a_mask_states_depend_on_what_it_allows_and_on_their_context():
-    """With one layer, a query depends on the keys that the mask allows and on the context ids of these keys."""
-    mask = torch.rand(B, T, T, generator=make_rng("mask")) < 0.2
-    mask |= torch.eye(T, dtype=torch.bool)
-    both = mask & by_rule(0, T)
-    bytes_only = ids(high=256)                  # n-grams with a special id are not embedded
-    depends = dependence(randomized(n_layer=1, ngram_rows=4096), bytes_only, 0, mask=mask)
-    for b, q in itertools.product(range(B), range(T)):
-        allowed = {k - j for k in range(T) if both[b, q, k] for j in range(M.CONTEXT_WIDTH)}
-        assert {k for k in range(T) if depends[b, q, b, k]} == allowed & {*range(T)}
-        assert not depends[b, q, 1 - b].any(), "a row depends on another"
-
-
 # ---- the forms of attention
 LONG = 72                                       # longer than common windows; a fork with a wider window raises it
 SCALE = 1.5
@@ -97,7 +83,7 @@ def slow_attend(q, k, v, allowed):  # allowed (B, T, T), keys of all positions -
     return torch.stack(y, dim=1)
 
 
-def slow_states(net, x, rules, before=None):
+def slow_states(net, x, rules):
     """-> (B, T, C): the states if block i attends where rules[i] (B, T, T) is True, by the definition of attention."""
     def run_blocks(blocks, x, config, prefix, cache, positions, mask, e, gains):
         cos_sin = M.rope_cos_sin(torch.arange(x.size(1))[:, None, None], config.n_embd // config.n_head, x.dtype)
@@ -105,7 +91,7 @@ def slow_states(net, x, rules, before=None):
             x = block(x + e * gain, *cos_sin, functools.partial(slow_attend, allowed=allowed))
         return x
     with mock.patch.object(M, "run_blocks", run_blocks):
-        return net(x, before=before)
+        return net(x)
 
 
 class Gpu(str):  # a CPU that calls itself a GPU, to test without a GPU what is chosen for one
@@ -146,21 +132,13 @@ PREFIXES_OF_LONG = {"causal": 0, "bidirectional": LONG, "prefix 3": 3, "prefixes
 
 @pytest.mark.parametrize("name", PREFIXES_OF_LONG)
 def test_every_form_of_attention_follows_the_rule_of_each_block(name, each_device):
-    """All queries at once, forward and backward; documents; a cache. On a CPU, and what is chosen for a GPU."""
+    """All queries at once, forward and backward; a cache. On a CPU, and what is chosen for a GPU."""
     net = scaled()
     x = ids(shape=(B, LONG))
     prefix = PREFIXES_OF_LONG[name]
     rules = [by_rule(i, prefix, LONG) for i in range(2)]
     want = slow_states(net, x, rules)
     same(net, net(x, prefix), want)
-    documents = x.clone()
-    documents[:, [4, 69]] = EOT
-    document = torch.tensor([5, 65, 2])         # lengths
-    number = torch.arange(3).repeat_interleave(document)
-    together = number[:, None] == number
-    found = document_mask(dict(inp=documents, prefix=prefix))
-    separate = slow_states(net, documents, [rule & together for rule in rules], found["before"])
-    same(net, net(documents, **found), separate)
     with torch.no_grad():                       # the first piece holds the prefix
         first = int(torch.as_tensor(prefix).max())
         cache = M.Cache(net, B, LONG + 3)
@@ -186,27 +164,6 @@ def test_a_gpu_needs_a_mask_only_for_prefixes(name):
     assert ("attn_mask" in attend.keywords) == (name not in ("causal", "bidirectional"))
 
 
-@torch.no_grad()
-def test_each_query_head_reads_its_head_of_keys_and_values():
-    """Changes the cached values of one head at a time. Column h of what `proj` reads is the output of query head h."""
-    net = randomized()
-    H = net.config.n_head
-    x = ids()
-    cache = M.Cache(net, B, T)
-    net(x[:, :7], cache=cache)
-    outputs = []
-    net.blocks[0].proj.register_forward_hook(lambda module, args, out: outputs.append(args[0].unflatten(-1, (H, -1))))
-    net(x[:, 7:], cache=cache)
-    n_kv_heads = cache.v[0].size(1)
-    assert n_kv_heads == kv_head(H - 1) + 1
-    for j in range(n_kv_heads):
-        cache.length -= 1
-        cache.v[0][:, j] += 1.0
-        net(x[:, 7:], cache=cache)
-        changed = (outputs[-1] != outputs[-2]).any(-1).flatten(0, 1).any(0)
-        assert changed.tolist() == [kv_head(h) == j for h in range(H)]
-
-
 # ---- the cache
 PIECES = {"one by one": [*range(T + 1)], "after 3": [0, *range(3, T + 1)], "after 7": [0, 7, T], "at once": [0, T],
           "in pieces": [0, 3, 5, T]}
@@ -222,17 +179,6 @@ def test_passes_over_a_cache_with_positions_equal_one_pass(cuts):
              for a, b in zip(cuts, cuts[1:])]
     near(torch.cat(parts, dim=1), net(x, cuts[1], positions=FAR))
     assert int(cache.length) == T
-
-
-def test_a_cache_cannot_be_combined_with_a_mask_or_with_ids_before():
-    """They would be ignored, since a pass over a cache has a mask and a context of its own."""
-    net = randomized()
-    mask = torch.ones(1, T, T, dtype=torch.bool)
-    before = torch.ones(B, T, M.CONTEXT_WIDTH - 1, dtype=torch.long)
-    for given in (dict(mask=mask), dict(before=before)):
-        net(ids(), **given)
-        with pytest.raises(AssertionError):
-            net(ids(), cache=M.Cache(net, B, T), **given)
 
 
 @torch.no_grad()
@@ -282,7 +228,7 @@ def test_a_stacked_linear_layer_is_several_layers_of_one_input():
 
 def test_fresh_weights_predict_all_ids_equally_and_every_block_starts_as_the_identity():
     torch.manual_seed(0)
-    net = M.Transformer(M.ModelConfig(2, 4, 512))
+    net = M.Transformer(M.ModelConfig(2, 4, 512, ngram_rows=64))            # the table and its gains start at zero
     x = ids(shape=(1, 300))                     # rows may have any length
     assert torch.equal(net.logits(net(x)), torch.zeros(1, 300, 512))
     start = M.norm(M.causal_conv(context_of(x), net.embed.weight, net.conv_weight))
@@ -344,19 +290,6 @@ def test_ngrams_spread_evenly_over_their_rows():
             different = len(torch.unique(grams[0, :, :M.NGRAMS[i]], dim=0))
             expected = 4096 * (1 - (1 - 1 / 4096) ** different)
             assert abs(len(rows.unique()) - expected) < 0.05 * 4096
-
-
-def test_ngrams_change_nothing_before_they_are_trained_and_can_be_left_out():
-    torch.manual_seed(0)
-    net = M.Transformer(M.ModelConfig(2, 4, 16, ngram_rows=64))
-    torch.manual_seed(0)
-    plain = M.Transformer(M.ModelConfig(2, 4, 16))
-    assert plain.ngrams is None
-    weights = dict(net.named_parameters())
-    for name, p in plain.named_parameters():
-        assert torch.equal(p, weights[name]), name
-        p.data.copy_(weights[name].data.normal_(0, 0.3))
-    assert torch.equal(net(ids()), plain(ids()))
 
 
 def test_every_block_adds_the_ngrams_times_its_gain():
