@@ -26,16 +26,6 @@ def test_ids_do_not_change_because_checkpoints_rely_on_them():
     assert (data.SENTINEL, data.N_SENTINELS, data.VOCAB_SIZE) == (272, 240, 512)
 
 
-def test_an_eot_belongs_to_the_document_that_it_ends():
-    assert data.document_ids(torch.tensor([[5, 0, 6, 6, 0, 0, 7]])).tolist() == [[0, 0, 1, 1, 1, 2, 3]]
-
-
-@pytest.mark.parametrize("program", ["run", "train", "sample"])
-def test_data_is_loaded_before_torch_whose_warning_it_silences(program):
-    text = Path(data.__file__).with_name(f"{program}.py").read_text("utf-8")
-    assert text.index("\nfrom data import") < text.index("\nimport torch")
-
-
 # ---- sources
 def test_the_last_tenth_of_a_file_or_of_each_of_few_documents_is_validation(tmp_path):
     every_byte = bytes(range(256)) * 4
