@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import randomized, settings
 
-from data import EOT, MASK, SENTINEL, from_bytes, make_rng, split_documents, to_bytes
+from data import EOT, MASK, from_bytes, make_rng, split_documents, to_bytes
 from experiments import evaluate
 from objectives import OBJECTIVES, Predict, find_use
 
@@ -83,20 +83,6 @@ def test_bits_with_the_end_are_those_of_all_that_infilling_writes(name):
         row = row + right
     logits = evaluate.infill_logits(net, objective, hp, x, a, m)
     assert evaluate.ended_bits(logits, x[:, a:a + m], use.stop_ids[0]) == pytest.approx(bits / m, rel=1e-4)
-
-
-def test_holes_lie_in_the_middle(monkeypatch):
-    """Windows hold the numbers of their columns. Only a model that writes the ends of holes has bits with the end."""
-    monkeypatch.setattr(evaluate, "windows", lambda text, n, count, key: torch.arange(n).expand(count, n))
-    monkeypatch.setattr(evaluate, "middle_logits", lambda predict, net, objective, hp, x, a, m: torch.zeros(
-        len(x), m + (predict is evaluate.infill_logits and objective.name == "ul2"), int(x[0, a])))
-    monkeypatch.setattr(evaluate, "bits_per_byte", lambda logits, ids: (ids.numel(), int(ids[0, 0]), logits.size(2)))
-    monkeypatch.setattr(evaluate, "ended_bits", lambda logits, ids, stop_id: (ids.numel(), int(ids[0, 0]), stop_id))
-    found = measure(evaluate.eval_infilling, "mlm", 256)
-    assert found == {"infill_4": (4096, 58, 58), "infill_16": (4096, 52, 52), "infill_64": (4096, 28, 28)}
-    more = measure(evaluate.eval_infilling, "ul2", 256)
-    assert more["ended_16"] == (4096, 52, SENTINEL + 1)
-    assert {*more} - {*found} == {f"{kind}_{m}" for kind in ("left", "ended") for m in (4, 16, 64)}
 
 
 # ---- replaced bytes
@@ -280,15 +266,3 @@ def test_writing_keeps_the_prompt_and_reads_nothing_else(name, order):
     assert written.shape == x.shape and (written[:, :32] == x[:, :32]).all() and (written < 256).all()
     again = evaluate.write(*args, F.pad(x[:, :32], (0, 44), value=7), make_rng("a"), steps=3)
     assert torch.equal(written, again), "bytes after the prompt are read"
-
-
-def test_models_that_were_not_trained_on_rows_of_masks_fill_16_at_a_time(monkeypatch):
-    seen = []
-
-    def unmask(model, ids, *args, **how):
-        seen.append(int((ids == MASK).sum(1).max()))
-        yield ids.where(ids != MASK, 65)
-    monkeypatch.setattr(evaluate.sample, "unmask", unmask)
-    for name in ("mlm", "mdlm"):
-        evaluate.write(None, OBJECTIVES[name], settings(name, 80), "left", ids(3, 70), None)
-    assert seen == [16, 16, 6, 38]
