@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +23,7 @@ from torch.testing import assert_close
 
 import model
 import train
-from data import from_bytes, make_rng, open_corpus
+from data import make_rng, open_corpus
 from model import StackedLinear
 from objectives import OBJECTIVES
 from run import SETTINGS, build, draw_losses, get_config, get_members, load_checkpoint, load_run, member_weights
@@ -193,18 +192,6 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(optimi
         assert_close(p.detach(), old * (0.95 if id(p) in hidden else 1.0))
 
 
-def test_the_ngram_drop_rate_grows_with_passes():
-    def rate(size, steps, drop=0.25):
-        hp = settings("clm", 32, max_iters=steps, ngram_rows=65536, ngram_drop=drop)
-        corpus = [dict(weight=1.0, train=range(size))]
-        return train.ngram_drop_rate(corpus, get_members(hp), hp)                   # a step reads 4 * 33 bytes
-    for passes, expected in ((0.5, 0.25), (1, 0.25), (4, 1 - 0.75 / 4 ** 0.4)):
-        assert rate(13_200, int(100 * passes)) == pytest.approx(expected)
-    assert rate(13_200, 400, drop=0.0) == 0
-    long = 4 * 4 * 65536 * 10                   # ten times the text that the table can memorize, read three times
-    assert rate(long, 3 * long // 132) == pytest.approx(1 - 0.75 / 1.2 ** 0.4, abs=1e-4)
-
-
 def test_a_small_second_source_changes_steps_and_drop_rate_only_by_its_share():
     def plan(*sources):  # (share, bytes) each -> steps, drop rate
         hp = settings("clm", 32, max_iters=1200, ngram_rows=65536, max_passes=4.0, ngram_drop=0.5)
@@ -220,7 +207,7 @@ def test_a_small_second_source_changes_steps_and_drop_rate_only_by_its_share():
     long = [(1.0, 12_000_000)], [(1 / 12, 1_000_000)] * 12          # the same text, in one file or in twelve
     rates = [train.ngram_drop_rate([dict(weight=w, train=range(n)) for w, n in sources], get_members(hp), hp)
              for sources in long for hp in [settings("clm", 32, max_iters=400_000, ngram_rows=65536)]]
-    assert rates[0] == pytest.approx(rates[1])
+    assert rates == pytest.approx([0.324, 0.324], abs=1e-3), "4.4 passes, but the table holds 9% of the text"
 
 
 # ---- equalities
@@ -311,23 +298,6 @@ def test_a_child_continues_after_its_parents_windows(text, capsys):
     for s, step in ((child, 2), (whole, 4 + 3 + 2)):
         batch_of(s, step)
     assert equal(child.windows, whole.windows)
-
-
-def test_a_child_has_a_new_optimizer(text):
-    """Its first step reads the batch that its parent would read next, but changes every weight differently."""
-    plan = ["--warmup_iters", "0", "--lr_decay", "0", "--ngram_drop", "0"]
-    fit(text, "a", "--max_iters", "3", *plan)
-    parent = load_checkpoint("a")
-    child = start("--data", text, "--init_from", "a")
-    assert equal(child.model.state_dict(), parent["model"])
-    assert not any(t.any() for t in train.optimizer_tensors(child).values())
-    take(child, 0)
-    assert all(t.any() for t in train.optimizer_tensors(child).values())
-    fit(text, "b", "--max_iters", "1", "--init_from", "a", *plan)
-    resume("a", "--max_iters", "4")
-    assert losses("b") == losses("a")[3:]
-    ours, theirs = (load_checkpoint(out)["model"] for out in "ba")
-    assert [name for name, t in ours.items() if equal(t, theirs[name]) or equal(t, parent["model"][name])] == []
 
 
 def test_evaluation_never_changes_training(text):
@@ -518,12 +488,6 @@ def test_the_picture_is_drawn_whatever_the_name_of_the_text(text):
     assert os.path.exists("a/loss.png")
 
 
-def test_a_run_outside_of_the_main_thread_trains_without_handlers_of_signals(text):
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(fit, text, "a", "--max_iters", "2").result()
-    assert load_checkpoint("a")["step"] == 2
-
-
 def test_each_member_is_validated_on_each_source_and_best_has_the_lowest_weighted_sum(text):
     write("new.txt", b"other text, of its own kind\n" * 200)
     fit(text, "a", "--objective", "clm:3,mlm:1", "--data", text + ":0.9", "new.txt:0.1", "--max_iters", "20",
@@ -567,22 +531,9 @@ def test_the_legend_explains_exactly_the_symbols_that_are_shown(name, text, caps
     assert {"⇥", "�", "⏎"} & {*legend}
 
 
-def test_a_line_of_validation_shows_each_figure_once():
-    record = dict(data="a.txt", loss=1.5, bpb=None, figures=dict(nll=1.0, nsp=0.5))
-    line = train.describe(3, record | {"objective": "nsp"})
-    assert line == ("step      3 | validation on a.txt: nsp loss 1.5000 nats (nll 1.0000, nsp 0.5000), "
-                    "perplexity of the targets 2.72")
-    record = dict(data="a.txt", objective="clm", loss=1.0, bpb=1.4427, figures=dict(nll=1.0))
-    assert train.describe(3, record).endswith("clm loss 1.0000 nats, perplexity 2.72, 1.4427 bits/byte")
+def test_an_upper_bound_is_printed_as_one():
     record = dict(data="a.txt", objective="mdlm", loss=1.0, bpb=1.4427, figures={})
     assert train.describe(3, record).endswith("mdlm loss 1.0000 nats, <= 1.4427 bits/byte")
-
-
-def test_compressors_say_how_much_they_read_if_it_is_not_all(monkeypatch):
-    text = from_bytes(b"twenty bytes of text")
-    assert train.compressor_bits(text).endswith(" bits/byte as one stream")
-    monkeypatch.setattr(train, "COMPRESSED_BYTES", 10)
-    assert train.compressor_bits(text).endswith(" bits/byte as one stream on the first 10 bytes")
 
 
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.bpb == "causal"])
@@ -597,15 +548,6 @@ def test_bits_per_byte_are_those_of_clms_rows(name, text):
     logits = s.model.logits(s.model(batch["inp"]))[..., :256]   # special ids, which fim predicts, do not compete
     nats = float(F.cross_entropy(logits.detach().mT, batch["tgt"]))
     assert other["bpb"] == pytest.approx(nats / math.log(2)) == pytest.approx(clm["bpb"])
-
-
-@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.bpb])
-def test_an_untrained_model_has_8_bits_per_byte_even_if_another_member_predicts_special_ids(name, text):
-    widest = max(OBJECTIVES, key=lambda other: OBJECTIVES[other].n_outputs)
-    s = start("--data", text, "--objective", f"{name},{widest}")
-    assert s.model.config.n_outputs == 512
-    (val, _), _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
-    assert val["bpb"] == pytest.approx(8, abs=1e-6)
 
 
 def test_max_passes_limits_steps_unless_max_iters_is_given(text, monkeypatch):
