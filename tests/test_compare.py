@@ -232,11 +232,3 @@ def test_the_picture_of_one_budget_shows_holes_and_losses_over_the_steps():
     assert holes.lines == {"clm": {4: 3.5, 16: 2.0}, "fim": {4: 1.0}} and holes.dashed == {"clm"}
     assert losses.lines == {"clm": {1: 4.5, 2: 3.0}}, "not without step 0"
     assert compare.draw_panels([losses._replace(lines={"clm": {1: 4.5}})], "x.png").startswith("no picture")
-
-
-def test_a_sweep_over_numbers_is_drawn_over_them():
-    rows = {"mask_rate=.4": {1: {"probe": 0.4}}, "mask_rate=.1": {1: {"probe": 0.1}}}
-    points = compare.over_values({5: rows}, "mask_rate")
-    assert points == {0.1: {"mask_rate": rows["mask_rate=.1"]}, 0.4: {"mask_rate": rows["mask_rate=.4"]}}
-    for other in ({5: rows, 6: rows}, {5: rows | {"mask_rate=0": {}}}, {5: rows | {"mask_rate=x": {}}}):
-        assert compare.over_values(other, "mask_rate") is other
