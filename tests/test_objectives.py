@@ -618,9 +618,19 @@ def random_noise(x, g, hp, leaks=False):  # most targets are visible, and the ro
     return dict(inp=noise.where(replaced, x), tgt=x, prefix=x.size(1), is_hidden=replaced)
 
 
+def independent_masks(x, g, hp):  # mdlm as in the paper: even the number of masked bytes is random
+    t = torch.rand(len(x), 1, generator=g, device=g.device)
+    masked = torch.rand(x.shape, generator=g, device=g.device) < t
+    return dict(inp=x.masked_fill(masked, MASK), tgt=x, prefix=x.size(1), is_hidden=masked,
+                weight=masked / t / x.numel())
+
+
+@pytest.mark.parametrize("corrupt, bpb", [(random_noise, None), (independent_masks, "bound")])
 @mock.patch.dict(OBJECTIVES)
-def test_an_objective_with_visible_targets_passes_the_generic_tests():
-    OBJECTIVES["fork"] = dataclasses.replace(OBJECTIVES["mlm"], name="fork", corrupt=random_noise, flags={}, aliases=())
+def test_objectives_with_visible_targets_pass_the_generic_tests(corrupt, bpb):
+    loss = O.bound_loss(lambda logits, tgt: F.cross_entropy(logits.mT, tgt, reduction="none", ignore_index=-1))
+    OBJECTIVES["fork"] = dataclasses.replace(OBJECTIVES["mlm"], name="fork", corrupt=corrupt, bpb=bpb, flags={},
+                                             loss=loss, aliases=())
     for test in GENERIC:
         with contextlib.suppress(pytest.skip.Exception):
             test("fork")
@@ -1267,6 +1277,17 @@ def test_bd3lm_of_one_block_is_mdlm():
     net = randomized(n_outputs=256)
     assert torch.equal(batch["inp"][:, :T // 2], plain["inp"])
     torch.testing.assert_close(OBJECTIVES["bd3lm"].loss(net, batch, hp), OBJECTIVES["mdlm"].loss(net, plain, hp))
+
+
+@torch.no_grad()
+def test_xlnet_in_the_order_of_the_text_equals_bd3lm_with_blocks_of_one_byte(monkeypatch):
+    _, batch, hp = make("bd3lm", bd3lm_block=1)
+    monkeypatch.setattr(O, "ranks", lambda key: torch.arange(key.size(1)).expand_as(key))
+    _, ours, _ = make("xlnet")
+    net = randomized(n_outputs=256)
+    for key in ("mask", "before", "positions", "tgt", "weight", "inp"):
+        torch.testing.assert_close(ours[key], batch[key], msg=key)
+    torch.testing.assert_close(OBJECTIVES["xlnet"].loss(net, ours, hp), OBJECTIVES["bd3lm"].loss(net, batch, hp))
 
 
 # ---- xlnet

@@ -6,6 +6,8 @@ import pickle
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +88,22 @@ def test_a_resumed_run_has_all_settings_of_its_checkpoint_except_the_device(text
     hp = get_config(["--resume", "--out_dir", "a", "--log_interval", "5"])
     own = dict(attn_scale=1.0, resume=os.path.join("a", "ckpt.pt"), log_interval=5, device=hp.device)
     assert vars(hp) == ckpt["config"] | own and hp.device != "cuda:99"
+
+
+def test_paths_may_start_at_the_home_folder(monkeypatch):
+    home = os.path.expanduser("~")
+    hp = get_config(["--data", "~/a.txt:2", "~/b:1", "--out_dir=~/c"])
+    assert hp.data == [f"{home}/a.txt:2", f"{home}/b:1"] and hp.out_dir == f"{home}/c"
+    monkeypatch.setattr("os.path.expanduser", lambda path: path.replace("~", os.path.dirname(run.__file__)))
+    with open(run.__file__, "rb") as f:
+        assert sample.read_text("prompt", "FILE:~/run.py") == f.read()
+    assert sample.read_text("prompt", "~/run.py") == b"~/run.py"
+
+
+@pytest.mark.parametrize("names", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "two"}])
+def test_numbers_of_processes_that_are_none_are_one_line(names):
+    done = subprocess.run([sys.executable, train.__file__], env=os.environ | names, capture_output=True, text=True)
+    assert done.returncode == 2 and re.fullmatch(r"error: RANK and WORLD_SIZE .*\n", done.stderr)
 
 
 def test_help_names_every_objective_and_flag(capsys):

@@ -823,11 +823,6 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
     assert f"follows the first with probability {1 / (1 + math.exp(2)):.3f}" in stdout(capsys, "nsp", *SIDES)
 
 
-def test_words_end_at_white_space_and_at_the_end_of_a_document():
-    assert sample.find_words([*b"ab c\0de"], [False] * 7) == [slice(0, 2), slice(3, 4), slice(5, 7)]
-    assert sample.find_words([*b"ab c"], [False, False, True, False]) == [slice(0, 4)], "a marked space"
-
-
 @pytest.mark.parametrize("n", [1, 32, 33, 100])
 def test_every_byte_of_a_long_text_is_marked(n, runs, capsys, monkeypatch):
     windows = []
@@ -907,14 +902,6 @@ def test_a_hole_that_is_filled_and_other_text_are_not_noted(run, prompt, runs, c
 def test_of_a_mixture_any_member_may_be_used(runs, capsys):
     assert len(stdout(capsys, "clm_.5+mlm_.5", "--prompt", "a[MASK]")) < 4, "mlm fills it"
     assert stdout(capsys, "clm_.5+mlm_.5", "--objective", "clm", "--prompt", "a[MASK]").startswith("a[MASK]")
-
-
-def test_texts_that_no_use_of_a_mixture_reads_together_are_refused(refuses):
-    members = get_members(settings("contrastive,clm", T))
-    contrastive = OBJECTIVES["contrastive"]
-    refuses("has no effect when contrastive is used to search", sample.refuse_flag, "prompt", contrastive,
-            sample.MODES["search"], members)
-    refuses("does not continue", sample.refuse_flag, "prompt", contrastive, sample.MODES["search"], members[:1])
 
 
 def test_every_use_can_be_asked_for(runs, capsys):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -486,6 +487,12 @@ def test_the_picture_is_drawn_whatever_the_name_of_the_text(text):
     fit(shutil.copy(text, "a $b$ $.txt"), "a", "--max_iters", "1")
     draw_losses("a")
     assert os.path.exists("a/loss.png")
+
+
+def test_a_run_outside_of_the_main_thread_trains_without_handlers_of_signals(text):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fit, text, "a", "--max_iters", "2").result()
+    assert load_checkpoint("a")["step"] == 2
 
 
 def test_each_member_is_validated_on_each_source_and_best_has_the_lowest_weighted_sum(text):
