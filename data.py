@@ -168,7 +168,7 @@ def check_text(path, data):  # fails if data (N,) is empty, or if its first byte
         fail(f"--data {path}: is a {found} file. Try its text, such as --data <(zcat {path}) for a gzip file")
     has_utf16_mark = to_bytes(start[:2]) in (b"\xff\xfe", b"\xfe\xff")
     if has_utf16_mark or int((start == EOT).sum()) > len(start) / 10:
-        fail(f"--data {path}: is UTF-16 or binary. Try UTF-8, as from iconv -f utf-16 -t utf-8")
+        fail(f"--data {path}: is UTF-16 or binary (many NULs). Try UTF-8, as from iconv -f utf-16 -t utf-8")
 
 
 def read_stdlib():  # -> {path: contents} of the sources of Python's standard library, without its tests
@@ -196,7 +196,7 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_document
 
 def read_documents(source, paths):  # -> {path or path:line number: text}, number of skipped files and lines
     """A file is a document, and so is each line of a file of JSON lines. Skips empty, binary (by their first bytes, or
-    with a NUL), duplicate and unreadable ones. All texts are held in memory."""
+    with a NUL), duplicate and unreadable ones. All are held in memory; if they do not fit, join the files."""
     name_of = {}                                # {text: name}
     n = 0
     for path in paths:
@@ -213,7 +213,7 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
     if not name_of and has_json_lines(source):
         fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
     if not name_of:
-        fail(f"--data {source}: contains no text file without NUL bytes. Try iconv -f utf-16 -t utf-8, or another one")
+        fail(f"--data {source}: contains no text (UTF-16 is skipped). Try another folder, or iconv -f utf-16 -t utf-8")
     return {name: text for text, name in name_of.items()}, n - len(name_of)
 
 

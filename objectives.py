@@ -198,11 +198,11 @@ def aligned_window(T, hp):  # n_bytes of objectives whose row of T positions is 
     return T
 
 
-# ---- what a model is used for: `modes` are the modes of sample.py that need this use
+# ---- what a model is used for. `modes` are the modes of sample.py that a use serves
 @dataclass(frozen=True)
 class Continue:
     """Continues a prompt."""
-    modes = "continue",
+    modes = ("continue",)
     both_ways: bool = False                     # does the prompt attend to itself in both directions?
     left_ids: tuple = ()                        # ids before the prompt
     right_ids: tuple = ()                       # ids after the prompt
@@ -214,20 +214,20 @@ class Continue:
 @dataclass(frozen=True)
 class ContinueBlocks:
     """Continues a prompt block by block. Appends a block of MASKs to the clean blocks and fills it."""
-    modes = "continue_blocks",
+    modes = ("continue_blocks",)
     length: Callable                            # (hp) -> number of bytes in a block
-    order = "left"                              # default order of sample.unmask
+    order: str = "left"                         # of sample.unmask, unless --order is given
 
 
 @dataclass(frozen=True)
 class Fill:
     """Fills MASKs in a text that is read in both directions. Finds and corrects wrong bytes: each byte is masked, and
-    predicted from the others. Only for objectives that train on bidirectional rows."""
-    modes = "fill", "correct"
+    predicted from the others. Without a layout, only for objectives that train on bidirectional rows."""
+    modes = ("fill", "correct")
     left_ids: tuple = ()                        # ids before the text
     right_ids: tuple = ()                       # ids after the text
     shift: int = 0                              # 1 if position i - 1 predicts byte i, 0 if position i does
-    order: str = "confident"                    # default order of sample.unmask
+    order: str = "confident"                    # of sample.unmask, unless --order is given
     # (ids (N, n) with MASKs) -> batch whose first n positions predict the bytes, in a row that holds the text twice.
     # None: the row is left_ids, ids, right_ids, with bidirectional attention
     layout: Callable | None = None
@@ -254,7 +254,7 @@ def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T p
 @dataclass(frozen=True)
 class Infill:
     """Writes bytes other than EOT into holes of unknown length."""
-    modes = "infill",
+    modes = ("infill",)
     # (texts around the holes, number of bytes expected in a hole, hp) -> ids up to the first answer, prefix length
     prompt: Callable
     stop_ids: tuple                             # stop_ids[i] ends the answer of hole i and starts that of hole i + 1
@@ -263,13 +263,13 @@ class Infill:
 @dataclass(frozen=True)
 class Repair:
     """Writes the clean version of a noisy text. Its rows are made by seq2seq."""
-    modes = "repair",
+    modes = ("repair",)
     max_bytes: Callable | None = None           # (hp) -> maximum number of bytes to repair at once; None: a full row
 
 
 @dataclass(frozen=True)
 class Predict:
-    """Answers a question about a text. The modes, of which it has one:
+    """Answers a question about a text. It has one of these modes:
 
         mark     (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
         follow   (model, first ids, second ids, hp) -> log-odds (0-D) that the second text follows the first
@@ -321,7 +321,7 @@ class Objective:
     # True: inputs hide the targets, except chosen bytes that stay unchanged (by default 10% in mlm, 15% in electra).
     # False: inputs may contain targets, and the tests check only masked and causal targets
     target_hidden: bool = True
-    # the first mode of the first use is the default of sample.py; (): sample.py has no use for the model
+    # without a text, sample.py takes the first mode of the first use; (): it has no use for the model
     uses: tuple = ()
     # other names, in lower case with _ instead of -; --objective refuses them and suggests this objective
     aliases: tuple = ()
@@ -373,7 +373,7 @@ def mlm_bytes(T, hp):
 
 
 OBJECTIVES["mlm"] = Objective(
-    "mlm", corrupt=mlm, help="masked bytes from the unmasked ones", use_help="fill [MASK]", attention="bidirectional",
+    "mlm", corrupt=mlm, help="masked bytes from the others", use_help="fill [MASK], correct", attention="bidirectional",
     n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),),
     aliases=("bert", "roberta", "masked", "masked_lm"),
     flags=MASK_RATE | {
@@ -414,7 +414,7 @@ def fit_spans(T, rate, mean):  # -> n raw bytes, n_noise bytes in spans, n_spans
         if n + 2 * n_spans + 2 <= T + 1:
             break
     if n_spans > min(n_noise, n - n_noise + 1, N_SENTINELS):
-        fail(f"--span_rate {rate:g}: gives too many spans, {n_spans} of {n} bytes. Try less, or a larger --span_mean")
+        fail(f"--span_rate {rate:g} --span_mean {mean:g}: {n_spans} spans do not fit into {n} bytes. Try longer ones")
     return n, n_noise, n_spans
 
 
@@ -1105,7 +1105,7 @@ OBJECTIVES["nsp"] = Objective(
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
     heads=lambda config, hp: {"nsp": ScalarHead(config)}, loss=nsp_loss,
     flags={"nsp_mask_rate": Flag(0.15, "share of bytes to predict", 0.001, 1.0),
-           "nsp_negatives": Flag("random", "second text of another row, or both swapped", choices=("random", "swap")),
+           "nsp_negatives": Flag("random", "another row's second text, or texts swapped", choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     uses=(Predict(("follow",), predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),

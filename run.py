@@ -20,11 +20,11 @@ import signal
 import sys
 import threading
 import zipfile
-from dataclasses import dataclass
+from collections import namedtuple
 
 from data import VOCAB_SIZE, Flag, UserError, choose_default, fail, make_rng
 from model import ModelConfig, Transformer, for_inference
-from objectives import OBJECTIVES, Objective
+from objectives import OBJECTIVES
 import torch
 from tqdm import tqdm
 
@@ -49,7 +49,7 @@ SETTINGS = {
         "data": Flag(["stdlib"], "files (text or .jsonl), folders or stdlib, all with a weight (a.txt:0.9) or none"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
-        "init_from": Flag("", "start from the latest weights of this run; try a third of its learning rate"),
+        "init_from": Flag("", "start from this run's latest weights; for its objective, try a third of its rate"),
         "seed": Flag(1, "random seed for weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -64,14 +64,15 @@ SETTINGS = {
         "batch_size": Flag({"cpu": 16, "cuda": 32}, "number of rows in a micro-batch", 1),
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
-        "max_passes": Flag(8.0, "maximum number of epochs; no limit if it is 0, or if max_iters is given", 0),
+        "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; no limit if it is 0, or if you give "
+                                "max_iters alone", 0),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient; 0: no limit", 0.0),
         "ngram_drop": Flag(0.25, "share of n-gram lookups that training drops; more over several epochs", 0.0, 0.99),
-        "doc_mask": Flag(False, "positions attend only within their document; a NUL byte ends it, unless it is masked"),
+        "doc_mask": Flag(False, "training attends only within documents, which NUL bytes end; sample.py does not"),
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {
@@ -145,11 +146,8 @@ def first_line(e):  # of the message of an exception, or the name of its type
 
 
 # ---- --objective: one objective, or a mixture of several. Both become a list of members
-@dataclass(frozen=True)
-class Member:
-    objective: Objective
-    weight: float                               # share of the steps that train it; the weights add up to 1
-    n: int                                      # raw bytes that fill a row
+# weight: the share of the steps that train the objective; n: raw bytes that fill a row
+Member = namedtuple("Member", "objective weight n")
 
 
 def member_weights(objective):  # hp.objective, such as "clm:3,mlm" -> {"clm": 3.0, "mlm": 1.0}
@@ -213,8 +211,8 @@ def get_config(argv):
     """Returns the Namespace hp of all settings. Each comes from the first of these sources that has it: the flags in
     argv, a checkpoint, the objective's defaults, the device's defaults. With --resume, all settings of the checkpoint
     count, with --init_from only those that parent_settings returns. hp also has init_step, the number of steps that the
-    weights were trained before this run, and progress, the share of the run that is done: 1.0 here, in training a
-    tensor."""
+    weights were trained before this run, and progress, the share of the run that is done, which is 1.0 here and
+    a tensor in training."""
     given = parse(argv)
     saved = {}                                  # settings from a checkpoint
     resume = ""                                 # path of the checkpoint to resume
@@ -450,6 +448,7 @@ def open_metrics(out_dir, length):
 
 
 def write_line(f, record, on_record):  # f: of open_metrics; on_record: called with the record, or None
+    record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
     f.write(json.dumps(record).encode() + b"\n")
     if on_record:
         on_record(record)
@@ -464,6 +463,8 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
         if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
+    if not curves:
+        return
     try:
         from matplotlib.figure import Figure  # here, since it is optional
         axes = Figure().subplots()
@@ -581,7 +582,7 @@ def start_from(model, saved, path):
 
 
 def load_run(path, device="auto", dtype="auto", train=False):  # -> model, settings, checkpoint
-    """Loads a run for inference, with frozen weights. Changes settings of torch for the whole process (use_device).
+    """Loads a run for inference, with frozen weights. Changes settings of torch and of the process (use_device).
     With train=True, the model is in training mode, and its weights are float32 and trainable by any optimizer. The
     activations are float32, too, unless dtype says otherwise.
 

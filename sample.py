@@ -72,7 +72,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes; ul2 writes long spans if you give more than 16", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes; ul2 writes long spans if given over 16 a hole", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
@@ -187,7 +187,7 @@ def position_function(objective, prefix, hp):  # -> the get_positions of `genera
 
 def make_fast_step(step, ids, device, compile):
     """Returns a faster version of step(ids), for ids of the same shape as the example `ids`: compiled if asked to, and
-    on CUDA captured in a graph by the second call, which it and all later calls replay."""
+    on CUDA captured in a graph by the second call; this call and all later ones replay it."""
     if compile:
         step = torch.compile(step, fullgraph=True, dynamic=False)
     if device.type != "cuda":
@@ -304,7 +304,7 @@ def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) 
                     without the noise that it adds to the ranking)
         ancestral   each MASK with probability 1 / passes_left, as MDLM's sampler
 
-    Orders left and confident choose 1 / passes_left of the MASKs, rounded up: 3 and then 2 of 5 MASKs."""
+    Orders left and confident choose 1 / passes_left of the MASKs, rounded up: of 5 in 2 passes, 3 and 2."""
     n_chosen = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left      # (N, 1)
     if order == "left":
         return is_mask.cumsum(1) <= n_chosen
@@ -556,8 +556,8 @@ def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
 
 
 def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that it yielded
-    """Prints the prompt, then each character as soon as all of its bytes are there. The line between them goes to
-    standard error, so that a pipe or a file gets only text."""
+    """Prints the prompt, then each character as soon as all of its bytes are there. The line that separates them
+    goes to standard error, so that a pipe or a file gets only text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(new):  # ids -> the characters that they complete
@@ -634,7 +634,7 @@ def fill_mode(model, objective, use, hp, args, g):
         prompt = keep_last(prompt, space // 2)
         n_new = min(args.max_new_tokens, space - len(prompt))
         if n_new < args.max_new_tokens:
-            note(f"writes only {n_new} bytes, which fill the block of {T}")
+            note(f"writes only {n_new} bytes, which fill the block of {space}")
         prompt = prompt + [MASK] * n_new
         sampling = DIFFUSION_SAMPLING | args.sampling
     row = filled = to_row(prompt, hp)
@@ -717,7 +717,7 @@ def correct_mode(model, objective, use, hp, args, g):
 
 
 def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that each byte is wrong
-    """Marks suspicious bytes, unless the text is longer than a block, and lists their words, the most suspicious first.
+    """Lists words with suspicious bytes, the most suspicious first, after the marked text if it fits into a block.
     corrected: the text with the best other byte in place of each suspicious one."""
     is_marked = [x > 0.5 for x in p]
     words = [word for word in find_words(prompt, is_marked) if any(is_marked[word])]
@@ -751,8 +751,8 @@ def follow_mode(model, objective, use, hp, args, g):  # prints the probability t
 
 
 def search_mode(model, objective, use, hp, args, g):
-    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces, as long as those in
-    training. The similarity is that of the nearest piece of a line, averaged over the bytes of the query."""
+    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces, at most as long as
+    those in training. Each piece of the query is compared with the nearest of a line, and counts by its length."""
     whole = args.corpus.splitlines()
     lines = list(dict.fromkeys(line for line in whole if line.strip()))             # without duplicates
     if not lines:

@@ -74,7 +74,7 @@ def micro_batch(batch, i, n, hp):  # -> part i of n
 
 # ---- the plan of a run: number of steps, n-gram drop rate, learning rate
 def passes_per_step(source, members, hp):  # -> the part of a source's training text that a step reads, on average
-    """With 4 rows of 33 bytes, half of them from a source of 6,600 bytes, this is 2 * 33 / 6,600 = 0.01."""
+    """A pass is an epoch. With 4 rows of 33 bytes, half of them from a source of 6,600 bytes: 2 * 33 / 6,600 = 0.01."""
     n = sum(member.weight * member.n for member in members)     # bytes that fill a row, on average over the members
     return source["weight"] * hp.batch_size * hp.accum * n / len(source["train"])
 
@@ -97,8 +97,8 @@ def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that
         1 - (1 - ngram_drop) / (1 + repetitions) ** 0.4
 
     repetitions: the number of passes after the first one, times the share of the text that fits into the table. In
-        these passes the table could recite what it has memorized. For ngram_drop 0.25 and four passes over a short
-        text, the rate is 1 - 0.75 / (1 + 3) ** 0.4 = 0.57"""
+        these passes the table could recite what it has memorized. With ngram_drop 0.25 and four passes over a
+        short text, the rate is 1 - 0.75 / (1 + 3) ** 0.4 = 0.57."""
     if not hp.ngram_drop:
         return 0.0
     n_bytes = sum(len(source["train"]) for source in corpus)
@@ -256,8 +256,8 @@ def prepare(corpus, members, hp):  # -> State before the first step
 
 def member_of_step(members, step):  # -> the member that this step trains
     """The members divide [0, 1) in proportion to their weights. Each step trains the member whose part contains the
-    number u = step / golden ratio, modulo 1, which is spread evenly in any stretch of steps. For two members of equal
-    weight, u is 0, 0.62, 0.24, 0.85 in the first steps, which train 0, 1, 0, 1."""
+    number u = step / golden ratio, modulo 1, which is spread evenly in any stretch of steps. In the first steps, u is
+    0, 0.62, 0.24, 0.85; of two members of equal weight, these train 0, 1, 0, 1."""
     u = step * INVERSE_GOLDEN_RATIO % 1
     end = 0.0                                   # of the part of the member
     for member in members:
@@ -408,7 +408,7 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
     hp = s.hp
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in s.sources]:              # names may differ
-        fail(f"--data {' '.join(hp.data)}: is not the data of {hp.out_dir}. Try the same data, or --init_from")
+        fail(f"--data {' '.join(hp.data)}: not the bytes or weights of {hp.out_dir}. Try the same, or --init_from")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
@@ -606,7 +606,7 @@ def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the
         number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
         return 128 + number
     if status["val"] > status["best"]:
-        print(f"{out_dir}/best.pt holds an earlier state, whose loss is {status['best']:.4f}, not {status['val']:.4f}")
+        print(f"{out_dir}/best.pt holds the lowest validation loss, {status['best']:.4f}; now {status['val']:.4f}")
     return 0
 
 

@@ -21,7 +21,7 @@ def ids(*shape):
 
 @torch.no_grad()
 def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):
-    """Evaluates a random model. use (mode, predict) replaces the objective's uses."""
+    """Evaluates a random model. use (modes, predict) replaces the objective's uses."""
     hp = settings(name, T, **changes)
     objective = OBJECTIVES[name]
     if use:
@@ -103,7 +103,7 @@ def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
 def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_in_the_text(monkeypatch):
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.full((64, 62), ord("b")))
     seen = []
-    use = "mark", lambda model, x: seen.append(x) or (x != ord("b")).float()
+    use = ("mark",), lambda model, x: seen.append(x) or (x != ord("b")).float()
     found = measure(evaluate.eval_corruption, "electra", text=from_bytes(b"aabc" * 100), use=use)
     assert found == {"replaced_auc": 1.0}, "a byte that is replaced by itself is not replaced"
     share = [float((seen[0] == ord(letter)).float().mean()) for letter in "ac"]
@@ -128,7 +128,7 @@ def test_a_typo_is_found_by_a_model_that_knows_the_text():
     def differs(model, x):  # -> (N, 64): from the window that differs in the fewest bytes
         differences = windows != x[:, None]                     # (N, 45, 64)
         return differences[torch.arange(len(x)), differences.sum(2).argmin(1)].float()
-    found = measure(evaluate.eval_typos, "electra", use=("mark", differs))
+    found = measure(evaluate.eval_typos, "electra", use=(("mark",), differs))
     assert found["task"] == 1 and found["task_baseline"] > 0.95         # few typos form a pair that the text has
 
 

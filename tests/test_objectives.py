@@ -479,6 +479,7 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     objective = OBJECTIVES[name]
     assert objective.name == name
     assert {mode for use in objective.uses for mode in use.modes} <= set(sample.MODES)
+    assert all(isinstance(use.modes, tuple) for use in objective.uses), "(\"mark\",) is a tuple of one mode"
     for use in objective.uses:
         if isinstance(use, Fill):
             assert use.order in sample.FLAGS["writing"]["order"].choices
