@@ -53,7 +53,7 @@ MASKS = rb"\[MASK(?::([1-9]\d{0,5}))?\]"
 HOLES = rb"<extra_id_\d+>"
 MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the marker of a hole in its prompt}
 # a marker of a hole, or one that was mistyped, but not x[mask]
-LIKE_A_HOLE = (rb"(?i:<(?:mask|extra_id|fill|blank)[^<>\s]{0,20}>|(?<!\w)\[(?:mask|blank)[^]\[\n]{0,12}\])"
+LIKE_A_HOLE = (rb"(?i:<\|?(?:mask|extra.?id|fill|blank)[^<>\s]{0,20}>|(?<!\w)\[ ?(?:mask|blank)[^]\[\n]{0,12}\])"
                rb"|\[MASK[^]\[\n]{0,12}\]")
 SAMPLING = "temperature", "top_k", "top_p"
 SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do

@@ -882,7 +882,7 @@ def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys
 @pytest.mark.parametrize("run, word", [
     ("clm", "[MASK:3]"), ("clm", "<extra_id_0>"), ("mlm", "<extra_id_0>"), ("mlm", "<mask>"), ("mlm", "[mask]"),
     ("mlm", "[MASK 3]"), ("mlm", "[MASK: 3]"), ("mlm", "[MASK:0]"), ("mlm", "[MASK:99999999]"), ("bart", "<FILL_ME>"),
-    ("ul2", "<extra_id>")])
+    ("ul2", "<extra_id>"), ("ul2", "<extra-id-0>"), ("mlm", "<|mask|>"), ("mlm", "[ MASK ]")])
 def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, capsys, refuses):
     """The note says how holes are written. Beside a hole that is filled, such a word is refused."""
     err = output(capsys, run, "--prompt", word).err
