@@ -59,8 +59,8 @@ def dense_mask(prefix, q_pos, T_k):  # prefix an int or (B,), q_pos (T_q,) -> (1
 
 def choose_attention(prefix, q_pos, T_k, config, dtype, mask=None):
     """Returns a function attend(q (B, H, T_q, D), k and v (B, H, T_k, D)) -> (B, H, T_q, D), which the blocks of a
-    forward pass share. All cases compute the same attention. Which one is fastest depends on the device and on the
-    mask. q_pos (T_q,): positions of the queries. mask (B or 1, T_q, T_k) bool: replaces can_attend."""
+    forward pass share. The cases differ only in speed. q_pos (T_q,): positions of the queries. mask (B or 1, T_q, T_k)
+    bool: replaces can_attend."""
     on_gpu = q_pos.device.type == "cuda"
     has_cached_keys = len(q_pos) < T_k
     scale = config.attn_scale * (config.n_embd // config.n_head) ** -0.5
@@ -215,8 +215,7 @@ def causal_conv(context, embedding, weight):  # ids (B, T, W), embedding (V, C),
 def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): row in the table of each n-gram that ends at a position
     """The code of an n-gram is a polynomial of its ids, modulo 2^64, with the multiplier HASH_MULTIPLIER. With the
     multiplier 10, the text 7 8 9 would have the codes 9 + 1 = 10 for (9), 10 * 10 + 8 + 1 = 109 for (8 9), and
-    10 * 109 + 7 + 1 = 1098 for (7 8 9). The row is the remainder of the code, after its high bits are mixed in. Each
-    n-gram length has `rows` rows of its own in the table."""
+    10 * 109 + 7 + 1 = 1098 for (7 8 9). The row is the remainder of the code, after its high bits are mixed in."""
     code = torch.zeros_like(context[..., 0])                                        # (B, T)
     codes = []                                  # one for each length in NGRAMS
     for n in range(1, CONTEXT_WIDTH + 1):
@@ -225,7 +224,7 @@ def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): row in the table 
             codes.append(code)
     codes = torch.stack(codes, dim=2)                                               # (B, T, N)
     codes = codes ^ (codes >> 32)               # the remainder depends mostly on the low bits: mix in the high ones
-    first_row = torch.arange(0, len(NGRAMS) * rows, rows, device=codes.device)      # (N,)
+    first_row = torch.arange(0, len(NGRAMS) * rows, rows, device=codes.device)      # (N,), of each n-gram length
     return codes % rows + first_row
 
 

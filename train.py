@@ -173,8 +173,7 @@ def newton_schulz(X, dtype):  # (N, r, c), r <= c -> approximately the nearest m
         Q.diagonal(dim1=1, dim2=2).add_(3.4445)
         return Q
     X = X.to(dtype)
-    # the iteration needs singular values of at most 1: divide by the Frobenius norm
-    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)           # the iteration needs singular values of at most 1
     # A is computed from X again after n steps, since its rounding errors add up
     n = 2 if dtype == torch.bfloat16 else NS_STEPS
     if X.size(1) == X.size(2):                  # A is as large as X: the plain form needs fewer products
@@ -360,10 +359,9 @@ def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats
 
 @torch.no_grad()
 def evaluate(model, members, corpus, hp):  # -> records, loss
-    """Evaluates each member on the validation text of each source. Returns one record for each pair of source and
-    member, and the mean of their losses, weighted by the weights of source and member. A record holds the names of
-    source and member, the mean "loss" in nats, the means of the other "figures" that the loss function returns, and
-    "bpb", bits per byte. clm's excludes the first byte of a window, which has no context."""
+    """Evaluates each member on the validation text of each source. A record holds the names of both, the mean "loss" in
+    nats, the means of the other "figures" that the loss function returns, and "bpb", bits per byte. The loss that is
+    returned is the mean of all, weighted by the weights of source and member."""
     model.eval()
     records = []
     total = 0.0
