@@ -170,8 +170,7 @@ class Block(nn.Module):
 def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, e=None, gains=None):
     """Applies the blocks to x (B, T, C) -> (B, T, C). prefix, cache, positions, mask: as in Transformer.forward.
     e: (B, T, C) normalized n-gram embeddings; the input of block i is increased by e * gains[i], with gains[i] (C,)
-    All blocks share one `attend`. If block i needs a rule of its own, such as a window, choose its `attend` in the
-    loop, and state the rule in may_attend of tests/conftest.py."""
+    If block i needs a rule of its own, such as a window, choose its `attend` in the loop (see docs/EXTENDING.md)."""
     T = x.size(1)
     T_k = T
     q_pos = torch.arange(T, device=x.device)                                        # (T,): positions of the queries
@@ -197,9 +196,8 @@ def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None,
 # ---- the input of the first block
 def context_ids(idx, history):  # ids idx (B, T), the W - 1 ids before them (B, W - 1) -> (B, T, W)
     """Returns the last W ids of each position, from its own id backwards. With W = 3, the ids 5 6 7 after 3 4 give
-    [5 4 3], [6 5 4] and [7 6 5]. Attention and the layers that read these ids are the only ones that mix positions.
-    Under every prefix, a position may attend to itself and to earlier positions, so it may read these ids. If a custom
-    mask forbids some of them, the batch must contain `before`."""
+    [5 4 3], [6 5 4] and [7 6 5]. Under every prefix, a position may attend to itself and to earlier positions, so it may
+    read these ids. If a custom mask forbids some of them, the batch must contain `before`."""
     return torch.cat((history, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
 
 
