@@ -196,8 +196,8 @@ def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None,
 # ---- the input of the first block
 def context_ids(idx, history):  # ids idx (B, T), the W - 1 ids before them (B, W - 1) -> (B, T, W)
     """Returns the last W ids of each position, from its own id backwards. With W = 3, the ids 5 6 7 after 3 4 give
-    [5 4 3], [6 5 4] and [7 6 5]. Under every prefix, a position may attend to itself and to earlier positions, so it may
-    read these ids. If a custom mask forbids some of them, the batch must contain `before`."""
+    [5 4 3], [6 5 4] and [7 6 5]. Under every prefix, a position may attend to itself and to earlier positions, so it
+    may read these ids. If a custom mask forbids some of them, the batch must contain `before`."""
     return torch.cat((history, idx), dim=1).unfold(1, CONTEXT_WIDTH, 1).flip(2)
 
 
