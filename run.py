@@ -523,8 +523,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
             if z.testzip():
                 raise ValueError("a checksum is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # no code is unpickled
-        if ckpt["version"] != VERSION:
-            raise ValueError(f"layout {ckpt['version']}, this program reads {VERSION}")
+        if ckpt.get("version") != VERSION:
+            raise ValueError(f"layout {ckpt.get('version')}, this program reads {VERSION}")
         return ckpt | {"config": defaults() | ckpt["config"]}
     except Exception as e:                      # a damaged file may raise anything
         # torch's own message says how to run the code in the file

@@ -662,7 +662,7 @@ def train(s, status):  # s, status: of set_up -> exit code
 
 
 def main(argv=None, with_sample=True, on_record=None):
-    """Trains, and returns the exit code. Changes torch's precision of float32 products for the whole process.
+    """Trains, and returns the exit code. Changes settings of torch and of the process (run.use_device).
 
         with_sample     at the end, draw loss.png, compress the validation text and print a sample
         on_record       called with each record of metrics.jsonl, a dict
