@@ -196,7 +196,7 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_document
 
 def read_documents(source, paths):  # -> {path or path:line number: text}, number of skipped files and lines
     """A file is a document, and so is each line of a file of JSON lines. Skips empty, binary (by their first bytes, or
-    with a NUL), duplicate and unreadable ones. All are held in memory; if they do not fit, join the files."""
+    with a NUL), duplicate and unreadable ones. All are held in memory, while a single large file is not."""
     name_of = {}                                # {text: name}
     n = 0
     for path in paths:

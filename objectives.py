@@ -1105,7 +1105,7 @@ OBJECTIVES["nsp"] = Objective(
     attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
     heads=lambda config, hp: {"nsp": ScalarHead(config)}, loss=nsp_loss,
     flags={"nsp_mask_rate": Flag(0.15, "share of bytes to predict", 0.001, 1.0),
-           "nsp_negatives": Flag("random", "another row's second text, or texts swapped", choices=("random", "swap")),
+           "nsp_negatives": Flag("random", "take another row's text, or swap the texts", choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     uses=(Predict(("follow",), predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),

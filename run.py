@@ -49,7 +49,7 @@ SETTINGS = {
         "data": Flag(["stdlib"], "files (text or .jsonl), folders or stdlib, all with a weight (a.txt:0.9) or none"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
-        "init_from": Flag("", "start from this run's latest weights; for its objective, try a third of its rate"),
+        "init_from": Flag("", "start from the latest weights of this run; try a third of its learning rate"),
         "seed": Flag(1, "random seed for weights, windows and corruption", 0, 2 ** 31),
     },
     "model": {
@@ -72,7 +72,7 @@ SETTINGS = {
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient; 0: no limit", 0.0),
         "ngram_drop": Flag(0.25, "share of n-gram lookups that training drops; more over several epochs", 0.0, 0.99),
-        "doc_mask": Flag(False, "training attends only within documents, which NUL bytes end; sample.py does not"),
+        "doc_mask": Flag(False, "attention stays within a document, which a NUL byte ends; not in sample.py"),
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {

@@ -72,7 +72,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes; ul2 writes long spans if given over 16 a hole", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: for long spans, give more than 16 a hole)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
@@ -437,7 +437,8 @@ def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **s
 @torch.inference_mode()
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
     """Returns the shortest start of the answer after which the text after the hole is at least a tenth as likely as
-    after the best start, because fim rarely ends an answer with EOT. Models that cannot continue a text keep theirs."""
+    after the best start, because fim rarely ends an answer with EOT. If the model cannot continue a text, returns the
+    whole answer."""
     after = after[:SUFFIX_BYTES]
     n = len(after)
     use = find_use(objective, "continue")
@@ -709,7 +710,7 @@ def correct_mode(model, objective, use, hp, args, g):
     passes = args.steps or CORRECTION_PASSES
     odds, others, is_better = correct(model, ids, hp.block_size, use, passes, args.error_rate)
     if args.fix:
-        sys.stdout.buffer.write(bytes(others.where(is_better, ids).tolist()))       # no other line ends, no encoding
+        sys.stdout.buffer.write(bytes(others.where(is_better, ids).tolist()))       # bytes: line ends must not change
         sys.stdout.buffer.flush()
         note(f"{int(is_better.sum())} of {len(ids)} bytes corrected")
         return
@@ -821,7 +822,7 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
 
 def choose_use(members, texts, switches=()):  # [Member], {flag: bytes}, given flags of SWITCHES -> member, use, mode
     """Prefers modes that read all of these flags; if none does, `main` refuses one. With a prompt, prefers a mode whose
-    holes are marked in it, then one that needs no hole, then correcting. Of equals, takes the first."""
+    holes are marked in it, then one that needs no hole, then "correct". Of equals, takes the first."""
     candidates = [(m, use, mode) for m in members for use in m.objective.uses for mode in use.modes]
     if not candidates:
         names = " ".join(m.objective.name for m in members)

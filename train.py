@@ -406,7 +406,7 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
     hp = s.hp
     if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in s.sources]:              # names may differ
-        fail(f"--data {' '.join(hp.data)}: not the bytes or weights of {hp.out_dir}. Try the same, or --init_from")
+        fail(f"--data {' '.join(hp.data)}: not the data or weights of {hp.out_dir}. Try the same data, or --init_from")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
@@ -604,7 +604,7 @@ def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the
         number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
         return 128 + number
     if status["val"] > status["best"]:
-        print(f"{out_dir}/best.pt holds the lowest validation loss, {status['best']:.4f}; now {status['val']:.4f}")
+        print(f"{out_dir}/best.pt has the lowest validation loss, {status['best']:.4f}; the last: {status['val']:.4f}")
     return 0
 
 
