@@ -437,8 +437,7 @@ def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **s
 @torch.inference_mode()
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
     """Returns the shortest start of the answer after which the text after the hole is at least a tenth as likely as
-    after the best start, because fim rarely ends an answer with EOT. If the model cannot continue a text, returns the
-    whole answer."""
+    after the best start: fim rarely ends an answer with EOT. A model that cannot continue a text keeps its answer."""
     after = after[:SUFFIX_BYTES]
     n = len(after)
     use = find_use(objective, "continue")
