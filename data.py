@@ -34,7 +34,7 @@ VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
 
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
-NUL_CHECK_BYTES = 1 << 20                       # bytes at the start of a file in which NULs are counted
+START_BYTES = 1 << 20                           # bytes at the start of a file by which its kind is recognized
 # first bytes of formats that are not text
 SIGNATURES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2",
               b"(\xb5/\xfd": "zstd", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"%PDF-": "PDF", b"\x7fELF": "ELF"}
@@ -144,7 +144,7 @@ def has_json_lines(path):  # is each line of this file a JSON object with a "tex
     if not path.lower().endswith(".json"):
         return path.lower().endswith((".jsonl", ".ndjson"))
     with contextlib.suppress(OSError), open(path, "rb") as f:
-        return parse_line(f.readline(NUL_CHECK_BYTES)) != b""
+        return parse_line(f.readline(START_BYTES)) != b""
     return False
 
 
@@ -159,7 +159,7 @@ def find_format(path, start):  # first bytes of a file -> name of its format if 
 def check_text(path, data):  # fails if data (N,) is empty, or if its first bytes are not those of a text
     if not len(data):
         fail(f"--data {path}: is empty (a pipe can be read only once). Try another file")
-    start = data[:NUL_CHECK_BYTES]
+    start = data[:START_BYTES]
     found = find_format(path, to_bytes(start[:1024]))
     if found == "array of JSON objects":
         fail(f"--data {path}: is an {found}. Try python -c 'import json; "

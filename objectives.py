@@ -222,7 +222,7 @@ class ContinueBlocks:
 @dataclass(frozen=True)
 class Fill:
     """Fills MASKs in a text that is read in both directions. Finds and corrects wrong bytes: each byte is masked, and
-    predicted from the others. Without a layout, only for objectives that train on bidirectional rows."""
+    predicted from the others. If layout is None, the objective must train on bidirectional rows."""
     modes = ("fill", "correct")
     left_ids: tuple = ()                        # ids before the text
     right_ids: tuple = ()                       # ids after the text
@@ -264,7 +264,8 @@ class Infill:
 class Repair:
     """Writes the clean version of a noisy text. Its rows are made by seq2seq."""
     modes = ("repair",)
-    max_bytes: Callable | None = None           # (hp) -> maximum number of bytes to repair at once; None: a full row
+    # (hp) -> maximum number of bytes to repair at once; fewer if a row has less space
+    max_bytes: Callable = lambda hp: hp.block_size
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ class Predict:
     """
     modes: tuple
     predict: Callable
-    piece_bytes: Callable | None = None         # search: (hp) -> maximum number of bytes to embed at once; None: a row
+    piece_bytes: Callable = lambda hp: hp.block_size            # search: (hp) -> number of bytes to embed at once
 
 
 def find_use(objective, mode):  # -> the objective's use with this mode, or None
@@ -482,7 +483,7 @@ def span_positions(ids, P, hp):  # ids (B, T), prefix lengths (B,) -> position n
     is_sentinel = ids >= SENTINEL
     in_source = is_sentinel & (column < P[:, None])
     in_target = is_sentinel & ~in_source
-    reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))   # 64 in ul2's X rows
+    reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))   # 64 in rows of ul2's X
     sentinels_before = in_source.cumsum(1) - in_source.long()
     position = column + reserved * sentinels_before
     # sentinel_position[:, i] is the position of sentinel i in the source; an additional last column takes all other ids
@@ -533,7 +534,7 @@ OBJECTIVES["span"] = Objective(
     n_bytes=lambda T, hp: fit_spans(T, hp.span_rate, hp.span_mean)[0], n_outputs=VOCAB_SIZE,
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
-           "span_mean": Flag(6.0, "mean length of a span in bytes; a row has at least one span", 1.0)},
+           "span_mean": Flag(6.0, "mean length of a span in bytes; a row has at least one span", 1.0, 1e6)},
     numbering=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),), aliases=("t5", "byt5", "span_corruption"))
 
 
@@ -631,11 +632,10 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
     The two cuts are uniform over all places, so each section is a third on average. A row is rearranged with
     probability fim_rate, and then as SPM (the paper's variant 2) with probability fim_spm_rate; other rows stay plain
     text. Half of the rearranged texts fill their row. The others are shorter, and bytes of the previous row follow
-    their EOT (see random_lengths). If the batch is one row, its text fills it."""
+    their EOT (see random_lengths)."""
     B = len(x)
     n = x.size(1) - 4                                                               # room for four control ids
-    shortest = 1 if B > 1 else n                # after EOT comes the text of another row
-    length = random_lengths(B, shortest, n, g)                                      # (B, 1): bytes to rearrange
+    length = random_lengths(B, 1, n, g)                                             # (B, 1): bytes to rearrange
     cut = (torch.rand(B, 2, generator=g, device=g.device) * (length + 1)).long().sort(dim=1).values
     u = torch.rand(B, 2, 1, generator=g, device=g.device)
     is_spm = u[:, 0] < hp.fim_spm_rate                                              # (B, 1)
@@ -797,7 +797,7 @@ def sample_replacements(generator, batch):  # -> generator's logits (B, k, V), c
     h = generator(batch["inp"], batch["prefix"])                                    # (B, T, width of the generator)
     logits = generator.logits(h.gather(1, chosen[..., None].expand(-1, -1, h.size(-1))))
     with torch.no_grad():
-        fake = inverse_cdf(logits[..., :N_BYTES].softmax(-1), batch["uniforms"])
+        fake = inverse_cdf(logits.softmax(-1), batch["uniforms"])
     return logits, batch["tgt"].gather(1, chosen), fake
 
 
@@ -1018,11 +1018,11 @@ def bart_bytes(T, hp):
     return int((T - 2) / (2 + hp.bart_rate))
 
 
-def bart_piece_bytes(hp):  # -> maximum number of bytes to repair at once, or None
+def bart_piece_bytes(hp):  # -> maximum number of bytes to repair at once
     """After a mistake, the model no longer knows which byte of the source to copy next. A new piece is a fresh start.
     Noises that move text can only be undone in the whole text."""
     moves_text = {"permute", "rotate"} & set(hp.bart_noise.split(","))
-    return None if moves_text else 32
+    return hp.block_size if moves_text else min(32, bart_bytes(hp.block_size, hp))
 
 
 OBJECTIVES["bart"] = Objective(

@@ -65,14 +65,14 @@ SETTINGS = {
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
         "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; no limit if it is 0, or if you give "
-                                "max_iters alone", 0),
+                                "max_iters alone", 0, 1e6),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient; 0: no limit", 0.0),
         "ngram_drop": Flag(0.25, "share of n-gram lookups that training drops; more over several epochs", 0.0, 0.99),
-        "doc_mask": Flag(False, "attention stays within a document, which a NUL byte ends; not in sample.py"),
+        "doc_mask": Flag(False, "read nothing across a NUL byte, which ends a document; not in sample.py"),
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {
@@ -86,8 +86,7 @@ SETTINGS = {
     },
 }
 # flags that may be given with --resume
-RESUMABLE_FLAGS = {"data", "out_dir", "resume", "max_iters", "eval_interval", "log_interval", "device", "compile",
-                   "cuda_graph"}
+RESUMABLE_FLAGS = {"data", "out_dir", "max_iters", "eval_interval", "log_interval", "device", "compile", "cuda_graph"}
 # flags of all programs in which ~ is the home folder
 PATHS = {"data", "out_dir", "init_from", "corpus", "file", "pairs", "new_data", "nanogpt", "run"}
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
@@ -151,7 +150,7 @@ Member = namedtuple("Member", "objective weight n")
 
 
 def member_weights(objective):  # hp.objective, such as "clm:3,mlm" -> {"clm": 3.0, "mlm": 1.0}
-    parts = [part.strip().partition(":") for part in objective.split(",")]
+    parts = [part.partition(":") for part in objective.replace(" ", "").split(",")]
     for name, _, _ in parts:
         if name not in OBJECTIVES:
             refuse_name(name)
@@ -212,7 +211,7 @@ def get_config(argv):
     argv, a checkpoint, the objective's defaults, the device's defaults. With --resume, all settings of the checkpoint
     count, with --init_from only those that parent_settings returns. hp also has init_step, the number of steps that the
     weights were trained before this run, and progress, the share of the run that is done, which is 1.0 here and
-    a tensor in training."""
+    a tensor in training. hp.resume is the path of the checkpoint to resume, or empty."""
     given = parse(argv)
     saved = {}                                  # settings from a checkpoint
     resume = ""                                 # path of the checkpoint to resume
@@ -249,8 +248,8 @@ def objective_defaults(objective, kind="cpu"):  # -> {flag: default} that an obj
 
 
 def parent_settings(ckpt, given):  # -> settings that a run with --init_from takes from its parent's checkpoint
-    """The settings of the model; if the objective stays the same, also its settings. If it changes, the new objective's
-    defaults of attn_scale and block_size replace the parent's values: weights do not depend on them."""
+    """The settings of the model; if the objective stays the same, also its settings. If the new objective has its own
+    defaults of attn_scale or block_size, these replace the parent's values: no weight's shape depends on them."""
     config = ckpt["config"]
     names = set(SETTINGS["model"])
     if given.get("n_head", config["n_head"]) != config["n_head"]:               # copy_tensors would not notice

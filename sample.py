@@ -33,7 +33,7 @@ from collections import namedtuple
 
 from data import EOT, MASK, SEP, Flag, fail, make_rng
 from model import Cache
-from objectives import N_BYTES, OBJECTIVES, Fill, fill_logits, find_use, inverse_cdf, text_space
+from objectives import N_BYTES, OBJECTIVES, fill_logits, find_use, inverse_cdf, text_space
 from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
@@ -358,7 +358,7 @@ def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order=
         # 3. fill the next block; the prompt may end inside it
         begun = ids[start + n_complete:]
         block = torch.tensor([begun + [MASK] * (length - len(begun))], device=device)
-        *_, block = unmask(model, block, g, Fill(), steps or length, order, cache=cache, may_end=True, **sampling)
+        *_, block = unmask(model, block, g, None, steps or length, order, cache=cache, may_end=True, **sampling)
         new = block[0, len(begun):].tolist()
         for i in new[:end - len(ids)]:
             ids.append(i)
@@ -462,9 +462,7 @@ def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any l
     T = hp.block_size
     n = objective.n_bytes(T, hp)                # maximum number of clean bytes in a row
     use = find_use(objective, "repair")
-    longest = T - 1 - n                         # a noisy text may be longer than the clean one
-    if use.max_bytes and use.max_bytes(hp):
-        longest = min(n, use.max_bytes(hp))
+    longest = min(T - 1 - n, use.max_bytes(hp))                 # a noisy text may be longer than the clean one
     # without EOT: the model would copy it, and it ends a row
     pieces = [[i for i in piece if i != EOT] for piece in cut_after_spaces(noisy, longest)]
     pieces = [piece for piece in pieces if piece]
@@ -627,8 +625,6 @@ def fill_mode(model, objective, use, hp, args, g):
     prompt = args.prompt
     sampling = args.fill_sampling
     has_hole = MASK in prompt
-    if has_hole and "max_new_tokens" in args.given:
-        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     if not has_hole:                            # continue it: the model was trained at any mask rate
         space = text_space(use, T)
         prompt = keep_last(prompt, space // 2)
@@ -757,7 +753,7 @@ def search_mode(model, objective, use, hp, args, g):
     lines = list(dict.fromkeys(line for line in whole if line.strip()))             # without duplicates
     if not lines:
         fail("--corpus: has no line of text. Try another file")
-    n = use.piece_bytes(hp) if use.piece_bytes else hp.block_size
+    n = use.piece_bytes(hp)
     cut = [list(cut_after_spaces(text, n)) for text in [bytes(args.query), *lines]]
     distinct = dict.fromkeys(piece for pieces in cut for piece in pieces)
     vectors = dict(zip(distinct, embed_texts(model, use, list(distinct), hp)))
@@ -855,12 +851,14 @@ def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of 
     return ", ".join(name for name, objective in OBJECTIVES.items() if find_use(objective, mode))
 
 
-def check_holes(prompt, objective, mode):
+def check_holes(prompt, objective, mode, given):
     """Prints a note if the prompt has a marker that is read as text, which may be mistyped. Refuses such a marker
-    beside a hole that is filled, and holes in a text to correct."""
+    beside a hole that is filled, holes in a text to correct, and max_new_tokens for holes of given lengths."""
     hole = re.search(MASKS, prompt)
     if hole and mode == "correct":
         fail(f"--prompt: has a hole, {hole[0].decode()}, so it cannot be corrected. Try to fill its holes first")
+    if hole and mode == "fill" and "max_new_tokens" in given:
+        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     own = MARKERS.get(mode)
     as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]
     if not as_text:
@@ -912,7 +910,7 @@ def main(argv=None):
         refuse_flag(flag, objective, mode, members)
     member = "" if objective.name == hp.objective else f", used as {objective.name}"
     note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
-    check_holes(texts.get("prompt", b""), objective, mode_name)
+    check_holes(texts.get("prompt", b""), objective, mode_name, given)
     if "prompt" in texts and mode_name != "infill":             # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if mode_name in MARKERS else list(texts["prompt"])
     if not texts and not switches:

@@ -956,12 +956,6 @@ def test_fim_rows_can_be_put_together_again_and_have_thirds(rate, spm_rate):
         assert (sizes == 0).any(0).all(), "a section is never empty"
 
 
-def test_fim_of_one_row_fills_it():
-    for seed in range(10):
-        _, batch, _ = make("fim", B=1, seed=seed, fim_rate=1.0)
-        assert batch["tgt"][0, -1] == EOT, "EOT is followed by bytes of its own row"
-
-
 # ---- mtp, electra
 def test_parallel_heads_equal_the_papers_equations():
     """Head k reads norm(h + W_k h). The heads after the first share the weight mtp_weight; their logits are drafts."""

@@ -131,7 +131,7 @@ def test_auto_is_cuda_or_cpu_and_each_process_has_its_own_gpu(monkeypatch):
 
 # ---- the folder and its checkpoints
 def test_a_run_is_named_for_its_objective_and_the_latest_is_found(text):
-    for name, folder in (("clm:.5, mlm:.5", "clm_.5+mlm_.5"), ("clm", "clm"), ("clm", "clm-2")):
+    for name, folder in (("clm :.5, mlm:.5", "clm_.5+mlm_.5"), ("clm", "clm"), ("clm", "clm-2")):
         path = run.choose_out_dir(settings(name, 32))
         assert path == os.path.join("out", folder)
         run.open_metrics(path, 0).close()
@@ -287,6 +287,7 @@ BAD = {  # name: flags, part of the error message
     "not a number": ("--max_iters many", "invalid int value: 'many'"),
     "other heads": ("--init_from run --n_head 1", "has 2 heads"), "no weight": ("--objective clm:", "positive weights"),
     "rate too high": ("--objective mlm --mask_rate 1.5", "1.5 is more than 1.0"),
+    "no end": ("--max_passes inf", "inf is more than"),
     "unknown objective": ("--objective mml", "Try mlm"), "too many": ("--objective mlm --mask_random 1", "than 1"),
     "setting of another objective": ("--mask_rate .2", "Try it with mlm"),
     "documents where order is lost": ("--objective bart --doc_mask", "--doc_mask"),

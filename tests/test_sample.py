@@ -865,6 +865,10 @@ def test_a_demonstration_searches_a_text_that_does_not_contain_the_query(runs, c
     assert bytes(texts["query"]) + texts["corpus"] == bytes(range(1, 100)) and len(texts["query"]) == 8
 
 
+def test_a_demonstration_fills_its_holes_whatever_max_new_tokens_says(runs, capsys):
+    assert "--- the model's answer:" in stdout(capsys, "mlm", "--max_new_tokens", "5")
+
+
 def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys, monkeypatch):
     """Of a model that writes in any order. What follows EOT is not printed. A line on standard error marks where the
     model's text begins."""
