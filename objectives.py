@@ -1368,7 +1368,7 @@ def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries a
 
 OBJECTIVES["xlnet"] = dataclasses.replace(
     OBJECTIVES["bd3lm"], name="xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order",
-    attention="any order", flags={}, uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),),
+    attention="any order", flags={}, uses=(Fill(order="ancestral", layout=xlnet_fill_row, trained_at_any_rate=True),),
     aliases=("permutation", "plm", "permutation_lm", "permutation_language_modeling"))
 
 

@@ -17,8 +17,8 @@
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
 Defaults: a text is continued at temperature 0.8 (mdlm, sedd, xlnet, bd3lm: at 1, with top_p 0.8). Holes and repairs
-take the most likely bytes, unless num_samples is above 1. [MASK]s are filled in order ancestral by mdlm and sedd, in 64
-passes, from the left by bd3lm, and otherwise in order confident, one a pass. Corrections take 4 passes.
+take the most likely bytes, unless num_samples is above 1. mdlm, sedd and xlnet fill [MASK]s in order ancestral, in 64
+passes, bd3lm from the left, all others in order confident, one a pass. Corrections take 4 passes.
 Texts go to standard output, and notes to standard error. A terminal highlights what was filled in.
 """
 # N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
