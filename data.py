@@ -34,7 +34,7 @@ VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
 
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
-START_BYTES = 1 << 20                           # bytes at the start of a file by which its kind is recognized
+START_BYTES = 1 << 20                           # bytes at the start of a file that are examined
 # first bytes of formats that are not text
 SIGNATURES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2",
               b"(\xb5/\xfd": "zstd", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"%PDF-": "PDF", b"\x7fELF": "ELF"}

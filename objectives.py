@@ -216,7 +216,6 @@ class ContinueBlocks:
     """Continues a prompt block by block. Appends a block of MASKs to the clean blocks and fills it."""
     modes = ("continue_blocks",)
     length: Callable                            # (hp) -> number of bytes in a block
-    order: str = "left"                         # of sample.unmask, unless --order is given
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,6 @@ class Fill:
     left_ids: tuple = ()                        # ids before the text
     right_ids: tuple = ()                       # ids after the text
     shift: int = 0                              # 1 if position i - 1 predicts byte i, 0 if position i does
-    order: str = "confident"                    # of sample.unmask, unless --order is given
     # (ids (N, n) with MASKs) -> batch whose first n positions predict the bytes, in a row that holds the text twice.
     # None: the row is left_ids, ids, right_ids, with bidirectional attention
     layout: Callable | None = None
@@ -483,7 +481,7 @@ def span_positions(ids, P, hp):  # ids (B, T), prefix lengths (B,) -> position n
     is_sentinel = ids >= SENTINEL
     in_source = is_sentinel & (column < P[:, None])
     in_target = is_sentinel & ~in_source
-    reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))   # 64 in rows of ul2's X
+    reserved = torch.where(ids[:, :1] == MODE_X, 64, round(4 / 3 * hp.span_mean))   # 64 for ul2's mode X
     sentinels_before = in_source.cumsum(1) - in_source.long()
     position = column + reserved * sentinels_before
     # sentinel_position[:, i] is the position of sentinel i in the source; an additional last column takes all other ids
@@ -1228,7 +1226,7 @@ OBJECTIVES["mdlm"] = Objective(
     flags=EARLY_MASK_RATE | {
         "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(Fill(order="ancestral", trained_at_any_rate=True),),
+    uses=(Fill(trained_at_any_rate=True),),
     aliases=("llada", "diffusion", "masked_diffusion"))
 
 
@@ -1368,7 +1366,7 @@ def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries a
 
 OBJECTIVES["xlnet"] = dataclasses.replace(
     OBJECTIVES["bd3lm"], name="xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order",
-    attention="any order", flags={}, uses=(Fill(order="ancestral", layout=xlnet_fill_row, trained_at_any_rate=True),),
+    attention="any order", flags={}, uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),),
     aliases=("permutation", "plm", "permutation_lm", "permutation_language_modeling"))
 
 

@@ -296,6 +296,12 @@ def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=F
         yield ids
 
 
+def default_order(use):  # of `unmask`. In order confident, a text that is written from nothing becomes white space
+    if "continue_blocks" in use.modes:
+        return "left"
+    return "ancestral" if use.trained_at_any_rate else "confident"
+
+
 def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) bool
     """Chooses the MASKs that a pass fills.
 
@@ -615,7 +621,7 @@ def continue_blocks_mode(model, objective, use, hp, args, g):
     prompt = args.prompt or [EOT]               # an empty prompt is the start of a document
     T = objective.n_bytes(hp.block_size, hp)
     length = min(use.length(hp), T)
-    order = args.order or use.order
+    order = args.order or default_order(use)
     sampling = DIFFUSION_SAMPLING | args.sampling
     stream(prompt, generate_blocks(model, prompt, args.max_new_tokens, T, length, g, args.steps, order, **sampling))
 
@@ -634,7 +640,7 @@ def fill_mode(model, objective, use, hp, args, g):
         prompt = prompt + [MASK] * n_new
         sampling = DIFFUSION_SAMPLING | args.sampling
     row = filled = to_row(prompt, hp)
-    order = args.order or use.order
+    order = args.order or default_order(use)
     for filled in unmask_long(model, row, T, g, use, steps=args.steps, order=order, may_end=not has_hole, **sampling):
         if args.show:
             print(f"--- pass\n{to_text(filled[0])}", flush=True)

@@ -207,7 +207,7 @@ def eval_tokenizable_lines(model, objective, hp, text):
     if "fill" in use.modes and not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
         return {}                               # not trained on rows that are mostly MASKs
     x = windows(text, objective.n_bytes(hp.block_size, hp), 2 * ROWS, "lines")      # some 500 lines
-    written = write(model, objective, hp, use.order, x, make_rng("compare,written"))
+    written = write(model, objective, hp, sample.default_order(use), x, make_rng("compare,written"))
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
     baseline, *_ = line_figures(drawn)

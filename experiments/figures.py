@@ -202,7 +202,8 @@ def record(flag, folder, mode, prompt, n=160, passes=16):  # -> title, ids, the 
         return f"{hp.objective}, {n_new} passes", ids, [0] * len(prompt) + [(i + 1) / n_new for i in range(n_new)]
     ids = torch.tensor([[*prompt, *[MASK] * n]], device=hp.device)
     times = torch.zeros(ids.size(1))
-    for i, new in enumerate(sample.unmask(model, ids, g, use, passes, use.order, **sample.DIFFUSION_SAMPLING), 1):
+    order = sample.default_order(use)
+    for i, new in enumerate(sample.unmask(model, ids, g, use, passes, order, **sample.DIFFUSION_SAMPLING), 1):
         times[(ids != new)[0].cpu()] = i / passes
         ids = new
     return f"{hp.objective}, {passes} passes", ids[0].tolist(), times.tolist()

@@ -482,8 +482,6 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     assert all(isinstance(use.modes, tuple) for use in objective.uses), "(\"mark\",) is a tuple of one mode"
     for use in objective.uses:
         if isinstance(use, Fill):
-            assert use.order in sample.FLAGS["writing"]["order"].choices
-            assert use.order == "ancestral" or not use.trained_at_any_rate, "confident writes white space from nothing"
             assert use.shift <= len(use.left_ids)
             assert "mask" in batch or (prefixes(batch) == T).any(), "no row has prefix T, with which sample.py fills"
         if isinstance(use, Fill) and (use.left_ids, use.right_ids, use.shift) == ((), (), 0):
