@@ -304,7 +304,7 @@ def test_a_hole_gets_no_eot_however_likely_it_is(order):
         assert ((state == EOT).any() == may_end) and (state < 256).all()
 
 
-def test_order_confident_ranks_by_the_probability_of_the_sampled_byte():
+def test_order_confident_ranks_by_the_probability_of_the_sampled_byte_and_is_not_for_text_from_nothing():
     """Byte A is 65 with probability .6, else 66; byte B is 65 with .55, else 66. So A is written first if it is 65."""
     p = torch.tensor([[0.6, 0.4, 0, 0], [0.55, 0.45, 0, 0]])
     x = torch.full((20_000, 2), MASK)
@@ -315,6 +315,8 @@ def test_order_confident_ranks_by_the_probability_of_the_sampled_byte():
     assert len(written) == len(x)
     assert abs(float(is_a.float().mean()) - 0.6) < 0.02
     assert (written[is_a] == 65).all() and abs(float((written[~is_a] == 66).float().mean()) - 0.45) < 0.03
+    assert sample.default_order(Fill()) == "confident"
+    assert sample.default_order(Fill(trained_at_any_rate=True)) == "ancestral"
 
 
 def test_blocks_are_written_as_without_a_cache():
