@@ -104,7 +104,11 @@ def middle_logits(predict, model, objective, hp, x, a, m):  # predict: left_logi
 
 def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m: bits per byte}
     """Bits per byte of the middle of held-out windows, given its left side and given both. Each m has 4096 bytes."""
-    n = (hp.block_size - 16) // 2               # 120 bytes in rows of 256, with space for special ids
+    T = hp.block_size
+    fill = find_use(objective, "fill")
+    if fill and fill.layout:                    # xlnet's rows hold each text twice
+        T //= 2
+    n = (T - 16) // 2                           # 120 bytes in rows of 256, with space for special ids
     out = {}
     for m in HOLE_LENGTHS:
         if m + 2 > n:

@@ -166,6 +166,15 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     assert found == {"task": 0.75, "task_baseline": 0.25, "ends": 0.25}
 
 
+@pytest.mark.parametrize("name, T", [("mlm", 256), ("ul2", 256), ("xlnet", 512)])
+def test_holes_have_equally_much_text_around_them_for_all_objectives(name, T, monkeypatch):
+    found = []
+    monkeypatch.setattr(evaluate, "middle_logits", lambda *args: found.append(args[4].size(1)) or args[4][:, :args[6]])
+    monkeypatch.setattr(evaluate, "bits_per_byte", lambda *args: 0.0)
+    measure(evaluate.eval_infilling, name, T)
+    assert set(found) == {120}
+
+
 @pytest.mark.parametrize("name", ["mlm", "bart"])
 @pytest.mark.parametrize("is_repaired, left", [(False, 1.0), (True, 0.0)])
 def test_replaced_bytes_that_are_left(name, is_repaired, left, monkeypatch):
