@@ -59,7 +59,6 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
 
 
 def test_tasks_only_measures_losses_and_tasks(text, monkeypatch):
-    """Afterwards the other metrics can still be measured."""
     monkeypatch.setattr(evaluate, "ROWS", 4)
     monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
     words = ["--objectives", "clm", "--block_size", "128", "--n_layer", "1"]
@@ -181,7 +180,6 @@ def test_a_star_marks_what_is_worse_than_the_best_by_more_than_chance():
 
 
 def test_headings_name_the_unit():
-    """A loss in nats beside bits per byte would otherwise be read as bits."""
     out = compare.tables({"nsp_weight=0": {1: {"loss": 2.0, "left_4": 3.0, "left_16": 3.0, "tflop": 1.0}}}, {})
     assert "| own loss (nats) | from the left: 4 (bits/byte) | from the left: 16 (bits/byte) | training: w" in out
     assert out.count("\n- from the left: ") == 1 and "Try --seeds" in out, "not one line for columns of a kind"

@@ -89,7 +89,6 @@ def jsonl_lines():  # -> lines of a .jsonl file, the 20 documents that they hold
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL", "a.json"])
 @pytest.mark.parametrize("where", ["file", "folder"])
 def test_the_documents_of_a_jsonl_file_are_its_texts(where, name, tmp_path, capsys):
-    """It is known by its name, a .json file by its first line."""
     lines, texts, n_bad = jsonl_lines()
     (tmp_path / name).write_bytes(b"\n".join(lines))
     [s] = open_corpus([str(tmp_path / name if where == "file" else tmp_path)])

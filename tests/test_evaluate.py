@@ -178,7 +178,6 @@ def test_holes_have_equally_much_text_around_them_for_all_objectives(name, T, mo
 @pytest.mark.parametrize("name", ["mlm", "bart"])
 @pytest.mark.parametrize("is_repaired, left", [(False, 1.0), (True, 0.0)])
 def test_replaced_bytes_that_are_left(name, is_repaired, left, monkeypatch):
-    """In a text of letters a, a twentieth of the bytes are replaced."""
     def repair(model, objective, noisy, hp, g, temperature):
         assert 0 < sum(byte != ord("a") for byte in noisy) < 20
         return [ord("a")] * len(noisy) if is_repaired else noisy
@@ -250,7 +249,6 @@ def test_a_layer_is_fitted_chosen_and_scored_on_different_bytes_and_rare_classes
 
 
 def test_packages_are_scored_on_other_files_than_those_that_fit_the_classifier(monkeypatch):
-    """Only the largest packages are probed. The references without training can use the bytes alone."""
     top = evaluate.sysconfig.get_paths()["stdlib"]
     documents = {os.path.join(top, "module.py"): b"in no package" * 9}
     for package, n_files in (("small", 1), ("large", 9), ("medium", 6), ("encodings", 12)):

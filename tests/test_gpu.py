@@ -29,7 +29,6 @@ def rule_arguments(rule, B, device):  # -> arguments of choose_attention
 @pytest.mark.parametrize("rule", [0, 50, T, "each row", "mask"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_fast_attention_equals_a_dense_mask_forward_and_backward(device, rule, D):
-    """In float32, and on a GPU also in bfloat16, with a larger tolerance."""
     B = 64 if device == "cuda" else 2
     q = torch.arange(T, device=device)
     how = rule_arguments(rule, B, device)

@@ -171,7 +171,6 @@ PIECES = {"one by one": [*range(T + 1)], "after 3": [0, *range(3, T + 1)], "afte
 
 @pytest.mark.parametrize("cuts", PIECES.values(), ids=PIECES)
 def test_passes_over_a_cache_with_positions_equal_one_pass(cuts):
-    """The prefix is the first piece."""
     net = randomized().requires_grad_(False)
     x = ids()
     cache = M.Cache(net, B, T + 3)

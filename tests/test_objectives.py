@@ -454,7 +454,6 @@ def another_value(spec):  # of a Flag, not its default; None if it is free text
 
 @every
 def test_each_flag_of_an_objective_changes_its_rows_its_weights_or_its_loss(name):
-    """With the defaults of its other flags, or with other values of them."""
     windows = torch.randint(1, 256, (4, 2 * T), generator=make_rng("windows"))
 
     def training(**changes):  # -> all that depends on the settings
@@ -539,7 +538,6 @@ def test_the_custom_objectives_of_the_pages_pass_the_generic_tests(name):
 
 @pytest.mark.slow
 def test_the_custom_objectives_of_the_pages_pass_the_tests_that_the_page_names(tmp_path):
-    """In a copy of the repository, as somebody would add them."""
     forks = read_forks()
     shutil.copytree(pathlib.Path(O.__file__).parent, tmp_path, ignore=shutil.ignore_patterns(".*", "out"),
                     dirs_exist_ok=True)
