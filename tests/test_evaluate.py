@@ -166,7 +166,7 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     assert found == {"task": 0.75, "task_baseline": 0.25, "ends": 0.25}
 
 
-@pytest.mark.parametrize("name, T", [("mlm", 256), ("ul2", 256), ("xlnet", 512)])
+@pytest.mark.parametrize("name, T", [("mlm", 256), ("ul2", 512), ("xlnet", 256), ("xlnet", 512)])
 def test_holes_have_equally_much_text_around_them_for_all_objectives(name, T, monkeypatch):
     found = []
     monkeypatch.setattr(evaluate, "middle_logits", lambda *args: found.append(args[4].size(1)) or args[4][:, :args[6]])
