@@ -512,9 +512,9 @@ def describe(step, record):  # -> a line for a record of evaluate
     return line
 
 
-def log_step(s, member, metrics, status, step, loss, norm, seconds):  # -> loss and speed (text), minutes left
+def log_step(s, member, metrics, last_log, step, loss, norm, seconds):  # -> loss and speed (text), minutes left
     hp = s.hp
-    speed = (step + 1 - status["step"]) / (seconds - status["seconds"])             # steps/s since the last evaluation
+    speed = (step - last_log["step"]) / (seconds - last_log["seconds"])             # steps/s
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
     record = {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
               "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
@@ -620,6 +620,7 @@ def train(s, status):  # s, status: of set_up -> exit code
         announce(s, metrics, status, stop)
         start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
         last_line = status["seconds"]
+        last_log = {"step": first_step - 1, "seconds": status["seconds"]}
         # the last iteration takes no step: it only evaluates and saves
         bar = tqdm(range(first_step, hp.max_iters + 1), total=hp.max_iters, initial=first_step,
                    disable=True if RANK else None, unit="step", dynamic_ncols=True)         # None: only on a terminal
@@ -652,9 +653,11 @@ def train(s, status):  # s, status: of set_up -> exit code
                 norm = float(norm)
                 check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step)
                 seconds = time.perf_counter() - start
-                line, minutes = log_step(s, member, metrics, status, step, loss, norm, seconds)
+                line, minutes = log_step(s, member, metrics, last_log, step, loss, norm, seconds)
+                last_log = {"step": step, "seconds": seconds}
                 bar.set_postfix_str(line)
-                if bar.disable and seconds > last_line + 5:     # without a bar, print a line every 5 seconds
+                # without a bar, print a line every 5 seconds, but not after the first step, which may compile
+                if bar.disable and seconds > last_line + 5 and step > first_step:
                     last_line = seconds
                     say(f"step {step:6d} | {line}, {minutes:.1f} min left", stop)
         is_stopped = is_stopped and step < hp.max_iters

@@ -64,7 +64,6 @@ def test_every_part_also_measures_nanogpt(tmp_path, capsys):
 
 
 def test_decoding_without_a_run_has_random_weights_and_ngrams():
-    """With the weights of an untrained model, samples would end at once."""
     hp = get_config(["--n_embd", "16", "--ngram_rows", "64", "--device", "cpu"])
     model, _, _ = bench.load_decoder(Namespace(run=""), hp)
     for p in model.parameters():

@@ -100,7 +100,6 @@ def test_the_documents_of_a_jsonl_file_are_its_texts(where, name, tmp_path, caps
 
 
 def test_in_a_folder_files_that_are_no_text_are_skipped(tmp_path, refuses):
-    """A document is named for its file, and for its line in a file of JSON lines. A text is kept once."""
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     refuses("iconv -f utf-16 -t utf-8", open_corpus, [str(tmp_path)])
     for start, name in data.SIGNATURES.items():

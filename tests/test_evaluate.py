@@ -69,7 +69,6 @@ def test_bits_of_bytes_do_not_depend_on_how_a_hole_ends():
 
 @pytest.mark.parametrize("name", ["span", "ul2", "fim"])
 def test_bits_with_the_end_are_those_of_all_that_infilling_writes(name):
-    """Computed here id by id. EOT also ends a hole."""
     net, x, a, m = randomized().requires_grad_(False), ids(1, 20), 8, 4
     objective = OBJECTIVES[name]
     hp = settings(name, 64)

@@ -132,7 +132,6 @@ PREFIXES_OF_LONG = {"causal": 0, "bidirectional": LONG, "prefix 3": 3, "prefixes
 
 @pytest.mark.parametrize("name", PREFIXES_OF_LONG)
 def test_every_form_of_attention_follows_the_rule_of_each_block(name, each_device):
-    """All queries at once, forward and backward; a cache. On a CPU, and what is chosen for a GPU."""
     net = scaled()
     x = ids(shape=(B, LONG))
     prefix = PREFIXES_OF_LONG[name]
@@ -307,7 +306,6 @@ def test_every_block_adds_the_ngrams_times_its_gain():
 
 @torch.no_grad()
 def test_training_drops_a_share_of_the_lookups_and_scales_the_others():
-    """Each n-gram length of each position by itself. The global seed decides which."""
     ngrams = randomized(ngram_rows=4096).ngrams
     ngrams.table.fill_(1)                       # so that output i is the scale of the n-gram of length NGRAMS[i]
     ngrams.proj.weight.copy_(torch.eye(16, N).repeat_interleave(M.NGRAM_DIM, 1) / M.NGRAM_DIM)

@@ -372,7 +372,6 @@ def test_every_figure_that_depends_on_the_blocks_trains_them(name):
 
 @every
 def test_twice_the_same_rows_have_the_same_loss_and_figures(name):
-    """So each is a mean over rows or targets, of the whole batch, and not a sum."""
     objective, net, batch, hp = case(name, B=6)
     rows = objective.corrupt(clean_windows(hp, 6), make_rng("rows"), hp)
     if objective.compares_rows or "weight" in rows:

@@ -457,6 +457,12 @@ def test_a_captured_run_on_a_gpu_resumes(text, monkeypatch):
 
 
 # ---- what a run prints and saves
+def test_the_speed_is_that_of_the_steps_since_the_last_log(text):
+    s = start("--data", text, "--max_iters", "30", "--batch_size", "3")
+    found = train.log_step(s, s.members[0], mock.MagicMock(), {"step": 9, "seconds": 52.0}, 19, 0.5, 1.0, 54.0)
+    assert found == (f"training loss 0.500, {5 * 3 * s.hp.block_size:,} positions/s", 2 / 60)
+
+
 def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys, monkeypatch):
     flags = tiny("--data", text, "--max_iters", "3")
     works = mock.MagicMock()
