@@ -514,7 +514,7 @@ def describe(step, record):  # -> a line for a record of evaluate
 
 def log_step(s, member, metrics, last_log, step, loss, norm, seconds):  # -> loss and speed (text), minutes left
     hp = s.hp
-    speed = (step - last_log["step"]) / (seconds - last_log["seconds"])             # steps/s
+    speed = (step - last_log["step"]) / (seconds - last_log["seconds"])             # steps/s since the last log
     positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
     record = {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
               "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,

@@ -104,7 +104,7 @@ def middle_logits(predict, model, objective, hp, x, a, m):  # predict: left_logi
 
 def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m: bits per byte}
     """Bits per byte of the middle of held-out windows, given its left side and given both. Each m has 4096 bytes."""
-    n = (min(hp.block_size, 256) - 16) // 2     # 120 bytes: the same windows whatever the length of the rows
+    n = (min(hp.block_size, 256) - 16) // 2     # 120 bytes in rows of 256 positions or more
     out = {}
     for m in HOLE_LENGTHS:
         if m + 2 > n:

@@ -377,7 +377,7 @@ def test_twice_the_same_rows_have_the_same_loss_and_figures(name):
     if objective.compares_rows or "weight" in rows:
         pytest.skip("compares rows, or sets its own weights")
     twice = {key: value if isinstance(value, int) else torch.cat((value, value)) for key, value in rows.items()}
-    once = objective.loss(net, O.add_weights(rows), hp)
+    once = objective.loss(net, O.add_weights(rows), hp)         # means over rows or targets, not sums
     torch.testing.assert_close(objective.loss(net, O.add_weights(twice), hp), once, rtol=1e-5, atol=1e-5)
 
 

@@ -46,8 +46,7 @@ def check(program, flags):
     flags = re.sub(r"\b(NAME|all_tokens|recase)\b", "mlm", re.sub(r"\b(STEPS|WIDTH|N|T|B)\b(/32)?", "32", flags))
     if flags.count('"') % 2:                    # the text continues in the next line
         flags += '"'
-    flags = flags.replace("--cuda_graph", "")   # there may be no GPU here
-    argv = shlex.split(flags, comments=True)
+    argv = [word for word in shlex.split(flags, comments=True) if word != "--cuda_graph"]      # there may be no GPU
     if "--help" in argv:
         return
     if program == "train.py":
