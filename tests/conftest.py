@@ -14,6 +14,7 @@ from run import get_members
 from model import ModelConfig, Transformer
 
 torch.set_num_threads(1)                        # on tensors this small, several threads are slower
+os.fsync = lambda _: None                       # waiting for the disk proves nothing here
 signal.signal(signal.SIGINT, signal.default_int_handler)        # ignored if pytest is a background job of a shell
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",

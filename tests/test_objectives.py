@@ -73,7 +73,7 @@ def test_a_batch_is_a_function_of_its_generator_without_loops_over_rows(name):
         assert equal(batch, objective.corrupt(x, make_rng("a"), hp))
         draws.append(not equal(batch, objective.corrupt(x, make_rng("b"), hp)))
     assert len(counts) == 1 and len({*draws}) == 1
-    for _ in range(300):
+    for _ in range(100):
         objective.corrupt(x, make_rng("others"), hp)
     assert equal(batch, objective.corrupt(x, make_rng("a"), hp)), "keep no state between calls of corrupt"
 
@@ -274,13 +274,13 @@ def check_entropy(name, **changes):
     it must not be below the entropy. The loss of an objective with bits per byte is one, and predicts all bytes of a
     text; of others, only hidden targets count. Nor may a loss that depends on labels be below their entropy."""
     hp = settings(name, SMALL_T, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
-                                        max_iters=100, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
+                                        max_iters=50, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     data = torch.randint(1, 256, (200_000,), generator=make_rng("corpus"), dtype=torch.uint8)
     corpus = [dict(name="random", weight=1.0, train=data[:100_000], val=data[100_000:], size=200_000, crc=0)]
     s = train.prepare(corpus, get_members(hp), hp)
     [m] = s.members
-    batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(4)]
+    batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(2)]
     labels = [batch["labels"] for batch in batches if "labels" in batch and objective.target_hidden]
     if "tgt" not in batches[0] and not labels:
         pytest.skip("predicts no ids")
@@ -385,16 +385,16 @@ def test_twice_the_same_rows_have_the_same_loss_and_figures(name):
 @torch.no_grad()
 def test_an_untrained_model_is_at_chance(name):
     """This catches wrong weights, such as those of bd3lm, where only half of a row has targets. A loss in nats per byte
-    may depend on how many bytes a batch masks, so on the average of 32 batches."""
+    may depend on how many bytes a batch masks, so on the average of 12 batches."""
     _, batch, hp = make(name, B=8)
     objective = OBJECTIVES[name]
     net = run.build(get_members(hp), hp)
     loss, figures = objective.loss(net, batch, hp)
     if objective.bpb in ("loss", "bound"):
-        losses = [float(objective.loss(net, make(name, B=8, seed=seed)[1], hp)[0]) for seed in range(32)]
-        error = torch.tensor(losses).std() / 32 ** 0.5
+        losses = [float(objective.loss(net, make(name, B=8, seed=seed)[1], hp)[0]) for seed in range(12)]
+        error = torch.tensor(losses).std() / 12 ** 0.5
         why = "the loss is not in nats per byte: mend its weights, or set bpb='causal' or None"
-        assert abs(sum(losses) / 32 - math.log(256)) < 1e-4 + 5 * error, why
+        assert abs(sum(losses) / 12 - math.log(256)) < 1e-4 + 5 * error, why
     if "nll" in figures:
         assert float(figures["nll"].detach()) == pytest.approx(math.log(objective.n_outputs), abs=1e-5)
 
@@ -530,7 +530,7 @@ def read_forks():  # -> {name: code} of the objectives in README.md and docs/EXT
 @mock.patch.dict(OBJECTIVES)
 def test_the_custom_objectives_of_the_pages_pass_the_generic_tests(name):
     exec(read_forks()[name], dict(vars(O)))
-    for test in GENERIC:
+    for test in {*GENERIC} - {test_on_random_bytes_no_likelihood_falls_below_the_entropy}:      # it trains: see below
         with contextlib.suppress(pytest.skip.Exception):
             test(name)
 

@@ -18,7 +18,7 @@ from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, make_rng
+from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill, find_use
 from run import get_members, load_checkpoint
@@ -609,14 +609,14 @@ def has_control_characters(out):  # other than those that highlight new parts
 def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, monkeypatch):
     """On held-out text of any length. No control character of it reaches a terminal."""
     mode = OBJECTIVES[name].uses[0].modes[0]
-    flags = ["--max_new_tokens", "20"] if mode in ("continue", "infill") else []
+    flags = ["--max_new_tokens", "20"] if mode in ("continue", "continue_blocks", "infill") else []
     for text in (RAW * 9, RAW[:10]):
         run = changed_run(name, "raw", held_out=torch.tensor([*text.encode()], dtype=torch.uint8))
         out = stdout(capsys, run, *flags)
         assert out.startswith(f"held-out text:\n{text[:16]}\n")
         _, heading, answer = out.partition("--- the model's answer:\n")
         assert heading and (answer.strip() or mode == "repair")                     # an untrained model may end at once
-        assert out == stdout(capsys, run, *flags), "the same seed gave another text"
+    assert out == stdout(capsys, run, *flags), "the same seed gave another text"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert not has_control_characters(stdout(capsys, run, *flags))
 
@@ -625,7 +625,8 @@ def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, 
 EXAMPLES = re.findall(r"^    (python sample.py.*?) {2,}.*: (.*(?:\n {60,}.*)*)", sample.__doc__, re.MULTILINE)
 
 
-def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, capsys):
+def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, capsys, monkeypatch):
+    monkeypatch.setitem(sample.FLAGS["writing"], "max_new_tokens", Flag(20, ""))
     assert {name for _, names in EXAMPLES for name in re.split(r",\s+", names)} == {*OBJECTIVES, "any objective"}
     assert len(EXAMPLES) == len(sample.MODES) + 2               # "write in any order" and "between two texts"
     for command, names in EXAMPLES:

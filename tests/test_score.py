@@ -164,8 +164,15 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
     assert ("left to right by filling MASKs, the first 100 bytes, windows of " in out) == fills
     assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
     assert err == f"--- {Path('out') / name / 'best.pt'}: {name}, step 2 of 2\n"
-    output(capsys, name, "--dtype", "bfloat16")
-    assert dtypes == ["float32", "bfloat16"], "the default is float32, not the device's type"
+    assert dtypes == ["float32"], "the default is float32, not the device's type"
+
+
+def test_scores_are_computed_in_the_given_type(runs, capsys, monkeypatch):
+    dtypes = []
+    load_run = score.load_run
+    monkeypatch.setattr(score, "load_run", lambda *args: dtypes.append(args[2]) or load_run(*args))
+    output(capsys, "clm", "--dtype", "bfloat16")
+    assert dtypes == ["bfloat16"]
 
 
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
