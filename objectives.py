@@ -322,8 +322,6 @@ class Objective:
     target_hidden: bool = True
     # without a text, sample.py takes the first mode of the first use; (): it has no use for the model
     uses: tuple = ()
-    # other names, in lower case with _ instead of -; --objective refuses them and suggests this objective
-    aliases: tuple = ()
 
 
 OBJECTIVES = {}                                 # {name: Objective}, in the order of this file
@@ -341,8 +339,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", uses=(Continue(),),
-    aliases=("gpt", "gpt2", "gpt_2", "causal", "causal_lm", "autoregressive", "next_token"))
+    supports_doc_mask=True, bpb="loss", uses=(Continue(),))
 CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" are evaluated on its rows
 
 
@@ -374,7 +371,6 @@ def mlm_bytes(T, hp):
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the others", use_help="fill [MASK], correct", attention="bidirectional",
     n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),),
-    aliases=("bert", "roberta", "masked", "masked_lm"),
     flags=MASK_RATE | {
         "mask_token": Flag(0.8, "share of the predicted positions that become MASK", 0.0, 1.0),
         "mask_random": Flag(0.1, "share of the predicted positions that become a random byte", 0.0, 1.0)})
@@ -400,7 +396,7 @@ def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
 OBJECTIVES["prefix"] = Objective(
     "prefix", corrupt=prefix_lm, help="a suffix from a prefix read both ways", use_help="read a prompt, continue",
     attention="prefix", flags={"prefix_max": Flag(0.5, "longest prefix, as a share of the block", 0.001, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(both_ways=True),), aliases=("prefixlm", "prefix_lm"))
+    supports_doc_mask=True, bpb="causal", uses=(Continue(both_ways=True),))
 
 
 # ---- span: span corruption. Spans of a text become sentinels, and the model writes the spans
@@ -533,7 +529,7 @@ OBJECTIVES["span"] = Objective(
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
            "span_mean": Flag(6.0, "mean length of a span in bytes; a row has at least one span", 1.0, 1e6)},
-    numbering=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),), aliases=("t5", "byt5", "span_corruption"))
+    numbering=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
 
 
 # ---- ul2: a mixture of denoisers
@@ -593,8 +589,7 @@ def ul2_prompt(pieces, expected, hp):
 OBJECTIVES["ul2"] = dataclasses.replace(
     OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
     use_help="fill holes, continue", n_bytes=ul2_bytes, min_rows=4,
-    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(both_ways=True, left_ids=(MODE_S,), right_ids=(SEP,))),
-    aliases=("mixture_of_denoisers",))
+    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(both_ways=True, left_ids=(MODE_S,), right_ids=(SEP,))))
 
 
 # ---- fim: fill in the middle
@@ -657,7 +652,7 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    uses=(Infill(fim_prompt, (EOT,)), Continue()), aliases=("fill_in_the_middle", "santacoder", "starcoder"))
+    uses=(Infill(fim_prompt, (EOT,)), Continue()))
 
 
 # ---- mtp: multi-token prediction
@@ -673,8 +668,8 @@ def mtp(x, g, hp):  # x (B, T + mtp_heads) -> inp, tgt (B, T), future_tgt (B, T,
         future_tgt   e _ c a t      of head 2, and so on; loss at all T positions for each head
 
     loss = nats of head 1 + mtp_weight / (mtp_heads - 1) * sum of the nats of the other heads. DeepSeek-V3 trains one
-    module with weight .3, later .1. Gloeckle's loss is the plain sum: with 4 heads, --mtp_weight 3. With mtp_heads 1,
-    both kinds equal clm. Under --doc_mask only head 1 predicts a byte of the next document.
+    module with weight .3, later .1. Gloeckle's loss is the plain sum: with 4 heads, --mtp_weight 3. Under --doc_mask
+    only head 1 predicts a byte of the next document.
 
     mtp_kind parallel (Gloeckle): head j applies the byte head to norm(h + W_j h). Departure: the paper's heads are
     transformer layers, taken from the trunk. On MBPP, its experiment with linear heads scores nearly the same.
@@ -697,8 +692,6 @@ class MTPBlock(Block):
 
 def make_mtp_heads(config, hp):
     n_extra = hp.mtp_heads - 1                  # heads but the first, which is the byte head
-    if n_extra == 0:
-        return {}
     if hp.mtp_kind == "parallel":
         return {"mtp": StackedLinear(config.n_embd, config.n_embd, stack=n_extra, zero=True)}
     # because of the name "blocks", Muon trains the matrices of these blocks
@@ -730,8 +723,6 @@ def mtp_loss(model, batch, hp):
     h = hidden_states(model, batch)                             # (B, T, C)
     loss = target_nll(model, h, batch)
     figures = {"nll": loss}
-    if hp.mtp_heads == 1:
-        return loss, figures
     if hp.mtp_kind == "parallel":
         logits = parallel_logits(model, h).unbind(2)
     else:
@@ -745,17 +736,16 @@ def mtp_loss(model, batch, hp):
 
 
 def mtp_drafter(hp):
-    return parallel_logits if hp.mtp_kind == "parallel" and hp.mtp_heads > 1 else None
+    return parallel_logits if hp.mtp_kind == "parallel" else None
 
 
 OBJECTIVES["mtp"] = Objective(
     "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead", attention="causal",
     n_bytes=lambda T, hp: T + hp.mtp_heads, heads=make_mtp_heads, loss=mtp_loss,
-    flags={"mtp_heads": Flag(4, "number of bytes predicted at each position", 1),
+    flags={"mtp_heads": Flag(4, "number of bytes predicted at each position", 2),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),),
-    aliases=("multi_token", "multi_token_prediction"))
+    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),))
 
 
 # ---- electra: replaced token detection
@@ -819,8 +809,7 @@ OBJECTIVES["electra"] = Objective(
            "electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0),
            "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(Predict(("mark",), lambda model, x: score_positions(model, x, "replaced")),),
-    aliases=("rtd", "replaced_token_detection"))
+    uses=(Predict(("mark",), lambda model, x: score_positions(model, x, "replaced")),))
 
 
 # ---- bart: denoising. A noisy text is the source, the clean text is the target
@@ -1033,8 +1022,7 @@ OBJECTIVES["bart"] = Objective(
     # short rows are learned sooner; n-grams lower the loss, but with them the model loses its place sooner
     flag_defaults=(SHARP_ATTENTION | MORE_HEADS
                    | {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 256}, "ngram_rows": 0}),
-    numbering=bart_positions, target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes),),
-    aliases=("denoising", "denoising_autoencoder"))
+    numbering=bart_positions, target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes),))
 
 
 # ---- nsp: next sentence prediction
@@ -1106,8 +1094,7 @@ OBJECTIVES["nsp"] = Objective(
            "nsp_negatives": Flag("random", "take another row's text, or swap the texts", choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
-    uses=(Predict(("follow",), predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))),
-    aliases=("next_sentence", "next_sentence_prediction", "albert", "sop", "sentence_order_prediction"))
+    uses=(Predict(("follow",), predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))))
 
 
 # ---- contrastive: InfoNCE over crops
@@ -1155,14 +1142,10 @@ OBJECTIVES["contrastive"] = Objective(
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
     flag_defaults=MORE_HEADS | {"batch_size": 32},            # the other rows are the negatives
-    compares_rows=True, uses=(Predict(("search",), embed_crops, piece_bytes=lambda hp: crop_bytes(hp.block_size, hp)),),
-    aliases=("contriever", "infonce", "info_nce"))
+    compares_rows=True, uses=(Predict(("search",), embed_crops, piece_bytes=lambda hp: crop_bytes(hp.block_size, hp)),))
 
 
 # ---- mdlm: masked diffusion
-EARLY_MASK_RATE = {"early_mask_rate": Flag(0.4, "share of bytes that the first steps mask (uniform_from)", 0.001, 1.0)}
-
-
 def masked_counts(size, B, g):  # number of bytes of each block (blocks,) -> how many to mask (B, blocks)
     """Each count from 1 to the size of the block is equally likely. The counts are stratified: for each block, the rows
     draw one number each from [0, 1/B), [1/B, 2/B), ..., in random order. With B = 2 rows and 4 bytes, the numbers .7
@@ -1172,7 +1155,7 @@ def masked_counts(size, B, g):  # number of bytes of each block (blocks,) -> how
     return 1 + (u * size).long().minimum(size - 1)
 
 
-def mask_blocks(x, block_bytes, g, is_early, early_rate):  # x (B, n) -> masked (B, n) bool, weight (B, n)
+def mask_blocks(x, block_bytes, g, is_early=False, early_rate=0.0):  # x (B, n) -> masked (B, n) bool, weight (B, n)
     """Masks k bytes of each block and gives the bytes of this block the weight (bytes of the block) / k. One row with
     n = 6 and block_bytes = 4:
 
@@ -1223,11 +1206,10 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags=EARLY_MASK_RATE | {
-        "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
+    flags={"early_mask_rate": Flag(0.4, "share of bytes that the first steps mask (uniform_from)", 0.001, 1.0),
+           "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(Fill(trained_at_any_rate=True),),
-    aliases=("llada", "diffusion", "masked_diffusion"))
+    uses=(Fill(trained_at_any_rate=True),))
 
 
 # ---- sedd: score entropy discrete diffusion. Rows are mdlm's, and the cost differs
@@ -1252,8 +1234,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
 
 
 OBJECTIVES["sedd"] = dataclasses.replace(
-    OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost),
-    aliases=("score_entropy",))
+    OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost))
 
 
 # ---- shared by bd3lm and xlnet: rows that hold a text twice
@@ -1301,7 +1282,7 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
               3   . . x x | x x . .           3   . . . . | x x x x
 
     Before a noisy block, convolution and n-grams read clean bytes, as from the cache in sampling: with blocks of 2,
-    noisy 3 reads noisy 2, then clean 1 and clean 0. By default, every number of masked bytes is equally likely in all
+    noisy 3 reads noisy 2, then clean 1 and clean 0. Every number of masked bytes is equally likely in all
     steps: a constant rate at the start, as mdlm's, does not help small blocks.
 
     If k of the m bytes of a block are masked, each has the weight m / k, divided by B * n. The loss is an upper bound
@@ -1310,7 +1291,7 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
     - Their first token is never masked. Ours is predicted from nothing.
     - sample.py fills a block from the left, one byte a pass. They fill a random MASK a pass."""
     n = x.size(1)
-    masked, weight = mask_blocks(x, hp.bd3lm_block, g, hp.progress < hp.bd3lm_uniform_from, hp.early_mask_rate)
+    masked, weight = mask_blocks(x, hp.bd3lm_block, g)
     block = torch.arange(n, device=g.device)[None] // hp.bd3lm_block                # (1, n)
     return dict(
         two_copies(x.masked_fill(masked, MASK), x, block),
@@ -1321,12 +1302,10 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
 OBJECTIVES["bd3lm"] = dataclasses.replace(
     OBJECTIVES["mdlm"], name="bd3lm", corrupt=bd3lm, help="blocks from left to right, each by diffusion",
     use_help="continue a prompt", attention="blocks", n_bytes=lambda T, hp: T // 2, supports_doc_mask=False,
-    flags=EARLY_MASK_RATE | {
-        "bd3lm_block": Flag(4, "number of bytes in a block", 1),
-        "bd3lm_uniform_from": Flag(0.0, "as uniform_from; in later steps, each block draws its rate", 0.0, 1.0)},
+    flags={"bd3lm_block": Flag(4, "number of bytes in a block", 1)},
     # the two copies take twice the positions
     flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
-    uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),), aliases=("bd3", "bd3_lm", "block_diffusion"))
+    uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),))
 
 
 # ---- xlnet: permutation language modeling
@@ -1366,8 +1345,7 @@ def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries a
 
 OBJECTIVES["xlnet"] = dataclasses.replace(
     OBJECTIVES["bd3lm"], name="xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order",
-    attention="any order", flags={}, uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),),
-    aliases=("permutation", "plm", "permutation_lm", "permutation_language_modeling"))
+    attention="any order", flags={}, uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),))
 
 
 # ---- rotation: find the seam
@@ -1397,7 +1375,7 @@ OBJECTIVES["rotation"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, heads=lambda config, hp: {"seam": ScalarHead(config)},
     loss=rotation_loss,
     flag_defaults={"block_size": 64, "batch_size": {"cpu": 64, "cuda": 512}},       # 16 rows of 256 do not learn
-    uses=(Predict(("seam",), lambda model, x: score_positions(model, x, "seam")),), aliases=("document_rotation",))
+    uses=(Predict(("seam",), lambda model, x: score_positions(model, x, "seam")),))
 
 
 # ---- hybrid: masked and causal rows
@@ -1441,5 +1419,14 @@ OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, loss=hybrid_loss,
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()),
-    aliases=("gpt_bert", "gptbert"))
+    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()))
+
+
+# ---- other names: --objective refuses them, and suggests the objective
+ALIASES = dict(
+    gpt="clm", causal_lm="clm", autoregressive="clm", next_token="clm", bert="mlm", roberta="mlm", masked_lm="mlm",
+    t5="span", byt5="span", mixture_of_denoisers="ul2", fill_in_the_middle="fim", santacoder="fim", starcoder="fim",
+    multi_token_prediction="mtp", rtd="electra", replaced_token_detection="electra", denoising_autoencoder="bart",
+    albert="nsp", next_sentence_prediction="nsp", sentence_order_prediction="nsp", sop="nsp", contriever="contrastive",
+    info_nce="contrastive", llada="mdlm", masked_diffusion="mdlm", score_entropy="sedd", block_diffusion="bd3lm",
+    permutation_language_modeling="xlnet", plm="xlnet", document_rotation="rotation", gpt_bert="hybrid")

@@ -24,17 +24,14 @@ from collections import namedtuple
 
 from data import VOCAB_SIZE, Flag, UserError, choose_default, fail, make_rng
 from model import ModelConfig, Transformer, for_inference
-from objectives import OBJECTIVES
+from objectives import ALIASES, OBJECTIVES
 import torch
 from tqdm import tqdm
 
 VERSION = 11                                    # of the checkpoint layout; raise it when older files no longer load
-try:                                            # the number of torchrun's processes, and that of this process
-    WORLD = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
-    RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
-except ValueError as e:
-    print(f"error: RANK and WORLD_SIZE are set, but {e}. Try torchrun, or unset both", file=sys.stderr)
-    sys.exit(2)
+# the number of torchrun's processes, and that of this process
+WORLD = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
 DEVICE_FLAGS = {
@@ -164,7 +161,7 @@ def member_weights(objective):  # hp.objective, such as "clm:3,mlm" -> {"clm": 3
 
 
 def refuse_name(name):  # of an objective that does not exist; suggests the closest one
-    names = {alias: known for known, objective in OBJECTIVES.items() for alias in (known, *objective.aliases)}
+    names = ALIASES | {known: known for known in OBJECTIVES}
     close = difflib.get_close_matches(name.lower().replace("-", "_"), names, 1)
     hint = names[close[0]] if close else "one of " + " ".join(OBJECTIVES)
     fail(f"--objective {name}: unknown. Try {hint}")

@@ -515,12 +515,9 @@ def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always 
 
 def read_masks(text):  # bytes such as b"a[MASK:2]" -> ids [97, MASK, MASK]
     ids = []
-    end = 0                                     # of the last marker
-    for marker in re.finditer(MASKS, text):
-        ids += text[end:marker.start()]
-        ids += [MASK] * int(marker[1] or 1)
-        end = marker.end()
-    return ids + list(text[end:])
+    for i, part in enumerate(re.split(MASKS, text)):            # a text, the number in a marker, a text, ...
+        ids += part if i % 2 == 0 else [MASK] * int(part or 1)
+    return ids
 
 
 def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device

@@ -27,10 +27,7 @@ from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, 
 from data import check_sizes, fail, make_rng, open_corpus, read_windows, sample_windows, to_bytes, to_seed
 from model import NGRAMS, StackedLinear
 from objectives import CAUSAL, IGNORE_INDEX, N_BYTES, OBJECTIVES, add_weights, document_mask
-from run import EVAL_ROWS, RANK, VERSION, WORLD, GraphedStep, Member, any_rank, barrier, build
-from run import catch_signals, choose_out_dir, copy_tensors, draw_losses, get_config
-from run import get_members, join_processes, load_checkpoint, open_metrics, run_program, save_checkpoint
-from run import say, settings_to_save, start_from, sum_over_processes, use_device, write_line
+import run
 import torch
 from torch.optim.adamw import adamw
 from tqdm import tqdm
@@ -234,9 +231,9 @@ def optimizer_step(opt, hp):  # opt: of make_optimizer
 def prepare(corpus, members, hp):  # -> State before the first step
     """A State is a Namespace of all that a step reads and writes. load_step_inputs writes the inputs of the step,
     training_step the rest. Tensors are only modified in place: a CUDA graph reads and writes the same addresses."""
-    model = build(members, hp)
+    model = run.build(members, hp)
     if hp.init_from and not hp.resume:
-        start_from(model, load_checkpoint(hp.init_from)["model"], hp.init_from)
+        run.start_from(model, run.load_checkpoint(hp.init_from)["model"], hp.init_from)
     hp = Namespace(**vars(hp) | {"progress": torch.zeros((), device=hp.device)})
     if model.ngrams is not None:
         model.ngrams.drop = ngram_drop_rate(corpus, members, hp)
@@ -279,7 +276,7 @@ def load_step_inputs(s, member, step):
     s.g.manual_seed(to_seed(f"{key},{member.objective.name}"))
     s.opt.lr.fill_(learning_rate(step, hp))
     hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
-    torch.manual_seed(to_seed(f"{key},{RANK},dropped lookups"))
+    torch.manual_seed(to_seed(f"{key},{run.RANK},dropped lookups"))
 
 
 def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
@@ -289,11 +286,11 @@ def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
     batch = make_batch(member, s.corpus, "train", s.windows, s.g, hp)
     loss_fn = s.loss_fns[member.objective.name]
     loss = torch.zeros((), device=hp.device)
-    for i in range(RANK, hp.accum, WORLD):      # this process's micro-batches
+    for i in range(run.RANK, hp.accum, run.WORLD):              # this process's micro-batches
         part_loss, _ = loss_fn(s.model, micro_batch(batch, i, hp.accum, hp), hp)
         part_loss.backward()
         loss += part_loss.detach()
-    sum_over_processes(s.model, loss)
+    run.sum_over_processes(s.model, loss)
 
     # clip and update
     params = [p for p in s.model.parameters() if p.grad is not None]                # those that the loss depends on
@@ -314,14 +311,12 @@ def compile_step(s):  # compiles the losses and the optimizer, but not the corru
 
 def make_step_fns(s):  # -> {objective: function without arguments that calls training_step for this member}
     """With --cuda_graph each function replays a graph of its own; the graphs share a stream and a memory pool."""
-    step_fns = {}
-    graphed = None
-    for member in s.members:
-        step_fn = partial(training_step, s, member)
-        if s.hp.cuda_graph:
-            graphed = GraphedStep(step_fn, [s.g], share=graphed)
-            step_fn = graphed
-        step_fns[member.objective.name] = step_fn
+    step_fns = {member.objective.name: partial(training_step, s, member) for member in s.members}
+    if s.hp.cuda_graph:
+        graphed = None
+        for name, step_fn in step_fns.items():
+            graphed = run.GraphedStep(step_fn, [s.g], share=graphed)
+            step_fns[name] = graphed
     return step_fns
 
 
@@ -329,7 +324,7 @@ def make_step_fns(s):  # -> {objective: function without arguments that calls tr
 def validation_batches(member, source, hp):  # yields batches, the same whatever the seed, batch size and step
     hp = Namespace(**vars(hp) | {"progress": 1.0})              # validation does not change during training
     for i in range(hp.eval_iters):
-        batch = draw_batch(member, [source], "val", EVAL_ROWS, f"validation,{i}", hp)
+        batch = draw_batch(member, [source], "val", run.EVAL_ROWS, f"validation,{i}", hp)
         yield micro_batch(batch, 0, 1, hp)
 
 
@@ -348,7 +343,7 @@ def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats
     if member.objective.bpb is None:
         return None
     if member.objective.bpb == "causal":        # evaluate the model on clm's rows
-        member = Member(CAUSAL, 1.0, hp.block_size + 1)
+        member = run.Member(CAUSAL, 1.0, hp.block_size + 1)
     elif model.config.n_outputs == N_BYTES:
         return loss / math.log(2)
     byte_model = copy.copy(model)               # shares the weights
@@ -393,14 +388,14 @@ def check_finite(is_finite, what, step):
 def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
     weights = s.model.state_dict()
     check_finite(all(bool(t.isfinite().all()) for t in weights.values()), "a weight", status["step"])
-    if RANK:
+    if run.RANK:
         return
     ckpt = status | dict(
-        version=VERSION, config=settings_to_save(s.hp), model_config=vars(s.model.config), model=weights,
+        version=run.VERSION, config=run.settings_to_save(s.hp), model_config=vars(s.model.config), model=weights,
         sources=s.sources, metrics_bytes=metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone())
     if name == "ckpt.pt":                       # nobody resumes from best.pt
         ckpt["optimizer"] = optimizer_tensors(s)
-    save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
+    run.save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
 
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
@@ -412,8 +407,8 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
     if hp.max_iters != planned:
         print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
-    copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
-    copy_tensors(optimizer_tensors(s), ckpt["optimizer"], hp.resume)
+    run.copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
+    run.copy_tensors(optimizer_tensors(s), ckpt["optimizer"], hp.resume)
     return {key: ckpt[key] for key in ("step", "seconds", "best", "val", "metrics_bytes")}
 
 
@@ -475,11 +470,12 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
     size = sum(p.numel() for p in s.model.parameters()) - table
     threads = torch.get_num_threads()
     if metrics.tell() == 0:
-        record = {"config": settings_to_save(hp), "version": VERSION, "torch": torch.__version__, "processes": WORLD,
-                  "threads": threads, "parameters": size + table, "ngram_parameters": table, "sources": s.sources}
-        write_line(metrics, record, s.on_record)
-    say(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}", stop)
-    print(f"{hp.device}, threads: {threads}, processes: {WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
+        record = {"config": run.settings_to_save(hp), "version": run.VERSION, "torch": torch.__version__,
+                  "processes": run.WORLD, "threads": threads, "parameters": size + table, "ngram_parameters": table,
+                  "sources": s.sources}
+        run.write_line(metrics, record, s.on_record)
+    run.say(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}", stop)
+    print(f"{hp.device}, threads: {threads}, processes: {run.WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members, hp)
         sizes = f"{len(source['train']):,} bytes to train on, {len(source['val']):,} to validate on"
@@ -519,7 +515,7 @@ def log_step(s, member, metrics, last_log, step, loss, norm, seconds):  # -> los
     record = {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
               "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
               "seconds": round(seconds, 3)}
-    write_line(metrics, record, s.on_record)
+    run.write_line(metrics, record, s.on_record)
     minutes = (hp.max_iters - step - 1) / speed / 60
     return f"training loss {loss:.3f}, {positions:,} positions/s", minutes
 
@@ -563,8 +559,8 @@ def move_corpus(corpus, hp):  # to the GPU, as uint8, if it takes less than a qu
 
 def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides weights and settings
     """All refusals come before the run's folder is made."""
-    use_device(torch.device(hp.device))
-    members = get_members(hp)
+    run.use_device(torch.device(hp.device))
+    members = run.get_members(hp)
     corpus = open_corpus(hp.data)
     check_sizes(corpus, max(member.n for member in members), hp.block_size)
     if hp.max_passes and not hp.resume:
@@ -572,10 +568,10 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     move_corpus(corpus, hp)
     s = prepare(corpus, members, hp)
     if hp.resume:
-        status = resume(load_checkpoint(hp.resume), s)
+        status = resume(run.load_checkpoint(hp.resume), s)
     else:
         status = dict(step=0, seconds=0.0, best=math.inf, val=math.inf, metrics_bytes=0)
-        s.hp.out_dir = choose_out_dir(hp)
+        s.hp.out_dir = run.choose_out_dir(hp)
     if hp.compile:
         compile_step(s)
     return s, status
@@ -587,8 +583,8 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     check_finite(math.isfinite(loss), "the validation loss", step)
     for record in records:
         record = {"step": step, **record, "seconds": round(status["seconds"], 3)}
-        write_line(metrics, record, s.on_record)
-        say(describe(step, record), stop)
+        run.write_line(metrics, record, s.on_record)
+        run.say(describe(step, record), stop)
     status["val"] = loss
     if step > 0 and loss < status["best"]:      # best.pt never holds the weights that a run starts with
         status["best"] = loss
@@ -599,7 +595,7 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
 def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
     out_dir = s.hp.out_dir
     if is_stopped:
-        say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
+        run.say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
             f"{shlex.quote(out_dir)}", stop)
         number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
         return 128 + number
@@ -615,19 +611,19 @@ def train(s, status):  # s, status: of set_up -> exit code
     hp = s.hp
     step_fns = make_step_fns(s)
     first_step = status["step"]
-    barrier()                                   # every process has chosen the folder before the first one makes it
-    with open_metrics(hp.out_dir, status["metrics_bytes"]) as metrics, catch_signals() as stop:
+    run.barrier()                               # every process has chosen the folder before the first one makes it
+    with run.open_metrics(hp.out_dir, status["metrics_bytes"]) as metrics, run.catch_signals() as stop:
         announce(s, metrics, status, stop)
         start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
         last_line = status["seconds"]
         last_log = {"step": first_step - 1, "seconds": status["seconds"]}
         # the last iteration takes no step: it only evaluates and saves
         bar = tqdm(range(first_step, hp.max_iters + 1), total=hp.max_iters, initial=first_step,
-                   disable=True if RANK else None, unit="step", dynamic_ncols=True)         # None: only on a terminal
+                   disable=True if run.RANK else None, unit="step", dynamic_ncols=True)     # None: only on a terminal
         for step in bar:
             # evaluate and save if due
             is_due = step % hp.eval_interval == 0 or step == hp.max_iters
-            is_stopped = any_rank(bool(stop))
+            is_stopped = run.any_rank(bool(stop))
             is_saved = bool(hp.resume) and step == first_step   # a resumed run starts at a saved step
             if (is_due or is_stopped) and not is_saved:
                 new = status | {"step": step, "seconds": time.perf_counter() - start}
@@ -659,7 +655,7 @@ def train(s, status):  # s, status: of set_up -> exit code
                 # without a bar, print a line every 5 seconds, but not after the first step, which may compile
                 if bar.disable and seconds > last_line + 5 and step > first_step:
                     last_line = seconds
-                    say(f"step {step:6d} | {line}, {minutes:.1f} min left", stop)
+                    run.say(f"step {step:6d} | {line}, {minutes:.1f} min left", stop)
         is_stopped = is_stopped and step < hp.max_iters
         return end_run(s, status, stop, is_stopped)
 
@@ -671,26 +667,26 @@ def main(argv=None, with_sample=True, on_record=None):
         on_record       called with each record of metrics.jsonl, a dict
 
     Raises UserError if the flags or the data cannot be used, and FloatingPointError as `train` does."""
-    hp = get_config(sys.argv[1:] if argv is None else argv)
-    join_processes(hp)
+    hp = run.get_config(sys.argv[1:] if argv is None else argv)
+    run.join_processes(hp)
     s, status = set_up(hp)
     s.on_record = on_record
     out_dir = s.hp.out_dir
-    is_shown = with_sample and not RANK
+    is_shown = with_sample and not run.RANK
     try:
         code = train(s, status)
     except FloatingPointError as e:
         if is_shown:
-            draw_losses(out_dir)
-        barrier()                               # torchrun ends all processes as soon as one has failed
+            run.draw_losses(out_dir)
+        run.barrier()                           # torchrun ends all processes as soon as one has failed
         raise FloatingPointError(f"{e}; the last checkpoint, if any, is of step {status['step']}. Try --init_from "
                                  f"{shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32") from None
     if is_shown:
-        draw_losses(out_dir)
+        run.draw_losses(out_dir)
         if code == 0:
             finish(s)
     return code
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run.run_program(main)

@@ -432,9 +432,7 @@ def test_a_flag_of_several_objectives_is_the_same_for_all(name):
     """A flag has one default and one range. An objective that wants another default has a flag of its own, and its
     flag_defaults are those of flags of train.py. An alias is no name of an objective, which --objective would find."""
     assert not set(OBJECTIVES[name].flag_defaults) - run.SHARED_FLAGS
-    aliases = OBJECTIVES[name].aliases
-    assert not set(aliases) & set(OBJECTIVES)
-    assert [alias.lower().replace("-", "_") for alias in aliases] == [*aliases]
+    assert {*O.ALIASES.values()} <= {*OBJECTIVES} and not {*O.ALIASES} & {*OBJECTIVES}
     for flag, spec in OBJECTIVES[name].flags.items():
         assert not any(flag in group for group in run.SETTINGS.values()), f"--{flag} is a flag of train.py"
         for other in OBJECTIVES.values():
@@ -627,7 +625,7 @@ def independent_masks(x, g, hp):  # mdlm as in the paper: even the number of mas
 def test_objectives_with_visible_targets_pass_the_generic_tests(corrupt, bpb):
     loss = O.bound_loss(lambda logits, tgt: F.cross_entropy(logits.mT, tgt, reduction="none", ignore_index=-1))
     OBJECTIVES["fork"] = dataclasses.replace(OBJECTIVES["mlm"], name="fork", corrupt=corrupt, bpb=bpb, flags={},
-                                             loss=loss, aliases=())
+                                             loss=loss)
     for test in GENERIC:
         with contextlib.suppress(pytest.skip.Exception):
             test("fork")

@@ -4,7 +4,6 @@ import math
 import os
 import pickle
 import re
-import runpy
 import shlex
 import signal
 import zipfile
@@ -97,13 +96,6 @@ def test_paths_may_start_at_the_home_folder(monkeypatch):
     with open(run.__file__, "rb") as f:
         assert sample.read_text("prompt", "FILE:~/run.py") == f.read()
     assert sample.read_text("prompt", "~/run.py") == b"~/run.py"
-
-
-@pytest.mark.parametrize("names", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "two"}])
-def test_numbers_of_processes_that_are_none_are_one_line(names, capsys):
-    with mock.patch.dict(os.environ, names), pytest.raises(SystemExit) as e:
-        runpy.run_path(run.__file__)            # as when it is imported
-    assert e.value.code == 2 and re.fullmatch(r"error: RANK and WORLD_SIZE .*\n", capsys.readouterr().err)
 
 
 def test_help_names_every_objective_and_flag(capsys):

@@ -375,7 +375,7 @@ def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(t
             seen.append((batch_of(s, step)["tgt"] < 0).tolist())
             seen += [s.windows[1].tolist(), torch.rand(4).tolist()]                 # by the seed of dropped lookups
         assert s.model.ngrams.drop == train.ngram_drop_rate(s.corpus, s.members, s.hp) > 0
-    monkeypatch.setattr(train, "RANK", 1)
+    monkeypatch.setattr(train.run, "RANK", 1)
     batch_of(s, 3)
     seen.append(torch.rand(4).tolist())
     assert not any(a == b for a, b in itertools.combinations(seen, 2))
@@ -716,7 +716,7 @@ def test_a_run_loads_no_compiler_and_a_broken_pipe_saves(text):
     small model. An optimizer's class or a decorator would load it."""
     code = """import atexit, sys, train
 atexit.register(lambda: print("the compiler is loaded" * ("torch._dynamo" in sys.modules), end="", file=sys.stderr))
-train.run_program(train.main)"""
+train.run.run_program(train.main)"""
     flags = command(text, "a", "--max_iters", "2000", "--eval_interval", "5")[2:]
     with subprocess.Popen([sys.executable, "-c", code, *flags], env=ALONE, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
@@ -772,7 +772,7 @@ import os, sys, train
 for name in {[*OBJECTIVES, MIXTURE]}:
     flags = ["--objective", name, "--out_dir", os.path.join(sys.argv[1], name.replace(":", "_")), *sys.argv[2:]]
     assert train.main(flags, with_sample=False) == 0
-if train.WORLD > 1:
+if train.run.WORLD > 1:
     train.torch.distributed.destroy_process_group()
 """
 
@@ -796,11 +796,11 @@ import os, signal, sys, train
 step = train.training_step
 steps = iter(range(1000))
 def signalled(s, m):
-    if train.RANK == 1 and next(steps) == 5:
+    if train.run.RANK == 1 and next(steps) == 5:
         os.kill(os.getpid(), signal.SIGTERM)
     return step(s, m)
 train.training_step = signalled
-train.run_program(train.main)
+train.run.run_program(train.main)
 """
 
 
