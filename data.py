@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import re
+import shlex
 import sysconfig
 import warnings
 import zlib
@@ -36,8 +37,13 @@ CRC_PIECE = 1 << 16                             # bytes that the checksum reads 
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
 START_BYTES = 1 << 20                           # bytes at the start of a file that are examined
 # first bytes of formats that are not text
-SIGNATURES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2",
-              b"(\xb5/\xfd": "zstd", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"%PDF-": "PDF", b"\x7fELF": "ELF"}
+SIGNATURES = {
+    b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip",
+    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5",
+    b"SQLite format 3": "SQLite", b"\x80\x02": "pickle", b"\x80\x03": "pickle", b"\x80\x04": "pickle",
+    b"\x80\x05": "pickle", b"%PDF-": "PDF", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "Word or Excel",
+    b"RIFF": "WAV or AVI", b"GIF8": "GIF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x7fELF": "ELF"}
+DECOMPRESSORS = {"gzip": "zcat", "xz": "xzcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
 
@@ -84,16 +90,16 @@ def from_bytes(b):  # bytes -> (N,) uint8
 # ---- the corpus
 def open_corpus(specs):
     """Reads the sources of --data: files, folders or "stdlib", all with a ":weight" or all without. Returns a list of S
-    dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}. The weight is the share of the windows that are
-    read from a source. By default it is proportional to the size of train."""
+    dicts {name, weight, train (N,) uint8, val (N,) uint8, split, size, crc}. The weight is the share of the windows
+    that are read from a source. By default it is proportional to the size of train. split: as read_source returns it"""
     named = [split_weight(spec) for spec in specs]
     unweighted = [path for path, weight in named if not weight]
     if 0 < len(unweighted) < len(named):
         fail(f"--data {unweighted[0]}: has no weight, but another source has one. Try {unweighted[0]}:0.05, or none")
     corpus = []
     for path, weight in named:
-        train, val = read_source(path)
-        corpus.append(dict(name=path, weight=weight or max(1, len(train)), train=train, val=val,
+        train, val, split = read_source(path)
+        corpus.append(dict(name=path, weight=weight or max(1, len(train)), train=train, val=val, split=split,
                            size=len(train) + len(val), crc=checksum(val, checksum(train))))
     total = sum(s["weight"] for s in corpus)
     for s in corpus:
@@ -114,23 +120,32 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a 
     return path, weight
 
 
-def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8
+def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8, split
+    """split: how documents were divided, "whole documents" or "last tenths". It is empty for a file and for "stdlib",
+    for which there is one way."""
     if path == "stdlib":
-        return split_documents([*read_stdlib().values()])
+        # every tenth file is held out, not by a checksum: the figures of the pages were measured with this split
+        documents = [*read_stdlib().values()]
+        train = [document for i, document in enumerate(documents) if i % 10 != 9]
+        return join_documents(train), join_documents(documents[9::10]), ""
     is_folder = os.path.isdir(path)
     if not is_folder and not os.path.isfile(path) and not Path(path).is_fifo():
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
     if is_folder or has_json_lines(path):
         documents, n_skipped = read_folder(path) if is_folder else read_documents(path, [path])
-        print(f"--data {path}: {len(documents):,} documents; {n_skipped:,} files or lines skipped: empty, binary, "
-              'duplicate, unreadable, behind a link, or without a "text"')
-        return split_documents([*documents.values()])
+        train, val, n_held_out = split_documents([*documents.values()])
+        held_out = f"{n_held_out:,} of" if n_held_out else "the last tenth of each of"
+        print(f"--data {path}: {held_out} {len(documents):,} documents held out; {n_skipped:,} files or lines skipped: "
+              'empty, binary, duplicate, unreadable, behind a link, or without a "text"')
+        return train, val, "whole documents" if n_held_out else "last tenths"
     try:
         data = read_file(path)
     except OSError as e:
         fail(f"--data {path}: cannot be read ({e}). Try another file")
-    check_text(path, data)
-    return split_file(data)
+    check_text("data", path, data)
+    check_json(path, data)
+    cut = len(data) * 9 // 10                   # the last 10% is for validation
+    return data[:cut], data[cut:], ""
 
 
 def read_file(path):  # a file or a pipe -> (N,) uint8
@@ -140,35 +155,42 @@ def read_file(path):  # a file or a pipe -> (N,) uint8
         return torch.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)   # no copy
 
 
-def has_json_lines(path):  # is each line of this file a JSON object with a "text"? By its name, or its first line
+def has_json_lines(path):  # is each line of this file a JSON object? By its name, or a .json by its first line
     if not path.lower().endswith(".json"):
         return path.lower().endswith((".jsonl", ".ndjson"))
     with contextlib.suppress(OSError), open(path, "rb") as f:
-        return parse_line(f.readline(START_BYTES)) != b""
+        first = next((line for line in f if line.strip()), b"")
+        return isinstance(parse_json(first), dict)
     return False
 
 
-def find_format(path, start):  # first bytes of a file -> name of its format if it is not text, or ""
-    for signature, name in SIGNATURES.items():
-        if start.startswith(signature):
-            return name
-    is_array = path.lower().endswith(".json") and re.match(rb"\s*\[\s*\{", start)
-    return "array of JSON objects" if is_array else ""
+def find_format(start):  # first bytes of a file -> name of its format if it is not text, or ""
+    return next((name for signature, name in SIGNATURES.items() if start.startswith(signature)), "")
 
 
-def check_text(path, data):  # fails if data (N,) is empty, or if its first bytes are not those of a text
+def check_text(flag, path, data):  # fails if the contents of path, data (N,), are empty or do not begin as a text does
     if not len(data):
-        fail(f"--data {path}: is empty (a pipe can be read only once). Try another file")
+        fail(f"--{flag} {path}: is empty (a pipe can be read only once). Try another file")
     start = data[:START_BYTES]
-    found = find_format(path, to_bytes(start[:1024]))
-    if found == "array of JSON objects":
-        fail(f"--data {path}: is an {found}. Try python -c 'import json; "
-             f"[print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
+    found = find_format(to_bytes(start[:64]))
+    if found in DECOMPRESSORS:
+        new = shlex.quote(os.path.splitext(path)[0])            # keeps the ending .jsonl of a .jsonl.gz
+        fail(f"--{flag} {path}: is a {found} file. Try {DECOMPRESSORS[found]} {shlex.quote(path)} > {new}, then {new}")
     if found:
-        fail(f"--data {path}: is a {found} file. Try its text, such as --data <(zcat {path}) for a gzip file")
+        fail(f"--{flag} {path}: is a {found} file. Try its text, or JSON lines (bytes are read, not ids of tokens)")
     has_utf16_mark = to_bytes(start[:2]) in (b"\xff\xfe", b"\xfe\xff")
     if has_utf16_mark or int((start == EOT).sum()) > len(start) / 10:
-        fail(f"--data {path}: is UTF-16 or binary (many NULs). Try UTF-8, as from iconv -f utf-16 -t utf-8")
+        fail(f"--{flag} {path}: is UTF-16, or binary (many NULs), such as ids of tokens. Try text in UTF-8, as from "
+             "iconv -f utf-16 -t utf-8")
+
+
+def check_json(path, data):  # fails if a .json file, which has no JSON lines, is an array or an object
+    first = re.match(rb"\s*(\[\s*\{|\{)", to_bytes(data[:1024])) if path.lower().endswith(".json") else None
+    if first and first[1] == b"{":
+        fail(f'--data {path}: is one JSON object. Try text, or a file with an object in each line, {{"text": "..."}}')
+    if first:
+        fail(f"--data {path}: is an array of JSON objects. Try python -c 'import json; "
+             f"[print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
 
 
 def read_stdlib():  # -> {path: contents} of the sources of Python's standard library, without its tests
@@ -208,7 +230,7 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
                 texts = {path: f.read()}
         n += len(texts)
         for name, text in texts.items():
-            if text and b"\0" not in text and not find_format(name, text):
+            if text and b"\0" not in text and not find_format(text):
                 name_of.setdefault(text, name)
     if not name_of and has_json_lines(source):
         fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
@@ -217,11 +239,13 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
     return {name: text for text, name in name_of.items()}, n - len(name_of)
 
 
+def parse_json(line):  # bytes -> the value, or None
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(line.decode("utf-8-sig"))             # given bytes, loads would guess the encoding
+
+
 def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is not a JSON object with such a string
-    try:
-        item = json.loads(line.decode("utf-8-sig"))             # given bytes, loads would guess the encoding
-    except (ValueError, RecursionError):
-        return b""
+    item = parse_json(line)
     text = item.get("text") if isinstance(item, dict) else None
     if not isinstance(text, str):
         return b""
@@ -229,21 +253,22 @@ def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is n
     return text.replace("\0", "").encode("utf-8", "replace")
 
 
-def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, with a NUL after each document
-    """Holds out every tenth document for validation. If these are less than 5% or more than 20% of the bytes, holds out
-    the last tenth of each document, so that both splits have the same kinds of text."""
-    train = [document for i, document in enumerate(documents) if i % 10 != 9]
-    val = documents[9::10]
-    if not 0.05 <= sum(map(len, val)) / sum(map(len, documents)) <= 0.2:
-        cuts = [len(document) * 9 // 10 for document in documents]
-        train = [document[:cut] for document, cut in zip(documents, cuts) if cut]
-        val = [document[cut:] for document, cut in zip(documents, cuts)]
-    return from_bytes(b"\0".join(train) + b"\0"), from_bytes(b"\0".join(val) + b"\0")
+def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, number of documents in val
+    """Holds out the documents whose checksum ends in the digit 9. So no document changes sides when others are added,
+    removed or renamed. If these are less than 2% or more than 30% of the bytes, holds out the last tenth of each
+    document, and returns 0."""
+    train = [document for document in documents if zlib.crc32(document) % 10 != 9]
+    val = [document for document in documents if zlib.crc32(document) % 10 == 9]
+    if 0.02 <= sum(map(len, val)) / sum(map(len, documents)) <= 0.3:
+        return join_documents(train), join_documents(val), len(val)
+    cuts = [len(document) * 9 // 10 for document in documents]
+    train = [document[:cut] for document, cut in zip(documents, cuts) if cut]
+    val = [document[cut:] for document, cut in zip(documents, cuts)]
+    return join_documents(train), join_documents(val), 0
 
 
-def split_file(data):  # (N,) -> the first 90% for training, the last 10% for validation
-    cut = len(data) * 9 // 10
-    return data[:cut], data[cut:]
+def join_documents(documents):  # [bytes] -> (N,) uint8, with a NUL after each document
+    return from_bytes(b"\0".join(documents) + b"\0")
 
 
 def checksum(data, crc=0):  # (N,) uint8 -> crc32 of the bytes, or of 1,024 evenly spaced pieces of a large corpus

@@ -232,8 +232,14 @@ def prepare(corpus, members, hp):  # -> State before the first step
     """A State is a Namespace of all that a step reads and writes. load_step_inputs writes the inputs of the step,
     training_step the rest. Tensors are only modified in place: a CUDA graph reads and writes the same addresses."""
     model = run.build(members, hp)
+    # what identifies each source, for checkpoints and logs
+    sources = [[source[key] for key in ("name", "size", "crc", "weight", "split")] for source in corpus]
     if hp.init_from and not hp.resume:
-        run.start_from(model, run.load_checkpoint(hp.init_from)["model"], hp.init_from)
+        parent = run.load_checkpoint(hp.init_from)
+        run.start_from(model, parent["model"], hp.init_from)
+        for name in find_new_splits(parent["sources"], sources):
+            print(f"--data {name}: is divided into training and validation text in another way than in {hp.init_from}, "
+                  "which may have trained on what is validation text now: then the validation loss is too low")
     hp = Namespace(**vars(hp) | {"progress": torch.zeros((), device=hp.device)})
     if model.ngrams is not None:
         model.ngrams.drop = ngram_drop_rate(corpus, members, hp)
@@ -246,8 +252,12 @@ def prepare(corpus, members, hp):  # -> State before the first step
         windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
         g=torch.Generator(hp.device),           # for the corruption
         on_record=None,                         # called with each record of metrics.jsonl
-        # what identifies each source, for checkpoints and logs
-        sources=[[source[key] for key in ("name", "size", "crc", "weight")] for source in corpus])
+        sources=sources)
+
+
+def find_new_splits(saved, sources):  # sources of a checkpoint, and of now -> names of those that are split differently
+    rules = {name: rule for name, _, _, _, *rule in saved}      # older checkpoints lack the rule
+    return [name for name, _, _, _, rule in sources if name in rules and "".join(rules[name]) != rule]
 
 
 def member_of_step(members, step):  # -> the member that this step trains
@@ -400,7 +410,10 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
     hp = s.hp
-    if [x[1:] for x in ckpt["sources"]] != [x[1:] for x in s.sources]:              # names may differ
+    for name in find_new_splits(ckpt["sources"], s.sources):
+        fail(f"--data {name}: was divided into training and validation text in another way when {hp.out_dir} began, so "
+             "the run cannot go on. Try a new run")
+    if [x[1:4] for x in ckpt["sources"]] != [x[1:4] for x in s.sources]:            # names may differ
         fail(f"--data {' '.join(hp.data)}: not the data or weights of {hp.out_dir}. Try the same data, or --init_from")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:

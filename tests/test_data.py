@@ -5,6 +5,7 @@ import re
 import sys
 import subprocess
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,13 @@ def test_the_last_tenth_of_a_file_or_of_each_of_few_documents_is_validation(tmp_
     assert data.to_bytes(s["val"]) == b"AAAAA\0BBBB\0" and s["size"] == 83 + 11
 
 
-def test_a_folder_keeps_each_text_once_and_holds_out_every_tenth_document(tmp_path, capsys):
+HELD_OUT = 6, 18, 25, 26                        # of 30 documents, those whose crc32 ends in 9
+
+
+def test_a_folder_keeps_each_text_once_and_holds_out_documents_by_their_checksum(tmp_path, capsys):
     for folder in (".git", "run/sub", "b"):
         (tmp_path / folder).mkdir(parents=True)
-    for i in range(20):
+    for i in range(30):
         (tmp_path / f"b/doc{i:02d}.txt").write_text(f"document {i}")
     for name in (".git/x", "run/x", "run/sub/x", "run/ckpt.pt", ".hidden"):
         (tmp_path / name).write_text("not read")
@@ -52,30 +56,47 @@ def test_a_folder_keeps_each_text_once_and_holds_out_every_tenth_document(tmp_pa
     (tmp_path / "binary.bin").write_bytes(b"a\0b")
     [s] = open_corpus([str(tmp_path)])
     assert capsys.readouterr().out.endswith(
-        ': 20 documents; 3 files or lines skipped: empty, binary, duplicate, unreadable, behind a link, or '
-        'without a "text"\n')
-    assert data.to_bytes(s["val"]) == b"document 9\0document 19\0"
-    kept = [f"document {i}\0".encode() for i in range(20) if i not in (9, 19)]
-    assert data.to_bytes(s["train"]) == b"".join(kept)
+        ': 4 of 30 documents held out; 3 files or lines skipped: empty, binary, duplicate, unreadable, behind a link, '
+        'or without a "text"\n')
+    assert data.to_bytes(s["val"]) == b"".join(b"document %d\0" % i for i in HELD_OUT)
+    assert data.to_bytes(s["train"]) == b"".join(b"document %d\0" % i for i in range(30) if i not in HELD_OUT)
 
 
-@pytest.mark.parametrize("sizes, whole", [
-    ([160_000, 54_000, 8_000, 16_000, 74_000, 7_000], False), ([1000] * 9 + [1_000_000] + [1000] * 3, False),
-    ([1000] * 9 + [10] + [1000], False), ([1, 2, 90, 1], False), ([1000] * 30, True)])
-def test_about_a_tenth_of_the_bytes_is_held_out_in_whole_documents_or_else_of_each(sizes, whole):
-    documents = [bytes([i + 1]) * n for i, n in enumerate(sizes)]
-    train, val = (data.to_bytes(split).split(b"\0")[:-1] for split in data.split_documents(documents))
-    assert sorted(train + val if whole else [b"".join(parts) for parts in by_first_byte(train + val)]) == documents
-    assert len(val) == (len(documents) // 10 if whole else len(documents)), "a part of each document"
-    assert 0.05 < sum(map(len, val)) / sum(sizes) < 0.2
+def test_a_folder_that_grows_moves_no_document_from_one_half_to_the_other(tmp_path):
+    """Nor one in which files are removed or renamed."""
+    def halves():
+        [s] = open_corpus([str(tmp_path)])
+        return [{*data.to_bytes(s[half]).split(b"\0")[:-1]} for half in ("train", "val")]
+    for i in range(60):
+        (tmp_path / f"doc{i:02d}.txt").write_text(f"document {i}")
+    train, val = halves()
+    (tmp_path / "a_new_first.txt").write_text("document 60")
+    (tmp_path / "doc07.txt").unlink()
+    (tmp_path / "doc30.txt").rename(tmp_path / "zz.txt")
+    new_train, new_val = halves()
+    assert not train & new_val and not val & new_train and len(new_train | new_val) == 60
 
 
-def by_first_byte(texts):  # -> lists of the texts that begin with the same byte
-    return [[*group] for _, group in itertools.groupby(sorted(texts), key=lambda text: text[0])]
+def document(n, is_held_out):  # -> n bytes whose crc32 ends in the digit 9, or does not
+    texts = (b"%04d" % i * (n // 4) for i in itertools.count())
+    return next(text for text in texts if (zlib.crc32(text) % 10 == 9) == is_held_out)
+
+
+@pytest.mark.parametrize("n_train, n_held_out, whole", [
+    (98, 2, True), (70, 30, True), (99, 1, False), (69, 31, False), (6, 0, False), (0, 3, False)])
+def test_if_whole_documents_are_too_few_or_too_many_bytes_last_tenths_are_held_out(n_train, n_held_out, whole):
+    documents = [document(400, False)] * n_train + [document(400, True)] * n_held_out
+    train, val, n = data.split_documents(documents)
+    assert n == (n_held_out if whole else 0)
+    want = documents[n_train:] if whole else [text[360:] for text in documents]
+    assert data.to_bytes(val) == b"".join(text + b"\0" for text in want)
+    assert len(train) == sum(map(len, documents)) - sum(map(len, want)) + (n_train if whole else len(documents))
 
 
 def jsonl_lines():  # -> lines of a .jsonl file, the 20 documents that they hold, the number of other lines
     texts = [f"document {i}, é" for i in range(20)]
+    texts[9] += "!" * 20                        # now the checksums of these two end in 9
+    texts[19] += "!" * 5
     good = [json.dumps({"id": i, "text": text}).encode() for i, text in enumerate(texts)]
     good[0] = b"\xef\xbb\xbf" + good[0]                            # a byte order mark, as Windows writes
     good[5] = json.dumps({"text": "docu\0ment 5, é\0"}).encode()
@@ -92,18 +113,25 @@ def test_the_documents_of_a_jsonl_file_are_its_texts(where, name, tmp_path, caps
     lines, texts, n_bad = jsonl_lines()
     (tmp_path / name).write_bytes(b"\n".join(lines))
     [s] = open_corpus([str(tmp_path / name if where == "file" else tmp_path)])
-    assert f": 20 documents; {n_bad} files or lines skipped: " in capsys.readouterr().out
+    assert f": 2 of 20 documents held out; {n_bad} files or lines skipped: " in capsys.readouterr().out
     assert data.to_bytes(s["val"]) == texts[9] + b"\0" + texts[19] + b"\0"
     assert data.to_bytes(s["train"]) == b"".join(t + b"\0" for i, t in enumerate(texts) if i not in (9, 19))
-    (tmp_path / "b.json").write_text('{"name": "a text of its own"}')
+    (tmp_path / "b.json").write_text('{\n "name": "a text of its own"}')
     assert not data.has_json_lines(str(tmp_path / "b.json"))
+
+
+@pytest.mark.parametrize("first", [b"", b"\n \n", b'{"id": 1}\n', b'{"text": "%s"}\n' % (b"x" * (1 << 20))])
+def test_a_json_file_has_json_lines_if_its_first_line_that_is_not_blank_is_an_object(first, text):
+    Path("a.json").write_bytes(first + b'{"text": "some words"}\n')
+    [s] = open_corpus(["a.json"])
+    assert data.to_bytes(s["train"]).endswith(b"some word\0")
 
 
 def test_in_a_folder_files_that_are_no_text_are_skipped(tmp_path, refuses):
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     refuses("iconv -f utf-16 -t utf-8", open_corpus, [str(tmp_path)])
-    for start, name in data.SIGNATURES.items():
-        (tmp_path / name).write_bytes(start + b"and no NUL" * 99)
+    for i, start in enumerate(data.SIGNATURES):
+        (tmp_path / str(i)).write_bytes(start + b"and no NUL" * 99)
     (tmp_path / "b.txt").write_text("one")
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "linked").symlink_to(tmp_path.parent, target_is_directory=True)
@@ -127,7 +155,10 @@ REFUSED = [                                     # name, contents, part of the me
     *(("a.txt", ("abc " * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in UTF16),
     *(("a.txt", ("жук" * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in ("utf-16", "utf-32")),
     *(("a.jsonl", ('{"text": "жук"}\n' * 3).encode(encoding), '{"text": "..."}') for encoding in UTF16),
-    *(("a.jsonl", content, '{"text": "..."}') for content in (b"", b"no JSON", b'{"body": "x"}\n' * 3))]
+    *(("a.jsonl", content, '{"text": "..."}') for content in (b"", b"no JSON", b'{"body": "x"}\n' * 3)),
+    ("a.jsonl.gz", b"\x1f\x8b gzip", "a.jsonl.gz > "), ("book.txt.xz", b"\xfd7zXZ xz", "Try xzcat "),
+    ("ids.npy", b"\x93NUMPY ids", "not ids of tokens"), ("train.bin", b"\x01\0\x02\0" * 99, "ids of tokens"),
+    ("a.json", b'{\n "text": "x"}', "in each line"), ("a.json", b'{"body": "x"}', '{"text": "..."}')]
 
 
 @pytest.mark.parametrize("mapped_bytes", [1, 1 << 26])

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from conftest import randomized, settings
 
-from data import EOT, MASK, from_bytes, make_rng, split_documents, to_bytes
+import data
+from data import EOT, MASK, from_bytes, make_rng, open_corpus, to_bytes
 from experiments import evaluate
 from objectives import OBJECTIVES, Predict, find_use
 
@@ -217,12 +218,13 @@ def test_states_are_read_under_the_objectives_own_mask():
 def test_the_probe_of_bytes_is_scored_on_held_out_documents(monkeypatch):
     documents = {str(i): b"".join(b"name%d_%d = %d\n" % (i, k, 7 * k) for k in range(60)) for i in range(30)}
     documents |= {"3": b"def (" * 99, "4": b"x = 1\n"}          # not Python; too short
-    monkeypatch.setattr(evaluate, "read_stdlib", lambda: documents)
-    data = evaluate.byte_probe(64)
-    train_text, held_out = (to_bytes(t) for t in split_documents([*documents.values()]))
-    for row, part in zip(data.x, data.part[:, 0]):
-        assert bytes(row.tolist()) in (held_out if part == evaluate.PROBE_TEST else train_text)
-    assert [int((data.part[:, 0] == part).sum()) for part in range(3)] == [3 * 19, 3 * 6, 9 * 3]
+    for module in (data, evaluate):
+        monkeypatch.setattr(module, "read_stdlib", lambda: documents)
+    probe = evaluate.byte_probe(64)
+    [source] = open_corpus(["stdlib"])
+    for row, part in zip(probe.x, probe.part[:, 0]):
+        assert bytes(row.tolist()) in to_bytes(source["val" if part == evaluate.PROBE_TEST else "train"])
+    assert [int((probe.part[:, 0] == part).sum()) for part in range(3)] == [3 * 19, 3 * 6, 9 * 3]
 
 
 def test_bytes_have_the_class_of_their_token():

@@ -28,6 +28,7 @@ from data import make_rng, open_corpus
 from model import StackedLinear
 from objectives import OBJECTIVES
 from run import SETTINGS, build, draw_losses, get_config, get_members, load_checkpoint, load_run, member_weights
+from run import save_checkpoint
 
 HOME = os.path.dirname(train.__file__)
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
@@ -317,6 +318,32 @@ def test_a_child_continues_after_its_parents_windows(text, capsys):
     for s, step in ((child, 2), (whole, 4 + 3 + 2)):
         batch_of(s, step)
     assert equal(child.windows, whole.windows)
+
+
+def test_a_source_that_is_split_in_another_way_is_not_resumed_and_is_named_by_a_child(text, capsys, refuses):
+    """In a run from before the rule was saved, or because a folder grew: 2 documents are cut, of 30 some are held out.
+    A file has one rule, in older runs, too."""
+    os.mkdir("texts")
+    for i in range(2):
+        write(f"texts/{i}.txt", b"some words %d " % i * 500)
+    for source in ("texts", text):
+        fit(source, "a", "--max_iters", "1")
+        ckpt = load_checkpoint("a")
+        ckpt["sources"][0].pop()                # as in older runs
+        save_checkpoint("a/ckpt.pt", ckpt)
+        if source == "texts":
+            refuses("in another way when a began", train.main, ["--resume", "--out_dir", "a", "--max_iters", "2"])
+        else:
+            resume("a", "--max_iters", "2")
+        fit(source, "b", "--max_iters", "0", "--init_from", "a")
+        assert ("in another way than in a," in capsys.readouterr().out) == (source == "texts")
+        shutil.rmtree("a")
+        shutil.rmtree("b")
+    fit("texts", "a", "--max_iters", "1")
+    for i in range(30):
+        write(f"texts/{i}.txt", b"other words %d " % i * 500)
+    fit("texts", "b", "--max_iters", "0", "--init_from", "a")
+    assert "in another way than in a," in capsys.readouterr().out
 
 
 def test_evaluation_never_changes_training(text):
