@@ -1,10 +1,13 @@
-"""The commands on pages and in help texts are accepted by their programs."""
+"""Commands on pages and in help texts are accepted by their programs, and figures are those of curves.csv."""
 import argparse
+import csv
 import glob
 import importlib
+import itertools
 import os
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,67 @@ def test_tests_that_a_page_names_exist(page):
     names = [name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)]
     for start, dots in re.findall(r"`(test_\w+?)(\.\.\.)?`", Path(ROOT, page).read_text("utf-8")):
         assert any(name.startswith(start) if dots else name == start for name in names), f"{page}: {start}"
+
+
+# ---- figures
+NUMBER = r"(?:<= )?[-+]?\d[\d,]*(?:\.\d+)?%?"
+
+
+def read_curves():  # -> {(name, steps, metric): {seed: value}}
+    figures = {}
+    with open(os.path.join(ROOT, "docs", "curves.csv"), encoding="utf-8", newline="") as f:
+        for name, steps, seed, metric, value in [*csv.reader(f)][1:]:
+            figures.setdefault((name, steps, metric), {})[seed] = float(value)
+    return figures
+
+
+def right_row(row, head, metrics, figures):  # a row of a table, its comment in two parts -> the row with right figures
+    _, label, *cells, _ = row.split("|")
+    settings = f"{head}, {label}"               # what the row says comes last, and counts
+    steps = re.findall(r"([\d,]+) steps", settings)[-1].replace(",", "")
+    seed = re.match(r"(?:.*seed (\d+))?", settings)[1]
+    known = {name for name, *_ in figures}
+    names = [name if name in known else re.split(r", | \(", name)[0] for name in label.strip(" *`").split(" - ")]
+    names = [head.partition(",")[0].replace("*", name) for name in names]
+    for i, (cell, metric) in enumerate(zip(cells, metrics.split(", "), strict=True)):
+        number = re.search(NUMBER, cell)
+        if number and metric != "-":
+            keys, _, own_steps = metric.partition("@")
+            runs = [figures.get((name, own_steps or steps, key)) for name in names for key in keys.split("|")]
+            values = [run[seed] if seed else statistics.fmean(run.values()) for run in runs if run]
+            right = written_like(number[0], values) if len(values) == len(names) else "no figure"
+            cells[i] = cell.replace(number[0], right, 1)
+    return "|".join(["", label, *cells, ""])
+
+
+def written_like(number, values):  # "<= 1.23", "45%" or "+0.12"; one value, or two whose difference it shows -> str
+    digits = len(number.strip("%").partition(".")[2])
+    value = (values[0] - sum(values[1:])) * (100 if "%" in number else 1)
+    return f"{'<= ' * ('<=' in number)}{value:{'+' * (len(values) > 1)}.{digits}f}{'%' * ('%' in number)}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/FAQ.md", "docs/RESULTS.md"])
+def test_figures_of_tables_are_those_of_curves_csv(page):
+    """A comment above each table names the metrics of its columns, which show means over the seeds of curves.csv:
+    <!-- curves.csv: *, 1200 steps: left_to_right|bound, -, task@8000 -->, with * for the name in the first cell, a|b for
+    the metric that there is, - for other figures. Or it says why not: <!-- not from curves.csv: settings -->"""
+    figures = read_curves()
+    comment = ""
+    wrong = []
+    for before, line in itertools.pairwise(Path(ROOT, page).read_text("utf-8").splitlines()):
+        if line.startswith("|") and not before.startswith("|"):                     # the heading of a table
+            comment = before
+        elif line.startswith("|") and not line.startswith("|---"):
+            declared = re.match(r"<!-- curves\.csv: (.*?): (.*?)(?:;.*)? -->", comment)
+            right = right_row(line, *declared.groups(), figures) if declared else line
+            wrong += [right] if right != line else []
+            is_numeric = re.search(rf"\| \**{NUMBER}\** \|", line)
+            is_explained = declared or comment.startswith("<!-- not from curves.csv: ")
+            assert is_explained or not is_numeric, f"{page}: no comment says where these figures are from:\n{line}"
+    assert not wrong, f"{page}: the right rows:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not re.search("RESULTS|ablations|PARITY", page)])
+def test_figures_are_of_one_program(page):  # RESULTS.md names its commit
+    commits = re.findall(r"\b(?=[a-f]*\d)[\da-f]{7}\b", Path(ROOT, page).read_text("utf-8"))
+    assert not commits, f"{page} names {commits}"
