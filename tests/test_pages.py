@@ -102,11 +102,23 @@ def test_functions_that_a_page_quotes_are_those_of_the_code(page):
             assert quoted in source, f"{page} quotes an older version of {name[1]}"
 
 
+def read_prose(path):  # -> the text of a page without its code
+    return re.sub(r"```.*?```|`[^`]*`", "", path.read_text("utf-8"), flags=re.DOTALL)
+
+
+def anchors(path):  # -> what a link to this page may name after #
+    headings = re.findall(r"^#+ (.*)", read_prose(path), re.MULTILINE)
+    named = re.findall(r'<a id="(.*?)">', read_prose(path))
+    return {*named, *(re.sub(r"<.*?>|[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings)}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_pictures_of_a_page_exist(page):
+def test_links_and_pictures_of_a_page_exist(page):
     path = Path(ROOT, page)
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)", path.read_text("utf-8")):
-        assert (path.parent / picture).is_file(), picture
+    for file, anchor in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", read_prose(path)):
+        target = path.parent / file if file else path
+        assert target.exists(), f"{page}: {file}"
+        assert not anchor or anchor in anchors(target), f"{page}: {file}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -141,12 +153,18 @@ def right_row(row, head, metrics, figures):  # a row of a table, its comment in 
     for i, (cell, metric) in enumerate(zip(cells, metrics.split(", "), strict=True)):
         number = re.search(NUMBER, cell)
         if number and metric != "-":
-            keys, _, own_steps = metric.partition("@")
-            runs = [figures.get((name, own_steps or steps, key)) for name in names for key in keys.split("|")]
-            values = [run[seed] if seed else statistics.fmean(run.values()) for run in runs if run]
-            right = written_like(number[0], values) if len(values) == len(names) else "no figure"
+            either, _, own_steps = metric.partition("@")
+            values = [look_up(figures, name, own_steps or steps, seed, either) for name in names]
+            right = "no figure" if None in values else written_like(number[0], values)
             cells[i] = cell.replace(number[0], right, 1)
     return "|".join(["", label, *cells, ""])
+
+
+def look_up(figures, name, steps, seed, metrics):  # "a|b" -> the value of the first metric that there is, or None
+    for metric in metrics.split("|"):
+        by_seed = figures.get((name, steps, metric))
+        if by_seed:
+            return by_seed.get(seed) if seed else statistics.fmean(by_seed.values())
 
 
 def written_like(number, values):  # "<= 1.23", "45%" or "+0.12"; one value, or two whose difference it shows -> str
@@ -170,9 +188,8 @@ def test_figures_of_tables_are_those_of_curves_csv(page):
             declared = re.match(r"<!-- curves\.csv: (.*?): (.*?)(?:;.*)? -->", comment)
             right = right_row(line, *declared.groups(), figures) if declared else line
             wrong += [right] if right != line else []
-            is_numeric = re.search(rf"\| \**{NUMBER}\** \|", line)
             is_explained = declared or comment.startswith("<!-- not from curves.csv: ")
-            assert is_explained or not is_numeric, f"{page}: no comment says where these figures are from:\n{line}"
+            assert is_explained or not re.search(rf"\| \**{NUMBER}\** \|", line), f"{page}: where is this from? {line}"
     assert not wrong, f"{page}: the right rows:\n" + "\n".join(wrong)
 
 
