@@ -170,7 +170,7 @@ def find_format(start):  # first bytes of a file -> name of its format if it is 
 
 def check_text(flag, path, data):  # fails if the contents of path, data (N,), are empty or do not begin as a text does
     if not len(data):
-        fail(f"--{flag} {path}: is empty (a pipe can be read only once). Try another file")
+        fail(f"--{flag} {path}: is empty. Try another file (a pipe can be read only once; > empties a file)")
     start = data[:START_BYTES]
     found = find_format(to_bytes(start[:64]))
     if found in DECOMPRESSORS:

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import ctypes
 import difflib
+import errno
 import functools
 import gc
 import glob
@@ -521,11 +522,15 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         ckpt = torch.load(path, map_location="cpu", weights_only=True)          # no code is unpickled
         if ckpt.get("version") != VERSION:
             raise ValueError(f"layout {ckpt.get('version')}, this program reads {VERSION}")
-        return ckpt | {"config": defaults() | ckpt["config"]}
+        config = defaults() | ckpt["config"]
     except Exception as e:                      # a damaged file may raise anything
         # torch's own message says how to run the code in the file
         why = "it holds code" if isinstance(e, pickle.UnpicklingError) else first_line(e)
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another file or run")
+    for name in config["objective"].split(","):
+        if name.partition(":")[0].strip() not in OBJECTIVES:
+            fail(f"{path}: this program has no objective {name}. Try a script that imports it (docs/EXTENDING.md)")
+    return ckpt | {"config": config}
 
 
 # ---- models
@@ -647,9 +652,14 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
             print(f"error: {e}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:
+    except OSError as e:                        # standard output is closed, or its disk is full
+        if e.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         discard_stdout()
         code = 141
+        if e.errno == errno.ENOSPC:
+            code = 1
+            print(f"error: {e.strerror}. Try to free space", file=sys.stderr)
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)

@@ -31,7 +31,7 @@ import sys
 from argparse import Namespace
 from collections import namedtuple
 
-from data import EOT, MASK, SEP, Flag, fail, make_rng
+from data import EOT, MASK, SEP, Flag, check_text, fail, from_bytes, make_rng
 from model import Cache
 from objectives import N_BYTES, OBJECTIVES, fill_logits, find_use, inverse_cdf, text_space
 from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program
@@ -74,7 +74,8 @@ FLAGS = {
     "writing": {
         "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: for long spans, give more than 16 a hole)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
-        "temperature": Flag(TEMPERATURE, "randomness; 0 takes the most likely byte", 0.0, 1e6),
+        "temperature": Flag({"text": TEMPERATURE, "holes and repairs": 0.0, "diffusion": 1.0},
+                            "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled", choices=("confident", "left", "ancestral")),
@@ -278,6 +279,8 @@ def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=F
     """Fills the MASKs of ids (N, n), and yields ids after each pass. A pass predicts all MASKs, and keeps the sampled
     bytes of those that `choose_masks` chooses. steps: number of passes; 0: one for each MASK, or 64 in order ancestral.
     cache: in block diffusion, the blocks before ids; then `use` is ignored. may_end: EOT may be sampled."""
+    if not (ids == MASK).any():
+        yield ids
     if not steps:
         steps = 64 if order == "ancestral" else int((ids == MASK).sum(1).max())
     for passes_left in range(steps, 0, -1):
@@ -508,8 +511,7 @@ def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always 
             text = f.read()
     except (OSError, ValueError) as e:          # ValueError: a path with a NUL in it
         fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
-    if not text:
-        fail(f"--{flag} {path}: is empty. Try another file. (A shell's > empties a file before it is read)")
+    check_text(flag, path, from_bytes(text))
     return text
 
 
@@ -856,11 +858,10 @@ def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of 
 
 def check_holes(prompt, objective, mode, given):
     """Prints a note if the prompt has a marker that is read as text, which may be mistyped. Refuses such a marker
-    beside a hole that is filled, holes in a text to correct, and max_new_tokens for holes of given lengths."""
-    hole = re.search(MASKS, prompt)
-    if hole and mode == "correct":
-        fail(f"--prompt: has a hole, {hole[0].decode()}, so it cannot be corrected. Try to fill its holes first")
-    if hole and mode == "fill" and "max_new_tokens" in given:
+    beside a hole that is filled, and max_new_tokens for holes of given lengths."""
+    if given.get("correct") or given.get("fix"):                # all of a text to correct is text
+        return
+    if mode == "fill" and "max_new_tokens" in given and re.search(MASKS, prompt):
         fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     own = MARKERS.get(mode)
     as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]

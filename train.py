@@ -252,6 +252,7 @@ def prepare(corpus, members, hp):  # -> State before the first step
         windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
         g=torch.Generator(hp.device),           # for the corruption
         on_record=None,                         # called with each record of metrics.jsonl
+        best=math.inf,                          # the validation loss of best.pt
         sources=sources)
 
 
@@ -390,14 +391,16 @@ def optimizer_tensors(s):  # -> {name: tensor}
     return tensors
 
 
-def check_finite(is_finite, what, step):
+def check_finite(is_finite, what, step, hp):
     if not is_finite:
-        raise FloatingPointError(f"{what} is not finite at step {step}")
+        raise FloatingPointError(
+            f"{what} is not finite at step {step}; the last checkpoint, if any, is unchanged. Try "
+            f"--init_from {shlex.quote(hp.out_dir)} with a lower --learning_rate or --dtype float32")
 
 
 def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
     weights = s.model.state_dict()
-    check_finite(all(bool(t.isfinite().all()) for t in weights.values()), "a weight", status["step"])
+    check_finite(all(bool(t.isfinite().all()) for t in weights.values()), "a weight", status["step"], s.hp)
     if run.RANK:
         return
     ckpt = status | dict(
@@ -422,7 +425,10 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
         print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
     run.copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
     run.copy_tensors(optimizer_tensors(s), ckpt["optimizer"], hp.resume)
-    return {key: ckpt[key] for key in ("step", "seconds", "best", "val", "metrics_bytes")}
+    best = os.path.join(hp.out_dir, "best.pt")  # may be later than ckpt.pt, or of a moment at which the run was stopped
+    if os.path.isfile(best):
+        s.best = run.load_checkpoint(best)["val"]
+    return {key: ckpt[key] for key in ("step", "seconds", "val", "metrics_bytes")}
 
 
 # ---- what a run prints and logs
@@ -583,7 +589,7 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
     if hp.resume:
         status = resume(run.load_checkpoint(hp.resume), s)
     else:
-        status = dict(step=0, seconds=0.0, best=math.inf, val=math.inf, metrics_bytes=0)
+        status = dict(step=0, seconds=0.0, val=math.inf, metrics_bytes=0)
         s.hp.out_dir = run.choose_out_dir(hp)
     if hp.compile:
         compile_step(s)
@@ -593,14 +599,14 @@ def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides
 def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     step = status["step"]
     records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
-    check_finite(math.isfinite(loss), "the validation loss", step)
+    check_finite(math.isfinite(loss), "the validation loss", step, s.hp)
     for record in records:
         record = {"step": step, **record, "seconds": round(status["seconds"], 3)}
         run.write_line(metrics, record, s.on_record)
         run.say(describe(step, record), stop)
     status["val"] = loss
-    if step > 0 and loss < status["best"]:      # best.pt never holds the weights that a run starts with
-        status["best"] = loss
+    if step > 0 and loss < s.best:              # best.pt never holds the weights that a run starts with
+        s.best = loss
         # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt, and saves both again
         save(s, "best.pt", status, metrics)
 
@@ -609,18 +615,21 @@ def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the
     out_dir = s.hp.out_dir
     if is_stopped:
         run.say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
-            f"{shlex.quote(out_dir)}", stop)
+                f"{shlex.quote(out_dir)}", stop)
         number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         return 128 + number
-    if status["val"] > status["best"]:
-        print(f"{out_dir}/best.pt has the lowest validation loss, {status['best']:.4f}; the last: {status['val']:.4f}")
+    if status["val"] > s.best:
+        print(f"{out_dir}/best.pt has the lowest validation loss, {s.best:.4f}; the last: {status['val']:.4f}")
     return 0
 
 
 def train(s, status):  # s, status: of set_up -> exit code
-    """Trains, evaluates and saves. The exit code is 0 when done, and 128 + signal after a signal. Raises
-    FloatingPointError if a loss, a gradient or a weight is not finite, when it is logged, validated or saved. From then
-    on nothing is saved. status describes the latest checkpoint."""
+    """Trains, evaluates and saves. The exit code is 0 when done, and 128 + signal after a signal. After Ctrl-C, saves
+    and raises KeyboardInterrupt, so that a loop over runs ends, too. Raises FloatingPointError if a loss, a gradient or
+    a weight is not finite, when it is logged, validated or saved. From then on nothing is saved. status describes the
+    latest checkpoint."""
     hp = s.hp
     step_fns = make_step_fns(s)
     first_step = status["step"]
@@ -660,7 +669,7 @@ def train(s, status):  # s, status: of set_up -> exit code
             if step % hp.log_interval == 0:     # only logging waits for the device
                 loss = float(loss)
                 norm = float(norm)
-                check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step)
+                check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step, hp)
                 seconds = time.perf_counter() - start
                 line, minutes = log_step(s, member, metrics, last_log, step, loss, norm, seconds)
                 last_log = {"step": step, "seconds": seconds}
@@ -679,23 +688,22 @@ def main(argv=None, with_sample=True, on_record=None):
         with_sample     at the end, draw loss.png, compress the validation text and print a sample
         on_record       called with each record of metrics.jsonl, a dict
 
-    Raises UserError if the flags or the data cannot be used, and FloatingPointError as `train` does."""
+    Raises UserError if the flags or the data cannot be used, and FloatingPointError and KeyboardInterrupt as `train`
+    does."""
     hp = run.get_config(sys.argv[1:] if argv is None else argv)
     run.join_processes(hp)
     s, status = set_up(hp)
     s.on_record = on_record
-    out_dir = s.hp.out_dir
     is_shown = with_sample and not run.RANK
     try:
         code = train(s, status)
-    except FloatingPointError as e:
+    except (FloatingPointError, KeyboardInterrupt):             # raised in all processes
         if is_shown:
-            run.draw_losses(out_dir)
+            run.draw_losses(s.hp.out_dir)
         run.barrier()                           # torchrun ends all processes as soon as one has failed
-        raise FloatingPointError(f"{e}; the last checkpoint, if any, is of step {status['step']}. Try --init_from "
-                                 f"{shlex.quote(out_dir)} with a lower --learning_rate or --dtype float32") from None
+        raise
     if is_shown:
-        run.draw_losses(out_dir)
+        run.draw_losses(s.hp.out_dir)
         if code == 0:
             finish(s)
     return code

@@ -1,5 +1,6 @@
 """A run's settings, device, folder and checkpoints; command lines that must be refused."""
 import dataclasses
+import errno
 import math
 import os
 import pickle
@@ -347,10 +348,14 @@ def test_bad_input_is_one_line_and_changes_nothing(case, place, monkeypatch, ref
     assert not os.path.exists("executed")
 
 
-def test_ctrl_c_ends_a_program_without_a_traceback(capsys):
-    """Errors keep theirs."""
+def test_ctrl_c_and_a_full_disk_end_a_program_without_a_traceback(capsys):
+    """Mistakes of the program keep theirs."""
     with pytest.raises(SystemExit) as e:
         run.run_program(mock.Mock(side_effect=KeyboardInterrupt()))
     assert (e.value.code, capsys.readouterr().err) == (130, "")
+    with mock.patch("run.discard_stdout") as discard, pytest.raises(SystemExit) as e:
+        run.run_program(mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert e.value.code == 1 and discard.called
+    assert capsys.readouterr().err == "error: No space left on device. Try to free space\n"
     with pytest.raises(RuntimeError, match="a mistake"):
         run.run_program(mock.Mock(side_effect=RuntimeError("a mistake")))

@@ -310,6 +310,7 @@ def test_order_confident_ranks_by_the_probability_of_the_sampled_byte_and_is_not
     x = torch.full((20_000, 2), MASK)
     net = Stub(lambda ids: four(p).expand(len(ids), -1, -1))
     first = next(sample.unmask(net, x, rng(), IN_PLACE, order="confident"))
+    assert torch.equal(*sample.unmask(net, x - MASK, rng(), IN_PLACE), x - MASK), "a text without MASKs is yielded once"
     written = first[first != MASK]
     is_a = first[:, 1] == MASK
     assert len(written) == len(x)
@@ -557,6 +558,7 @@ HOLE = "a<extra_id_0>b"
 SIDES = ["--prefix", "a", "--suffix", "b"]
 FILES = {"book.txt": b"import argparse\n" * 40, "lines.txt": b"a\n\nccc\nbb\n",
          "holes.txt": b"\xffa[MASK]\n", "void.txt": b" \n\n", "equal.txt": b"bb\na\nbb\nccc\nbb\n",
+         "utf16.txt": "a text".encode("utf-16"),
          "typos.txt": "naïve café\n".encode() + b"fine\n" * 9 + b"ab!cd a! x\ny" + b"z" * 50 + b"!\n"}
 
 
@@ -947,7 +949,8 @@ BAD = [
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
-    ("mlm", ["--prompt", "a[MASK]b", "--correct"], "has a hole"), ("mlm", ["--fix"], "--prompt: is missing"),
+    ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "UTF-16"), ("mlm", ["--fix"], "--prompt: is missing"),
+    ("contrastive", ["--query", "a", "--corpus", "utf16.txt"], "UTF-16"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "Try 2 or more"),
     ("electra", ["--prompt", "a", "--correct"], "--correct: electra does not correct a text"),
 ]
@@ -957,6 +960,19 @@ BAD = [
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
     out, _ = refuses(hint, sample.main, ["--out_dir", f"out/{run}", *flags])
     assert not out
+
+
+@pytest.mark.parametrize("flag", ["--fix", "--correct"])
+def test_what_looks_like_a_hole_is_text_in_a_text_to_correct(flag, runs, capsys):
+    text = "a[MASK]b [MASK:2]"
+    out, err = output(capsys, "mlm", "--prompt", text, "--error_rate", "1e-6", flag)
+    assert text in out and "read as text" not in err
+
+
+def test_a_run_of_an_objective_that_this_program_lacks_is_refused(runs, refuses):
+    changed_run("clm", "new", config={"objective": "clm:.5,new:.5"})
+    for program, flags in ((sample, []), (train, ["--init_from", "out/new"])):
+        refuses("has no objective new:.5. Try a script that imports it", program.main, ["--out_dir", "out/new", *flags])
 
 
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):

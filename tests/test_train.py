@@ -63,7 +63,7 @@ def losses(out, field="loss", split="train"):
 def assert_same_run(a, b):
     one = load_checkpoint(a)
     two = load_checkpoint(b)
-    for part in ("model", "optimizer", "step", "best", "val", "sources", "held_out"):
+    for part in ("model", "optimizer", "step", "val", "sources", "held_out"):
         assert equal(one[part], two[part]), part
     assert metrics(a) == metrics(b)
 
@@ -285,7 +285,8 @@ def test_the_log_has_each_line_once_however_often_a_run_is_stopped(text, monkeyp
     write("a/metrics.jsonl", Path("a/metrics.jsonl").read_bytes() + b"of later steps\n" * 99)
     with monkeypatch.context() as patch:
         on_step(1, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
-        assert train.main(["--resume", "--out_dir", "a"], with_sample=False) == 130
+        with pytest.raises(KeyboardInterrupt):
+            resume("a")
     resume("a")
     assert_same_run("whole", "a")
     first, *_ = Path("a/metrics.jsonl").read_text().splitlines()
@@ -559,7 +560,7 @@ def test_each_member_is_validated_on_each_source_and_best_has_the_lowest_weighte
     best = load_checkpoint("a/best.pt")
     del total[0]                                # step 0 is never the best
     assert best["step"] == min(total, key=total.get) != 20
-    assert best["best"] == pytest.approx(total[best["step"]])
+    assert best["val"] == pytest.approx(total[best["step"]])
     assert losses("a")[0] == pytest.approx(math.log(256), abs=1e-4)
 
 
@@ -700,7 +701,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_saves_nothing(where, log, wh
         patch.setattr(model.Transformer, "forward", poisoned)
         with pytest.raises(FloatingPointError) as e:
             fit(text, "a run", "--max_iters", "12", *plan)
-    assert str(e.value).startswith(f"{what}; the last checkpoint, if any, is of step 5. Try --init_from 'a run' with")
+    assert str(e.value).startswith(f"{what}; the last checkpoint, if any, is unchanged. Try --init_from 'a run' with")
     for name in ("ckpt.pt", "best.pt"):
         saved = load_checkpoint(f"a run/{name}")
         assert saved["step"] == 5 and all(t.isfinite().all() for t in saved["model"].values())
@@ -721,7 +722,11 @@ def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch,
     on_step(at, lambda: os.kill(os.getpid(), number), monkeypatch)
     before = signal.signal(number, die)         # a caller's handler, not one that is ignored
     try:
-        fit(text, "a run", *flags, code=code)
+        if name == "SIGINT":                    # so that a loop over runs ends, too
+            with pytest.raises(KeyboardInterrupt):
+                fit(text, "a run", *flags)
+        else:
+            fit(text, "a run", *flags, code=code)
         assert signal.getsignal(number) is die, "handlers are put back"
     finally:
         signal.signal(number, before)
@@ -731,6 +736,20 @@ def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch,
     assert at in loss_at and load_run("a run", "cpu")[2]["step"] == min({*loss_at} - {0}, key=loss_at.get)
     resume("a run")
     assert_same_run("whole", "a run")
+
+
+def test_best_pt_has_the_lowest_loss_of_a_run_that_was_stopped_and_then_got_worse(text, monkeypatch):
+    """The loss at the stop is not in ckpt.pt, which equals that of a run that was not stopped."""
+    flags = ["--max_iters", "9", "--eval_interval", "6"]
+    on_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch)
+    fit(text, "a", *flags, code=143)
+    lowest = load_checkpoint("a/best.pt")
+    monkeypatch.setattr(train, "learning_rate", lambda step, hp: 9.0)
+    resume("a")
+    assert load_checkpoint("a/best.pt")["step"] == 4 and load_checkpoint("a")["val"] > lowest["val"]
+    os.remove("a/best.pt")
+    resume("a", "--max_iters", "10")
+    assert load_checkpoint("a/best.pt")["step"] == 10
 
 
 def command(text, out, *flags):  # train.py as a process of its own
