@@ -184,13 +184,10 @@ def check_text(flag, path, data):  # fails if the contents of path, data (N,), a
              "iconv -f utf-16 -t utf-8")
 
 
-def check_json(path, data):  # fails if a .json file, which has no JSON lines, is an array or an object
-    first = re.match(rb"\s*(\[\s*\{|\{)", to_bytes(data[:1024])) if path.lower().endswith(".json") else None
-    if first and first[1] == b"{":
-        fail(f'--data {path}: is one JSON object. Try text, or a file with an object in each line, {{"text": "..."}}')
-    if first:
-        fail(f"--data {path}: is an array of JSON objects. Try python -c 'import json; "
-             f"[print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
+def check_json(path, data):  # fails if a .json file without JSON lines is an object or an array of objects
+    if path.lower().endswith(".json") and re.match(rb"\s*(\[\s*)?\{", to_bytes(data[:1024])):
+        fail(f'--data {path}: is JSON, but no object such as {{"text": "..."}} in each line. For an array of objects '
+             f"try python -c 'import json; [print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
 
 
 def read_stdlib():  # -> {path: contents} of the sources of Python's standard library, without its tests

@@ -24,12 +24,15 @@ Texts go to standard output, and notes to standard error. A terminal highlights 
 # N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
 import codecs
+import contextlib
+import io
 import math
 import os
 import re
 import sys
 from argparse import Namespace
 from collections import namedtuple
+from functools import partial
 
 from data import EOT, MASK, SEP, Flag, check_text, fail, from_bytes, make_rng
 from model import Cache
@@ -59,11 +62,11 @@ SAMPLING = "temperature", "top_k", "top_p"
 SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do
 
 FLAGS = {
-    "run": {
-        "out_dir": Flag("", "run folder or checkpoint file; by default the latest run under out/"),
+    "run": {"out_dir": Flag("", "run folder or checkpoint file; by default the latest run under out/")} | DEVICE_FLAGS,
+    "use": {
         "objective": Flag("", "member of a mixture to use; by default the first that fits the texts"),
         "seed": Flag(1, "random seed of the samples", 0, 2 ** 31),
-    } | DEVICE_FLAGS,
+    },
     "texts": {
         "prompt": Flag("", "text to continue, fill, repair or examine; --prompt=-x if it starts with a dash"),
         "prefix": Flag("", "text before a hole; nsp: the first text"),
@@ -526,9 +529,7 @@ def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
 
-def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out. Rows (N, n) -> [str]
-    if torch.is_tensor(ids) and ids.dim() == 2:
-        return [to_text(row) for row in ids]
+def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out
     text = bytearray()
     for i in ids:
         if i == MASK:
@@ -559,8 +560,8 @@ def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
 
 
 def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that it yielded
-    """Prints the prompt, then each character as soon as all of its bytes are there. The line that separates them
-    goes to standard error, so that a pipe or a file gets only text."""
+    """Prints the prompt, then each character as soon as all of its bytes are there. On a terminal, a line separates
+    them, but a pipe or a file gets only text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(new):  # ids -> the characters that they complete
@@ -568,7 +569,7 @@ def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that
         print(printable(text), end="", flush=True)
         return text
     text = show(prompt)
-    if text:
+    if text and sys.stdout.isatty():
         note("the model continues:", start="" if text.endswith("\n") else "\n")
     written = []
     for i in ids:
@@ -899,21 +900,20 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
     return texts
 
 
-def main(argv=None):
-    given = vars(make_parser("python sample.py", __doc__, FLAGS).parse_args(sys.argv[1:] if argv is None else argv))
+def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a function for each sample, which prints it
+    model, hp, ckpt = loaded
     defaults = {name: flag.default for flags in FLAGS.values() for name, flag in flags.items()}
     args = Namespace(**defaults | given)
-    model, hp, ckpt = load_run(args.out_dir or newest_run(), args.device, args.dtype)
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     members = choose_members(hp, args.objective)
     switches = {flag for flag in SWITCHES if given.get(flag)}
     m, use, mode_name = choose_use(members, texts, switches)
     objective = m.objective
     mode = MODES[mode_name]
-    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
+    for flag in sorted(set(given) - {*FLAGS["run"], *FLAGS["use"], *mode.flags, *(SWITCHES - switches)}):
         refuse_flag(flag, objective, mode, members)
-    member = "" if objective.name == hp.objective else f", used as {objective.name}"
-    note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
+    if objective.name != hp.objective:
+        note(f"used as {objective.name}")
     check_holes(texts.get("prompt", b""), objective, mode_name, given)
     if "prompt" in texts and mode_name != "infill":             # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if mode_name in MARKERS else list(texts["prompt"])
@@ -927,10 +927,49 @@ def main(argv=None):
     args.sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
     # holes and repairs take the most likely bytes, unless several samples are wanted
     args.fill_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 else 0.0) | args.sampling
-    for i in range(args.num_samples):
-        if args.num_samples > 1:
+    generators = [make_rng(f"{args.seed},{i},sample") for i in range(args.num_samples)]
+    return [partial(mode.function, model, objective, use, hp, args, g) for g in generators]
+
+
+def ask(loaded, **flags):
+    """Returns what the program prints to standard output: a str, or with num_samples a list with a str for each sample.
+
+        loaded = run.load_run("out/mlm")
+        sample.ask(loaded, prompt="import [MASK:2], sys")       # "import os, sys"
+
+    flags: those of the program except out_dir, device and dtype. Raises a UserError if they cannot be used."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words.append(f"--{name}={value}")
+    groups = {title: group for title, group in FLAGS.items() if title != "run"}
+    texts = []
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
+    with contextlib.redirect_stdout(out):
+        for print_sample in plan_samples(loaded, parse(words, groups)):
+            start = out.tell()
+            print_sample()
+            out.flush()
+            texts.append(out.buffer.getvalue()[start:].decode(errors="replace").removesuffix("\n"))
+    return texts if "num_samples" in flags else texts[0]
+
+
+def parse(argv, groups=FLAGS):  # -> {name: value} of the flags that were given
+    return vars(make_parser("python sample.py", __doc__, groups).parse_args(argv))
+
+
+def main(argv=None):
+    given = parse(sys.argv[1:] if argv is None else argv)
+    run_dir = given.get("out_dir") or newest_run()
+    loaded = _, hp, ckpt = load_run(run_dir, given.get("device", "auto"), given.get("dtype", "auto"))
+    note(f"{ckpt['path']}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
+    samples = plan_samples(loaded, given)
+    for i, print_sample in enumerate(samples):
+        if len(samples) > 1:
             print(f"--- sample {i + 1}")
-        mode.function(model, objective, use, hp, args, make_rng(f"{args.seed},{i},sample"))
+        print_sample()
 
 
 if __name__ == "__main__":

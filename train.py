@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections import namedtuple
 from functools import partial
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, N_SENTINELS, PAD, PRE, SENTINEL, SEP, SUF
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
 from data import check_sizes, fail, make_rng, open_corpus, read_windows, sample_windows, to_bytes, to_seed
 from model import NGRAMS, StackedLinear
 from objectives import CAUSAL, IGNORE_INDEX, N_BYTES, OBJECTIVES, add_weights, document_mask
@@ -432,20 +432,19 @@ def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus o
 
 
 # ---- what a run prints and logs
-SYMBOLS = {  # {id: (the character that stands for it when a row is printed, what it means)}
-    MASK: ("█", "MASK hides text"), EOT: ("∅", "EOT ends a document"), SEP: ("‖", "SEP ends a text"),
-    CLS: ("Ⓒ", "CLS stands for the row"), PRE: ("Ⓟ", "PRE starts a prefix"), SUF: ("Ⓢ", "SUF starts a suffix"),
-    MID: ("Ⓜ", "MID starts a middle"), MODE_R: ("ⓡ", "R: short spans"), MODE_S: ("ⓢ", "S: a suffix"),
-    MODE_X: ("ⓧ", "X: long spans"), PAD: ("░", "PAD fills the row"),
-    **{SENTINEL + i: ("①②③④⑤⑥⑦⑧⑨"[i % 9], "sentinels replace spans") for i in range(N_SENTINELS)},
-    ord("\t"): ("⇥", "tab"), ord("\n"): ("⏎", "newline"), IGNORE_INDEX: ("·", "no loss")}
-OTHER_SYMBOLS = [("␣", "space"), ("�", "a byte outside printable ASCII")]
+# {characters that stand for ids when a row is printed: what they mean}
+LEGEND = {
+    "█": "MASK hides text", "∅": "EOT ends a document", "‖": "SEP ends a text", "Ⓒ": "CLS stands for the row",
+    "Ⓟ": "PRE starts a prefix", "Ⓢ": "SUF starts a suffix", "Ⓜ": "MID starts a middle", "ⓡ": "R: short spans",
+    "ⓢ": "S: a suffix", "ⓧ": "X: long spans", "░": "PAD fills the row", "⇥": "tab", "⏎": "newline", "·": "no loss",
+    "①②③④⑤⑥⑦⑧⑨": "sentinels replace spans", "␣": "space", "�": "a byte outside printable ASCII"}
+SYMBOLS = dict(zip((MASK, EOT, SEP, CLS, PRE, SUF, MID, MODE_R, MODE_S, MODE_X, PAD, 9, 10, IGNORE_INDEX), LEGEND))
 
 
 def to_symbol(i):  # id -> character
-    if i in SYMBOLS:
-        return SYMBOLS[i][0]
-    return chr(i) if 32 <= i < 127 else "�"
+    if i >= SENTINEL:
+        return "①②③④⑤⑥⑦⑧⑨"[(i - SENTINEL) % 9]
+    return SYMBOLS.get(i) or (chr(i) if 32 <= i < 127 else "�")
 
 
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
@@ -476,11 +475,8 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
 
 
 def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace spans", the symbols that occur in the text
-    found = {}                                  # {meaning: symbols}
-    for symbol, meaning in dict.fromkeys([*SYMBOLS.values(), *OTHER_SYMBOLS]):      # each pair once
-        if symbol in text:
-            found[meaning] = found.get(meaning, "") + symbol
-    return ", ".join(f"{symbols} {meaning}" for meaning, symbols in found.items())
+    used = {meaning: "".join(symbol for symbol in symbols if symbol in text) for symbols, meaning in LEGEND.items()}
+    return ", ".join(f"{symbols} {meaning}" for meaning, symbols in used.items() if symbols)
 
 
 def announce(s, metrics, status, stop):  # prints what is trained, and logs it in the first line of metrics.jsonl

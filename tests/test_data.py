@@ -142,8 +142,8 @@ def test_in_a_folder_files_that_are_no_text_are_skipped(tmp_path, refuses):
 
 def test_an_array_of_json_objects_is_refused_with_a_command_that_converts_it(text, refuses):
     Path("a.json").write_text('[{"text": "one"},\n {"text": "two"}]')
-    _, line = refuses("array of JSON objects", open_corpus, ["a.json"])
-    command = line.partition("Try ")[2].replace("python", sys.executable, 1)
+    _, line = refuses("array of objects", open_corpus, ["a.json"])
+    command = line.partition("try ")[2].replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, check=True)
     [s] = open_corpus(["new.jsonl"])
     assert data.to_bytes(torch.cat((s["train"], s["val"]))) == b"on\0tw\0e\0o\0"
@@ -158,7 +158,7 @@ REFUSED = [                                     # name, contents, part of the me
     *(("a.jsonl", content, '{"text": "..."}') for content in (b"", b"no JSON", b'{"body": "x"}\n' * 3)),
     ("a.jsonl.gz", b"\x1f\x8b gzip", "a.jsonl.gz > "), ("book.txt.xz", b"\xfd7zXZ xz", "Try xzcat "),
     ("ids.npy", b"\x93NUMPY ids", "not ids of tokens"), ("train.bin", b"\x01\0\x02\0" * 99, "ids of tokens"),
-    ("a.json", b'{\n "text": "x"}', "in each line"), ("a.json", b'{"body": "x"}', '{"text": "..."}')]
+    *(("a.json", json, '{"text": "..."}') for json in (b'{\n "text": "x"}', b'[{"text": "x"}]', b'{"body": "x"}'))]
 
 
 @pytest.mark.parametrize("mapped_bytes", [1, 1 << 26])

@@ -18,10 +18,11 @@ from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 
 import sample
 import train
+from experiments.flags import to_words
 from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill, find_use
-from run import get_members, load_checkpoint
+from run import get_members, load_checkpoint, load_run
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -774,8 +775,8 @@ def test_a_character_of_several_bytes_is_highlighted_as_a_whole(flags, expected)
     assert sample.to_text([0xC3, 0xA9, 0xC3, MASK, EOT]) == "é\ufffd█"
 
 
-def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys):
-    """A line on standard error marks where the model's text begins, except after an empty prompt."""
+def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys, monkeypatch):
+    """On a terminal, a line marks where the model's text begins, except after an empty prompt."""
     printed = []
 
     def steps():
@@ -785,9 +786,37 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
     assert sample.stream([65, 0xc3], steps()) == [0xa9, 66, 0xff, EOT]
     assert printed == ["Aé", "B", "\ufffd", ""]
     assert capsys.readouterr().out == "\n"
-    for prompt, border in (("", ""), ("a", "\n--- the model continues:\n"), ("a\n", "--- the model continues:\n")):
-        sample.stream([*prompt.encode()], iter([66]))
-        assert capsys.readouterr() == (prompt + "B\n", border)
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        for prompt, border in (("", ""), ("a", "\n--- the model continues:\n"), ("a\n", "--- the model continues:\n")):
+            sample.stream([*prompt.encode()], iter([66]))
+            assert capsys.readouterr() == (prompt + "B\n", border * terminal)
+
+
+QUESTIONS = [
+    ("clm", dict(prompt="def", temperature=0.7)), ("mlm", dict(prompt="i[MASK:2]t", show=True)),
+    ("mlm", dict(prompt="retuen", correct=True)), ("mlm", dict(prompt="retué", fix=True)),
+    ("bart", dict(prompt="a")), ("electra", dict(prompt="a")), ("rotation", dict(prompt="a text")),
+    ("fim", dict(prefix="a", suffix="b")), ("mtp", dict(prompt="a", speculate=False)),
+    ("nsp", dict(prefix="a", suffix="b")), ("contrastive", dict(query="a", corpus="lines.txt")),
+    ("clm_.5+mlm_.5", dict(prompt="a", objective="clm"))]
+
+
+@pytest.mark.parametrize("name, flags", QUESTIONS, ids=str)
+def test_ask_returns_what_the_program_prints(name, flags, runs, capsys, monkeypatch):
+    words = to_words(flags)
+    want = stdout(capsys, name, *words).removesuffix("\n")
+    loaded = load_run(f"out/{name}", "cpu", "float32")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)     # ask returns no escapes of a terminal
+    assert sample.ask(loaded, **flags) == want and not capsys.readouterr().out
+
+
+def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs, refuses):
+    loaded = load_run("out/clm", "cpu", "float32")
+    texts = sample.ask(loaded, prompt="a", num_samples=2, max_new_tokens=9)
+    assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
+    for flags, hint in ((dict(temperature=-1), "less than"), (dict(device="cpu"), "device"), (dict(fix=True), "--fix")):
+        refuses(hint, lambda flags=flags: sample.ask(loaded, prompt="a", **flags))
 
 
 @pytest.mark.parametrize("name, prompt", [("clm", RAW), ("mlm", RAW + "[MASK]"), ("fim", RAW + "<extra_id_0>")])
@@ -875,15 +904,13 @@ def test_a_demonstration_fills_its_holes_whatever_max_new_tokens_says(runs, caps
 
 
 def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys, monkeypatch):
-    """Of a model that writes in any order. What follows EOT is not printed. A line on standard error marks where the
-    model's text begins."""
+    """Of a model that writes in any order. What follows EOT is not printed."""
     content = torch.tensor([*b"..aa", EOT, *b"b" * 27])
     monkeypatch.setattr(sample, "fill_logits", lambda model, ids, *args: certain(content[:ids.size(1)])[None])
     able = [name for name, o in OBJECTIVES.items() for use in o.uses if "fill" in use.modes and use.trained_at_any_rate]
     assert able
     for name in able:
-        out, err = output(capsys, name, "--prompt", "é", "--max_new_tokens", "9")
-        assert out == "éaa\n" and err.endswith("\n--- the model continues:\n")
+        assert stdout(capsys, name, "--prompt", "é", "--max_new_tokens", "9") == "éaa\n"
         out = stdout(capsys, name, "--prompt", "..[MASK:6]", "--temperature", "0")
         assert out == "..aa\x01bbb\n", "of the other bytes the first is taken: all are equally likely"
 
@@ -978,4 +1005,4 @@ def test_a_run_of_an_objective_that_this_program_lacks_is_refused(runs, refuses)
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
     command = f"{sys.executable} {sample.__file__} --out_dir out/clm --prompt a | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout == "a" and done.stderr == "--- out/clm/best.pt: clm, step 2 of 2\n\n--- the model continues:\n"
+    assert done.stdout == "a" and done.stderr == "--- out/clm/best.pt: clm, step 2 of 2\n"
