@@ -691,11 +691,10 @@ class MTPBlock(Block):
 
 
 def make_mtp_heads(config, hp):
-    n_extra = hp.mtp_heads - 1                  # heads but the first, which is the byte head
-    if hp.mtp_kind == "parallel":
-        return {"mtp": StackedLinear(config.n_embd, config.n_embd, stack=n_extra, zero=True)}
+    if hp.mtp_kind == "parallel":               # all heads but the first, which is the byte head
+        return {"mtp": StackedLinear(config.n_embd, config.n_embd, stack=hp.mtp_heads - 1, zero=True)}
     # because of the name "blocks", Muon trains the matrices of these blocks
-    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(n_extra))})}
+    return {"mtp": nn.ModuleDict({"blocks": nn.ModuleList(MTPBlock(config) for _ in range(hp.mtp_heads - 1))})}
 
 
 def parallel_logits(model, h):  # states (..., C) -> logits (..., mtp_heads - 1, V) of all heads but the first
@@ -1179,7 +1178,7 @@ def mask_blocks(x, block_bytes, g, is_early=False, early_rate=0.0):  # x (B, n) 
     return masked.flatten(1)[:, :n], weight[:, :n]
 
 
-def bound_loss(cost):  # -> an Objective.loss that sums cost(logits, tgt), nats (B, T), times the batch's weights
+def weighted_loss(cost):  # -> an Objective.loss that sums cost(logits, tgt), nats (B, T), times the batch's weights
     def loss(model, batch, hp):
         logits = model.logits(hidden_states(model, batch))[..., :N_BYTES]
         return (cost(logits, batch["tgt"]) * batch["weight"]).sum(), {}
@@ -1205,7 +1204,7 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
-    n_bytes=aligned_window, loss=bound_loss(position_nats), supports_doc_mask=True, bpb="bound",
+    n_bytes=aligned_window, loss=weighted_loss(position_nats), supports_doc_mask=True, bpb="bound",
     flags={"early_mask_rate": Flag(0.4, "share of bytes that the first steps mask (uniform_from)", 0.001, 1.0),
            "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
@@ -1234,7 +1233,7 @@ def sedd_cost(logits, tgt):  # (B, T, 256), (B, T) -> nats (B, T)
 
 
 OBJECTIVES["sedd"] = dataclasses.replace(
-    OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=bound_loss(sedd_cost))
+    OBJECTIVES["mdlm"], name="sedd", help="ratios of masked bytes at any rate", loss=weighted_loss(sedd_cost))
 
 
 # ---- shared by bd3lm and xlnet: rows that hold a text twice
@@ -1410,14 +1409,9 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
     return dict(inp=inp, tgt=tgt, prefix=torch.where(is_masked, T, 0), weight=weight[:, None].expand(B, T))
 
 
-def hybrid_loss(model, batch, hp):  # token_loss without "nll": a perplexity of both kinds of rows would mean nothing
-    loss, _ = token_loss(model, batch, hp)
-    return loss, {}
-
-
 OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
-    min_rows=2, loss=hybrid_loss,
+    min_rows=2, loss=weighted_loss(position_nats),              # no "nll": a perplexity of both kinds means nothing
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
     supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()))
 

@@ -582,25 +582,21 @@ def start_from(model, saved, path):
     print(f"started from the weights of {path}; newly initialized: {', '.join(new) or 'none'}")
 
 
-def load_run(path, device="auto", dtype="auto", train=False):  # -> model, settings, checkpoint
+def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint
     """Loads a run for inference, with frozen weights. Changes settings of torch and of the process (use_device).
-    With train=True, the model is in training mode, and its weights are float32 and trainable by any optimizer. The
-    activations are float32, too, unless dtype says otherwise.
+    In float32, model.train().requires_grad_() makes the weights trainable again, by any optimizer.
 
     path: a file, or the folder of a run, of which best.pt is loaded if it exists. Disables cuDNN's attention, which
     would compile a new plan for every length of a prompt."""
     path = checkpoint_path(path, ("best.pt", "ckpt.pt"))
     ckpt = load_checkpoint(path)
-    if train and dtype == "auto":
-        dtype = "float32"
     device = resolve_device(device)
     use_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     hp = argparse.Namespace(**ckpt["config"] | {"device": str(device), "dtype": resolve_dtype(dtype, device)})
     model = build(get_members(hp), hp)
     copy_tensors(model.state_dict(), ckpt["model"], path)
-    model = model.train() if train else for_inference(model)
-    return model, hp, ckpt | {"path": path}
+    return for_inference(model), hp, ckpt | {"path": path}
 
 
 # ---- signals and closed pipes

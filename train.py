@@ -61,9 +61,8 @@ def draw_batch(member, corpus, split, B, key, hp):  # -> batch of B rows
 def micro_batch(batch, i, n, hp):  # -> part i of n
     B = len(batch["inp"])
     rows = slice(B * i // n, B * (i + 1) // n)                  # four parts of 10 rows are 0-1, 2-4, 5-6, 7-9
-    part = {}
-    for key, value in batch.items():
-        part[key] = value if isinstance(value, int) else value[rows]                # an int is the prefix of all rows
+    # an int is the prefix of all rows
+    part = {key: value if isinstance(value, int) else value[rows] for key, value in batch.items()}
     if hp.doc_mask:
         part |= document_mask(part)
     return part
@@ -342,10 +341,7 @@ def validation_batches(member, source, hp):  # yields batches, the same whatever
 def mean_loss(member, model, batches, hp):  # -> mean loss, {name: mean figure} over batches
     results = [member.objective.loss(model, batch, hp) for batch in batches]
     loss = statistics.fmean(float(loss) for loss, _ in results)
-    means = {}
-    for name in results[0][1]:
-        means[name] = statistics.fmean(float(figures[name]) for _, figures in results)
-    return loss, means
+    return loss, {name: statistics.fmean(float(figures[name]) for _, figures in results) for name in results[0][1]}
 
 
 def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats -> bits, or None if not defined
@@ -413,11 +409,9 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
 
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
     hp = s.hp
-    for name in find_new_splits(ckpt["sources"], s.sources):
-        fail(f"--data {name}: was divided into training and validation text in another way when {hp.out_dir} began, so "
-             "the run cannot go on. Try a new run")
     if [x[1:4] for x in ckpt["sources"]] != [x[1:4] for x in s.sources]:            # names may differ
-        fail(f"--data {' '.join(hp.data)}: not the data or weights of {hp.out_dir}. Try the same data, or --init_from")
+        fail(f"--data {' '.join(hp.data)}: not the data or weights of {hp.out_dir}, which may have held out documents by "
+             "an older rule. Try the same data, or a new run")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")

@@ -53,5 +53,5 @@ def test_bad_flags_are_refused(flags, hint, text, refuses):
 @pytest.mark.parametrize("code", [0, 2])
 def test_functions_that_tests_cannot_grade_are_refused(code, text, refuses, monkeypatch):
     monkeypatch.setattr(assignment, "run_tests", lambda *args: code)
-    refuses("--functions bound_loss: ", assignment.main, ["--functions", "bound_loss", "--out_dir", "new"])
+    refuses("--functions weighted_loss: ", assignment.main, ["--functions", "weighted_loss", "--out_dir", "new"])
     assert not Path("new").exists()

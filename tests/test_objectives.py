@@ -623,7 +623,7 @@ def independent_masks(x, g, hp):  # mdlm as in the paper: even the number of mas
 @pytest.mark.parametrize("corrupt, bpb", [(random_noise, None), (independent_masks, "bound")])
 @mock.patch.dict(OBJECTIVES)
 def test_objectives_with_visible_targets_pass_the_generic_tests(corrupt, bpb):
-    loss = O.bound_loss(lambda logits, tgt: F.cross_entropy(logits.mT, tgt, reduction="none", ignore_index=-1))
+    loss = O.weighted_loss(lambda logits, tgt: F.cross_entropy(logits.mT, tgt, reduction="none", ignore_index=-1))
     OBJECTIVES["fork"] = dataclasses.replace(OBJECTIVES["mlm"], name="fork", corrupt=corrupt, bpb=bpb, flags={},
                                              loss=loss)
     for test in GENERIC:

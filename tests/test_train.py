@@ -333,7 +333,9 @@ def test_a_source_that_is_split_in_another_way_is_not_resumed_and_is_named_by_a_
         ckpt["sources"][0].pop()                # as in older runs
         save_checkpoint("a/ckpt.pt", ckpt)
         if source == "texts":
-            refuses("in another way when a began", train.main, ["--resume", "--out_dir", "a", "--max_iters", "2"])
+            ckpt["sources"][0][2] += 1          # the checksum of the halves, as if they were divided in another way
+            save_checkpoint("a/ckpt.pt", ckpt)
+            refuses("an older rule", train.main, ["--resume", "--out_dir", "a", "--max_iters", "2"])
         else:
             resume("a", "--max_iters", "2")
         fit(source, "b", "--max_iters", "0", "--init_from", "a")
