@@ -460,14 +460,11 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
         if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
-    if not curves:
-        return
     try:
         from matplotlib.figure import Figure  # here, since it is optional
         axes = Figure().subplots()
         for label, points in sorted(curves.items()):
-            style = dict(marker="o", ms=3) if label.startswith("val") else dict(lw=0.6, alpha=0.6)
-            axes.plot(*zip(*points), label=label, **style)
+            axes.plot(*zip(*points), ".-" if label.startswith("val") else "-", alpha=0.6, label=label)
         axes.set(xlabel="step", ylabel="loss (nats)")
         axes.legend()
         axes.figure.savefig(path, dpi=120, bbox_inches="tight")

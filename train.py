@@ -7,6 +7,7 @@
 
 B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
 """
+import bisect
 import bz2
 import copy
 import itertools
@@ -265,12 +266,8 @@ def member_of_step(members, step):  # -> the member that this step trains
     number u = step / golden ratio, modulo 1, which is spread evenly in any stretch of steps. In the first steps, u is
     0, 0.62, 0.24, 0.85; of two members of equal weight, these train 0, 1, 0, 1."""
     u = step * INVERSE_GOLDEN_RATIO % 1
-    end = 0.0                                   # of the part of the member
-    for member in members:
-        end += member.weight
-        if u < end:
-            return member
-    return members[-1]                          # rounding can leave the sum of the weights below u
+    ends = [*itertools.accumulate(member.weight for member in members)]
+    return members[min(bisect.bisect(ends, u), len(members) - 1)]                   # the last end may be below u
 
 
 def load_step_inputs(s, member, step):
@@ -497,8 +494,7 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
             lines += draw_rows(member.objective.name, batch)
         rows = "\n".join(lines)
         print("rows of the first batch, a part of one of each kind, with a character for each position:")
-        print(f"{explain_symbols(rows)}\n{rows}")
-    sys.stdout.flush()
+        print(f"{explain_symbols(rows)}\n{rows}", flush=True)
 
 
 def describe(step, record):  # -> a line for a record of evaluate

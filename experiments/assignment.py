@@ -2,17 +2,28 @@
 
     python -m experiments.assignment --functions mlm,prefix_lm,fim,mdlm --out_dir ../assignment
     python -m experiments.assignment --functions verify,newton_schulz --tests tests --out_dir ../assignment
+    python -m experiments.assignment --out_dir ../assignment --grade ../ada ../bob/objectives.py
 
 The functions may be any at the top level of the six files. Each keeps its signature and docstring. The tests run in the
 copy, where those that fail are listed in graded.txt, and these here, where they must pass: in all a minute or more.
+HANDOUT.md in the copy tells students what to write.
+
+To grade, the file of a submission (or in its folder, the files in which functions are missing) goes into a fresh copy
+of this repository, and the graded tests run there, in a process of its own. A submission is right if each test that
+passes here passes there, and if a test that must fail does fail: one that replaces pytest or ends it early is not
+right. But this is no protection: submitted code runs with your rights. Use a container, or an account that may do
+nothing else.
 """
 import ast
+import csv
 import difflib
-import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from data import Flag, fail
@@ -20,13 +31,26 @@ from experiments.flags import parse_own_flags
 from run import run_program
 
 FLAGS = {"functions": Flag("", "names of the functions to write, separated by commas"),
-         "out_dir": Flag("", "folder of the assignment, which must not exist"),
-         "tests": Flag([], "files of tests to choose from; by default those of the files that hold the functions")}
+         "out_dir": Flag("", "folder of the assignment, which must not exist, except with --grade"),
+         "tests": Flag([], "files of tests to choose from; by default those of the files that hold the functions"),
+         "grade": Flag([], "submissions: files, or folders with the files in which functions are missing"),
+         "limit": Flag(900, "with --grade: seconds for each submission", 1)}
 ROOT = Path(__file__).parents[1]
 FILES = "data.py", "model.py", "objectives.py", "run.py", "train.py", "sample.py"
 COPIED = {*FILES, "README.md", "LICENSE", "requirements.txt", "pyproject.toml", "docs", "experiments", "tests"}
 # the last two would fail in a solved assignment: pages quote functions to the letter, and a copy has bodies missing
 NOT_COPIED = {"__pycache__", "test_pages.py", "test_assignment.py"}
+HANDOUT = """# Assignment
+
+Write the bodies of these functions. The docstring of each says what it must do, mostly with a worked example.
+
+{functions}
+
+Test your solution, all of it or what belongs to one objective (-k mlm), with pytest 8.2 or newer:
+
+    python -m pytest -q @graded.txt
+    python -m pytest -q @graded.txt -k mlm -x
+"""
 
 
 def not_copied(folder, names):  # for copytree
@@ -40,36 +64,107 @@ def blank(path, node):  # replaces what follows the docstring of a function, or 
     path.write_text("\n".join(lines), "utf-8")
 
 
-def run_tests(folder, tests):  # -> exit code of pytest: 0 if all pass, 1 if some fail, 2 if they cannot be imported
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-rN", "--tb=no", *tests], cwd=folder).returncode
+def run_tests(folder, tests, limit=None):  # -> {test: its outcome, passed, failed or skipped}; {} if none could run
+    """Raises subprocess.TimeoutExpired after `limit` seconds."""
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=no", f"--junitxml={report}", *tests]
+        subprocess.run(command, cwd=folder, timeout=limit, capture_output=True)
+        cases = ElementTree.parse(report).iter("testcase") if report.exists() else []
+        return {f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}": outcome_of(case)
+                for case in cases if case.get("classname")}     # without one: a file that cannot be imported
 
 
-def main(argv=None):  # -> exit code
-    flags = parse_own_flags("python -m experiments.assignment", __doc__, FLAGS, argv)
+def outcome_of(case):  # an element of the report -> passed, failed or skipped
+    kinds = {child.tag for child in case}
+    if kinds & {"failure", "error"}:
+        return "failed"
+    return "skipped" if "skipped" in kinds else "passed"
+
+
+def make(flags):  # makes the assignment in --out_dir -> exit code
     names = set(flags.functions.replace(" ", "").split(","))
     functions = {node.name: (node, file) for file in FILES for node in ast.parse((ROOT / file).read_text("utf-8")).body
                  if isinstance(node, ast.FunctionDef)}
     for name in names - functions.keys():
         [closest] = difflib.get_close_matches(name, functions, 1, 0)
         fail(f"--functions {name}: is not at the top level of {', '.join(FILES)}. Try {closest}")
+    for name, page in [(name, page) for name in names for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]:
+        if f"def {name}(" in page.read_text("utf-8"):
+            fail(f"--functions {name}: {page.name} shows its code. Try other functions")
     out = Path(flags.out_dir)
     if out.exists() or ROOT in out.resolve().parents:           # without --out_dir, it is the current folder
         fail(f"--out_dir {out}: exists already, or is in the repository. Try --out_dir ../assignment")
     shutil.copytree(ROOT, out, ignore=not_copied)
+    lines = []
     for node, file in sorted((functions[name] for name in names), key=lambda found: -found[0].lineno):
-        print(f"{file}, line {node.lineno}: {node.name} is blank", flush=True)
+        lines.append(f"- `{node.name}` in {file}, line {node.lineno}")
         blank(out / file, node)                 # from the bottom up, so that line numbers stay right
-    if run_tests(out, flags.tests or {f"tests/test_{functions[name][1]}" for name in names}) != 1:
+    text = "\n".join(reversed(lines))
+    print(text, flush=True)
+    (out / "HANDOUT.md").write_text(HANDOUT.format(functions=text), "utf-8")
+    files = sorted({functions[name][1] for name in names})
+    outcomes = run_tests(out, flags.tests or [f"tests/test_{file}" for file in files])
+    graded = [test for test, outcome in outcomes.items() if outcome == "failed"]
+    if not graded:
         shutil.rmtree(out)
         fail(f"--functions {flags.functions}: without them all tests pass, or none can run. Try other functions")
-    graded = json.loads((out / ".pytest_cache/v/cache/lastfailed").read_text("utf-8"))
     (out / "graded.txt").write_text("\n".join(graded), "utf-8")
+    (out / "files.txt").write_text("\n".join(files), "utf-8")
     start = time.perf_counter()
-    print("the same tests with the bodies:", flush=True)
-    code = run_tests(ROOT, [f"@{out.resolve() / 'graded.txt'}"])
-    print(f"{len(graded)} tests fail in {out}. With the bodies, {'some fail' if code else 'none fails'} "
-          f"({time.perf_counter() - start:.0f} s). To grade:\n    python -m pytest -q @graded.txt")
-    return code
+    print(f"{len(graded)} tests fail in {out}. The same tests with the bodies:", flush=True)
+    failed = [test for test, outcome in run_tests(ROOT, graded).items() if outcome == "failed"]
+    print(f"{len(failed)} fail ({time.perf_counter() - start:.0f} s). To grade, in the repository:\n"
+          f"    python -m experiments.assignment --out_dir {out} --grade SUBMISSION...")
+    return 1 if failed else 0
+
+
+def grade(flags):  # prints a line for each submission, writes grades.csv -> exit code
+    out = Path(flags.out_dir)
+    if not (out / "graded.txt").exists():
+        fail(f"--out_dir {out}: is not an assignment. Try the --out_dir with which it was made")
+    graded = (out / "graded.txt").read_text("utf-8").split("\n")
+    files = (out / "files.txt").read_text("utf-8").split("\n")
+    paths = [Path(name) for name in flags.grade]
+    for path in paths:
+        if not all((path / file).is_file() for file in files) and not (path.is_file() and path.name in files):
+            fail(f"--grade {path}: has no {', '.join(files)}. Try the folder or the file of a submission")
+    expected = {test for test, outcome in run_tests(ROOT, graded).items() if outcome == "passed"}
+    rows = [("submission", "passed", "of", "verdict", "seconds")]
+    for path in paths:
+        start = time.perf_counter()
+        passed, verdict = grade_one(path, files, graded, expected, flags.limit)
+        rows.append((path, passed, len(expected), verdict, round(time.perf_counter() - start)))
+        print(f"{path}: {passed} of {len(expected)} tests passed, {verdict}", flush=True)
+    with open(out / "grades.csv", "w", encoding="utf-8", newline="") as f:
+        csv.writer(f).writerows(rows)
+    print(out / "grades.csv")
+    return 0
+
+
+def grade_one(path, files, graded, expected, limit):  # -> number of passed tests, verdict
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place) / "copy"
+        shutil.copytree(ROOT, copy, ignore=not_copied)
+        for file in files if path.is_dir() else [path.name]:
+            shutil.copyfile(path / file if path.is_dir() else path, copy / file)
+        must_fail = f"test_{uuid.uuid4().hex}"  # a name that no submission knows
+        (copy / "tests" / f"{must_fail}.py").write_text(f"def {must_fail}():\n    assert False\n", "utf-8")
+        try:
+            outcomes = run_tests(copy, [*graded, f"tests/{must_fail}.py"], limit)
+        except subprocess.TimeoutExpired:
+            return 0, f"stopped after {limit} seconds"
+    if not outcomes:
+        return 0, "no result: it cannot be imported, or it ended the tests"
+    if outcomes.pop(f"tests/{must_fail}.py::{must_fail}", "missing") != "failed":
+        return 0, "refused: a test that must fail did not"
+    passed = len({test for test, outcome in outcomes.items() if outcome == "passed"} & expected)
+    return passed, "right" if passed == len(expected) else "not right"
+
+
+def main(argv=None):  # -> exit code
+    flags = parse_own_flags("python -m experiments.assignment", __doc__, FLAGS, argv)
+    return grade(flags) if flags.grade else make(flags)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,28 @@ def test_every_function_can_be_blanked(file, tmp_path):
         assert [type(line) for line in node.body] in ([ast.Expr, ast.Raise], [ast.Raise])
 
 
+SUBMISSIONS = {  # what replaces the body of newton_schulz: what is printed of it
+    "right": (None, "right"),
+    "wrong": ("    return X", "not right"),
+    "endless": ("    while True:\n        pass", "stopped after 40 seconds"),
+    "leaves": ("    return X\n\n\nimport os\nos._exit(0)", "no result"),
+    "patches": ("""    return X
+
+
+from _pytest.runner import CallInfo
+call = CallInfo.from_call
+def passing(f, when, reraise=None):
+    def quiet():
+        try:
+            f()
+        except Exception:
+            pass
+    return call(quiet, when, reraise)
+CallInfo.from_call = passing""", "refused")}
+
+
 @pytest.mark.slow
-def test_an_assignment_fails_until_it_is_solved(tmp_path):
+def test_an_assignment_fails_until_it_is_solved_and_grades_submissions(tmp_path, capsys):
     out = tmp_path / "assignment"
     assert assignment.main(["--functions", "newton_schulz", "--tests", TEST, "--out_dir", str(out)]) == 0
     source = (assignment.ROOT / "train.py").read_text("utf-8")
@@ -38,20 +58,33 @@ def test_an_assignment_fails_until_it_is_solved(tmp_path):
     assert copy == source.replace(body, blank) != source
     graded = (out / "graded.txt").read_text("utf-8").splitlines()
     assert graded and all(test.startswith(TEST) for test in graded)
-    assert assignment.run_tests(out, ["@graded.txt"]) == 1
-    (out / "train.py").write_text(source, "utf-8")
-    assert assignment.run_tests(out, ["@graded.txt"]) == 0
+    assert "`newton_schulz` in train.py" in (out / "HANDOUT.md").read_text("utf-8")
+    paths = []
+    for name, (code, _) in SUBMISSIONS.items():
+        (tmp_path / name).mkdir()
+        paths.append(tmp_path / name / "train.py")
+        missing = '    raise NotImplementedError("newton_schulz is not written yet")'
+        assert missing in copy
+        paths[-1].write_text(source if code is None else copy.replace(missing, code), "utf-8")
+    paths[0] = paths[0].parent                  # a folder, too
+    capsys.readouterr()
+    assert assignment.main(["--out_dir", str(out), "--limit", "40", "--grade", *map(str, paths)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line, (_, verdict) in zip(lines, SUBMISSIONS.values(), strict=False):
+        assert f"tests passed, {verdict}" in line, line
+    assert len((out / "grades.csv").read_text("utf-8").splitlines()) == 1 + len(SUBMISSIONS)
 
 
 @pytest.mark.parametrize("flags, hint", [
     (["--functions", "mln"], "Try mlm"), (["--functions", "mlm,Objective"], "--functions Objective: "),
+    (["--functions", "nsp_loss"], "shows its code"), (["--grade", "text.txt"], "is not an assignment"),
     (["--functions", "mlm"], "--out_dir .: exists"), (["--functions", "mlm", "--out_dir", "text.txt"], "exists")])
 def test_bad_flags_are_refused(flags, hint, text, refuses):
     refuses(hint, assignment.main, flags)
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_functions_that_tests_cannot_grade_are_refused(code, text, refuses, monkeypatch):
-    monkeypatch.setattr(assignment, "run_tests", lambda *args: code)
+@pytest.mark.parametrize("outcomes", [{}, {"a": "passed"}])
+def test_functions_that_tests_cannot_grade_are_refused(outcomes, text, refuses, monkeypatch):
+    monkeypatch.setattr(assignment, "run_tests", lambda *args: outcomes)
     refuses("--functions weighted_loss: ", assignment.main, ["--functions", "weighted_loss", "--out_dir", "new"])
     assert not Path("new").exists()
