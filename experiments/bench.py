@@ -91,18 +91,22 @@ def random_corpus(hp):
 
 
 def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backward pass of a micro-batch
-    """Also counts attention scores that a mask hides, some of which a GPU's kernels skip."""
+    """Also counts attention scores that a mask hides, some of which a GPU's kernels skip. For a mixture, the mean over
+    the steps."""
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
-    [member] = get_members(cpu)
-    model = train.prepare(random_corpus(cpu), [member], cpu).model
-    batch = train.draw_batch(member, random_corpus(cpu), "train", hp.batch_size, "flops", cpu)
-    batch = train.micro_batch(batch, 0, 1, cpu)
-    model = model.to("meta")                    # meta tensors have shapes but no values: nothing is computed
-    batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
-    with FlopCounterMode(display=False) as counter:
-        loss, _ = member.objective.loss(model, batch, hp)
-        loss.backward()
-    return counter.get_total_flops()
+    members = get_members(cpu)
+    corpus = random_corpus(cpu)
+    model = train.prepare(corpus, members, cpu).model.to("meta")                    # shapes without values: no work
+    flops = 0.0
+    for member in members:
+        batch = train.draw_batch(member, corpus, "train", hp.batch_size, "flops", cpu)
+        batch = train.micro_batch(batch, 0, 1, cpu)
+        batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
+        with FlopCounterMode(display=False) as counter:
+            loss, _ = member.objective.loss(model, batch, hp)
+            loss.backward()
+        flops += member.weight * counter.get_total_flops()
+    return flops
 
 
 def make_step(hp):  # -> a function that takes one training step

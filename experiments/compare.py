@@ -36,14 +36,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import Flag, check_sizes, fail, open_corpus
-from experiments import bench, evaluate
+from experiments import evaluate
 from experiments.evaluate import BITS, HOLE_LENGTHS, METRICS, Metric
 from experiments.flags import parse_with_train_flags, to_words
+from experiments.runs import measuring_checksum, read_code, read_json, training_checksums, write_json
 import train
 from objectives import OBJECTIVES
-from run import SETTINGS, SHARED_FLAGS, VERSION, flag_specs, get_config, get_members, load_checkpoint, load_run
-from run import member_weights, parse, run_program
+from run import SETTINGS, SHARED_FLAGS, VERSION, flag_specs, get_config, get_members, load_checkpoint
+from run import member_weights, parent_settings, parse, run_program
 import torch
+from tqdm import tqdm
 
 FLAGS = {
     "objectives": Flag("", "names separated by commas; default: all, or the first that has the setting of --sweep"),
@@ -59,7 +61,6 @@ FLAGS = {
 }
 # flags of train.py that this program sets
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "init_from"}
-EVAL_VERSION = 13                               # raise it when an evaluation changes: finished runs are measured again
 RANKED = {key: metric for key, metric in METRICS.items() if metric.more_is_better is not None}
 HOLE = "bits of a hole's bytes, given the text on both sides or, where the row says so, only the text before it"
 SUMMARY = {                                     # columns of the first table
@@ -73,6 +74,7 @@ STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # for 2
 SUMMED_UP = {"left_to_right", "bound", "old_before", "old", "new", *(f"infill_{m}" for m in HOLE_LENGTHS)}
 REST = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}                   # second table
 N_CURVE = 5                                     # evaluations of a run, if there is one budget and no --eval_interval
+ESTIMATE_SECONDS = 3.0                          # of training, before the time that all runs need is printed
 
 
 # ---- cells: which runs there are
@@ -86,6 +88,9 @@ class Cell:
     first_argv: list | None = None              # flags of the run from whose weights this one starts
 
 
+Run = namedtuple("Run", "hp argv folder")       # settings, the flags of train.py that give them, folder
+
+
 def plan_cells(flags, rest):  # -> [Cell]
     """Fails before anything runs if train.py would refuse the flags of a run."""
     setting, _, values = flags.sweep.partition("=")
@@ -95,7 +100,7 @@ def plan_cells(flags, rest):  # -> [Cell]
         fail(f"--sweep {flags.sweep}: is not a setting of train.py, replay or start with its values. Try "
              "mask_rate=.1,.15,.3")
     names = choose_objectives(flags.objectives, setting)
-    donors = {*values.split(",")} - {"none"} if setting == "start" else set()
+    donors = {to_objective(value) for value in values.split(",") if setting == "start" and value != "none"}
     given = parse(rest)
     owned = {flag for name in {*names} | donors for flag in own_flags(name)}
     is_curve = not setting and "," not in flags.budgets         # its picture shows the losses over the steps
@@ -116,14 +121,18 @@ def plan_cells(flags, rest):  # -> [Cell]
             argv = [*own, "--data", *replay_sources(flags, value)]
         elif setting == "start" and value != "none":
             first_steps = str(flags.first_steps or steps)
-            first_argv = [*words(value, first_steps), "--seed", seed, "--data", flags.data]
+            first_argv = [*words(to_objective(value), first_steps), "--seed", seed, "--data", flags.data]
             get_members(get_config(first_argv))                 # fails if this objective does not allow these flags
         elif setting not in ("", "start"):
-            if isinstance(flag_specs()[setting].default, str):
+            default = flag_specs()[setting].default
+            if isinstance(default, bool) and value not in ("True", "False"):
+                fail(f"--sweep {flags.sweep}: is on or off. Try {setting}=True,False")
+            if isinstance(default, str):
                 value = value.replace("+", ",")             # not in numbers, such as 1e+1
-            argv += [f"--{setting}", value]
-        table = f"sweep-{setting}-{name}" if setting else "compare"
-        row = f"{setting}={value}" if setting else name
+            argv += to_words({setting: value == "True" if isinstance(default, bool) else value})
+        mixture = name.replace(",", "+")
+        table = f"sweep-{setting}-{mixture.replace(':', '_')}" if setting else "compare"
+        row = f"{setting}={value}" if setting else mixture
         cells.append(Cell(table, row, get_config(argv), argv, first_argv))
     return cells
 
@@ -132,17 +141,21 @@ def own_flags(name):  # an objective or a mixture -> the names of flags that not
     return {flag for part in member_weights(name) for flag in OBJECTIVES[part].flags}
 
 
-def choose_objectives(given, setting):  # --objectives, the setting that is swept or "" -> [name]
-    given = given.replace(" ", "")
+def to_objective(word):  # "clm:0.5+mlm:0.5", a row of a table -> "clm:0.5,mlm:0.5", as train.py has it
+    if ":" in word and "+" not in word:
+        fail(f"--objectives {word}: has a weight, but is not a mixture, which is one row. Try clm:0.5+mlm:0.5")
+    return word.replace("+", ",")
+
+
+def choose_objectives(given, setting):  # --objectives, the setting that is swept or "" -> [name or mixture]
+    names = [to_objective(word) for word in given.replace(" ", "").split(",") if given]
     if setting == "replay":                     # its table compares bits per byte
         owners = [name for name, objective in OBJECTIVES.items() if objective.bpb]
-        if given and not set(given.split(",")) <= set(owners):
+        if not all(any(OBJECTIVES[part].bpb for part in member_weights(name)) for name in names):
             fail(f"--objectives {given}: replay is measured in bits per byte. Try {','.join(owners)}")
     else:
         owners = [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
-    if given:
-        return given.split(",")
-    return owners[:1] or list(OBJECTIVES)
+    return names or owners[:1] or list(OBJECTIVES)
 
 
 def replay_sources(flags, value):  # -> values of --data: the new corpus, and a share of the old one
@@ -157,102 +170,113 @@ def replay_sources(flags, value):  # -> values of --data: the new corpus, and a 
 
 
 # ---- a cell: train it, measure it
-def train_run(argv, crcs, out_dir, label):  # -> folder of the finished run with these flags, or None if it diverged
-    """Skips a finished run and resumes an interrupted one."""
-    hp = get_config(argv)
-    folder = os.path.join(out_dir, "runs", run_name(hp, crcs))
-    if os.path.exists(os.path.join(folder, "ckpt.pt")):
-        if load_checkpoint(folder)["step"] == hp.max_iters:
-            return folder
-        argv = [*argv, "--resume"]
-    os.makedirs(folder, exist_ok=True)
-    print(f"{label}: training, logged in {folder}/log.txt", flush=True)
-    with open(os.path.join(folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        try:
-            code = train.main([*argv, "--out_dir", folder], with_sample=False)
-        except FloatingPointError as e:
-            print(f"{label}: {e}", file=sys.stderr)
-            return None
-    if code:                                    # stopped by a signal
-        print(f"stopped, saved in {folder}. The same command resumes it")
-        sys.exit(code)
-    return folder
+def list_runs(cell, crcs, out_dir):  # cell, checksums of the corpora -> [Run], the last of which is measured
+    """A run that starts from the weights of another one comes after it. Its settings are those that get_config returns
+    as soon as the first run exists."""
+    if not cell.first_argv:
+        return [Run(cell.hp, cell.argv, run_folder(cell.hp, crcs, out_dir))]
+    first_hp = get_config(cell.first_argv)
+    first_folder = run_folder(first_hp, crcs[:1], out_dir)
+    argv = [*cell.argv, "--init_from", first_folder]
+    for name in {"block_size", "attn_scale"} - parse(argv).keys():                  # not those of the first run
+        argv += [f"--{name}", str(getattr(cell.hp, name))]
+    given = parse(argv)
+    parent = parent_settings({"config": vars(first_hp), "step": first_hp.max_iters}, given)
+    hp = Namespace(**vars(cell.hp) | {"init_from": first_folder})
+    for name in parent.keys() - given.keys():
+        setattr(hp, name, parent[name])
+    return [Run(first_hp, cell.first_argv, first_folder), Run(hp, argv, run_folder(hp, crcs, out_dir))]
 
 
-def run_name(hp, crcs):  # settings, checksums of the corpora -> name of the run's folder
+def run_folder(hp, crcs, out_dir):  # settings, checksums of the corpora -> folder of the run
     """Depends only on settings that the objective reads. If a default of another objective changes, the run keeps its
     name. The device is left out, since a run may be resumed on another one, and so is the interval of evaluations."""
     groups = [*SETTINGS.values(), *(m.objective.flags for m in get_members(hp))]
     names = {flag for group in groups for flag in group} - {"device", "eval_interval"}
     settings = {flag: value for flag, value in vars(hp).items() if flag in names}
     tag = zlib.crc32(json.dumps([VERSION, crcs, settings], sort_keys=True).encode())
-    return f"{hp.objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}"
+    objective = hp.objective.replace(",", "+").replace(":", "_")
+    return os.path.join(out_dir, "runs", f"{objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}")
 
 
-def run_cell(cell, flags, sources, probes, label, spent):  # corpora, {metric: ProbeData} -> {metric: number}
-    """Returns {} if the run diverged. Adds its steps and seconds to spent, unless it was measured before."""
-    crcs = [source["crc"] for source in sources]
-    argv = cell.argv
-    first_folder = None
-    start = time.perf_counter()
-    if cell.first_argv:
-        first_folder = train_run(cell.first_argv, crcs[:1], flags.out_dir, f"{label}, its first run")
-        if not first_folder:
+def weights_of(run):
+    return os.path.join(run.folder, "ckpt.pt")
+
+
+def is_finished(run):
+    return os.path.exists(weights_of(run)) and load_checkpoint(weights_of(run))["step"] == run.hp.max_iters
+
+
+def check_runs(runs, code, flags):  # runs: of list_runs
+    """Fails if a run was trained by other code, or can neither be used nor trained."""
+    has_figures = bool(read_figures(runs[-1], flags))
+    for run in runs:
+        new = training_checksums(code, member_weights(run.hp.objective))
+        old = read_json(os.path.join(run.folder, "code.json"))
+        changed = [file for file in new if old.get(file, new[file]) != new[file]]
+        has_weights = os.path.exists(weights_of(run))
+        has_best = os.path.exists(os.path.join(run.folder, "best.pt"))
+        if changed and (has_figures or has_weights or has_best):
+            fail(f"{run.folder}: is older than {' and '.join(changed)}, so it differs from a run of today. Try another "
+                 f"--out_dir, such as {flags.out_dir}-2, which keeps both")
+        if has_best and not has_weights and not has_figures:
+            fail(f"{run.folder}: has best.pt, but neither ckpt.pt nor figures. Try to delete this folder: the same "
+                 "command then trains the run again")
+
+
+def read_figures(run, flags):  # -> {"code": checksum, "metrics": {metric: number}}, or {}
+    tasks = read_json(os.path.join(run.folder, "measured_tasks.json")) if flags.tasks_only else {}
+    return tasks or read_json(os.path.join(run.folder, "measured.json"))
+
+
+def train_run(run, code, label, on_record):  # -> whether the run is finished; False if it diverged
+    """Skips a finished run and resumes an interrupted one."""
+    if is_finished(run):
+        return True
+    argv = [*run.argv, "--out_dir", run.folder]
+    if os.path.exists(weights_of(run)):
+        argv.append("--resume")
+    else:
+        os.makedirs(run.folder, exist_ok=True)
+        write_json(os.path.join(run.folder, "code.json"), training_checksums(code, member_weights(run.hp.objective)))
+    print(f"{label}: training, logged in {run.folder}/log.txt", flush=True)
+    with open(os.path.join(run.folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        try:
+            exit_code = train.main(argv, with_sample=False, on_record=on_record)
+        except FloatingPointError as e:
+            print(f"{label}: {e}", file=sys.stderr)
+            return False
+    if exit_code:                               # stopped by a signal
+        print(f"stopped, saved in {run.folder}. The same command resumes it")
+        sys.exit(exit_code)
+    return True
+
+
+def run_cell(cell, runs, flags, sources, probes, code, label, on_record):  # of list_runs -> {metric: number}
+    """Returns {} if a run diverged. Figures that were measured before are used, if by the same code. Where the weights
+    are deleted, so that a run cannot be measured again, they are used anyway, with a note."""
+    *first, run = runs
+    saved = read_figures(run, flags)
+    if not saved:
+        if first and not train_run(*first, code, f"{label}, its first run", on_record):
             return {}
-        argv = [*argv, "--init_from", first_folder]
-        for name in {"block_size", "attn_scale"} - parse(argv).keys():              # not those of the first run
-            argv += [f"--{name}", str(getattr(cell.hp, name))]
-    folder = train_run(argv, crcs, flags.out_dir, label)
-    if not folder:
-        return {}
-    path = os.path.join(folder, "measured_tasks.json" if flags.tasks_only else "measured.json")
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            saved = json.load(f)
-        if saved.get("eval_version") == EVAL_VERSION:
-            return saved["metrics"]
-    is_short = time.perf_counter() - start < 100                # seconds; measuring takes longer
-    advice = " (--tasks_only skips holes and probes)" if is_short and not flags.tasks_only else ""
-    print(f"{label}: measuring{advice}", flush=True)
-    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), cell.hp.device, "float32")
-    metrics = logged_metrics(folder)
-    metrics |= evaluate.measure(model, get_members(hp)[0].objective, hp, sources[0]["val"], probes, flags.tasks_only)
-    if len(sources) == 2:                       # replay: runs with and without it are compared on the same windows
-        old, new = validation_bits(folder, cell.hp.device, sources)
-        metrics |= {"left_to_right": None, "old": old, "new": new}
-        if first_folder:
-            metrics["old_before"] = validation_bits(first_folder, cell.hp.device, sources)[0]
-    metrics |= summarize(metrics)
-    torch.cuda.empty_cache()                    # the next run asks how much memory is free
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump({"eval_version": EVAL_VERSION, "metrics": metrics}, f)
-    os.replace(path + ".tmp", path)             # a kill leaves no half file
-    spent[:] = spent[0] + cell.hp.max_iters, spent[1] + time.perf_counter() - start
-    return metrics
-
-
-def summarize(metrics):  # -> metrics of the first table and the picture
-    side = "infill" if "infill_4" in metrics else "left"
-    holes = {f"hole_{m}": metrics[f"{side}_{m}"] for m in HOLE_LENGTHS if f"{side}_{m}" in metrics}
-    return holes | {"bits": metrics.get("left_to_right", metrics.get("bound"))}
-
-
-def logged_metrics(folder):  # -> {metric: number} from metrics.jsonl and the settings
-    with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
-        records = [record for record in map(json.loads, f) if record.get("split") == "val"]
-    curve = [(record["step"], record["loss"]) for record in records if record["data"] == records[0]["data"]]
-    last = next(record for record in records if record["step"] == records[-1]["step"])          # of the first source
-    hp = Namespace(**load_checkpoint(folder)["config"] | {"dtype": "float32", "init_from": ""})
-    bits = "bound" if get_members(hp)[0].objective.bpb == "bound" else "left_to_right"
-    loss = float("inf") if last["loss"] is None else last["loss"]       # JSON has no infinity
-    tflop = bench.count_flops(hp) * hp.accum * last["step"] / 1e12
-    return {"loss": loss, bits: last["bpb"], "seconds": last["seconds"], "tflop": tflop, "curve": curve}
-
-
-def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
-    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    records, _ = train.evaluate(model, get_members(hp), sources, hp)
-    return [record["bpb"] for record in records]
+        if not train_run(run, code, label, on_record):
+            return {}
+    checksum = measuring_checksum(code)
+    if saved.get("code") != checksum and all(os.path.exists(weights_of(each)) for each in runs):
+        advice = "" if flags.tasks_only else " (--tasks_only skips holes and probes)"
+        print(f"{label}: measuring{advice}", flush=True)
+        first_folder = first[0].folder if first else None
+        metrics = evaluate.measure_run(run.folder, cell.hp.device, sources, probes, flags.tasks_only, first_folder)
+        saved = {"code": checksum, "metrics": metrics}
+        name = "measured_tasks.json" if flags.tasks_only else "measured.json"
+        write_json(os.path.join(run.folder, name), saved)
+    notes = []
+    if not all(os.path.exists(os.path.join(each.folder, "code.json")) for each in runs):
+        notes.append("trained by an unknown version of the code")
+    if saved.get("code") != checksum:
+        notes.append("measured by older code, and the weights are deleted")
+    return saved["metrics"] | {"notes": notes}
 
 
 # ---- tables of rows {name: {seed: metrics}}, where metrics {metric: number} are empty if the run diverged
@@ -262,6 +286,10 @@ def values_by_seed(seeds, metric):  # {seed: metrics} -> {seed: number}, of the 
 
 def sees_left_only(seeds):  # of holes
     return bool(values_by_seed(seeds, "left_4")) and not values_by_seed(seeds, "infill_4")
+
+
+def is_bound(seeds):  # are the bits left to right an upper bound?
+    return bool(values_by_seed(seeds, "bound")) and not values_by_seed(seeds, "left_to_right")
 
 
 def markdown(rows):  # [[heading, ...], [cell, ...], ...] -> str
@@ -305,7 +333,7 @@ def table(rows, metrics):  # -> [[heading, ...], [cell, ...], ...], without empt
         for name, by_seed in values.items():
             mean = f"{statistics.fmean(by_seed.values()):.{metric.digits}f}" if by_seed else ""
             error = f" ± {statistics.stdev(by_seed.values()):.{metric.digits}f}" if len(by_seed) > 1 else ""
-            bound = "<= " if mean and key == "bits" and values_by_seed(rows[name], "bound") else ""
+            bound = "<= " if mean and key == "bits" and is_bound(rows[name]) else ""
             cells.append(bound + mean + error + "*" * (name in worse and not bound))
         if any(cells):
             columns.append([str(metric), *cells])
@@ -476,37 +504,70 @@ def name_lines(axis, ends, colors):  # writes the name of each row at the end of
 
 
 # ---- the program
+def make_estimator(n_runs, n_steps):  # -> on_record of train.main; prints once how long these runs will take
+    out = sys.stdout                            # where train prints to is a file
+    first = []                                  # records
+
+    def on_record(record):
+        if record.get("split") != "train" or len(first) == 2:
+            return
+        seconds = record["seconds"] - first[0]["seconds"] if first else 0.0         # without the first step
+        if not first or seconds >= ESTIMATE_SECONDS:
+            first.append(record)
+        if len(first) == 2:
+            minutes = n_steps * seconds / (record["step"] - first[0]["step"]) / 60
+            tqdm.write(f"{n_runs} runs, about {minutes:.0f} min, and the time to measure them", file=out)
+            out.flush()
+    return on_record
+
+
 def main(argv=None):  # -> exit code
-    """Trains what is not finished, measures it, writes the tables. Ctrl-C saves the run in progress."""
+    """Trains what is not finished, measures it, writes the tables. Ctrl-C saves the run in progress. All refusals come
+    before the first training."""
     flags, rest = parse_with_train_flags("python -m experiments.compare", __doc__, FLAGS, RESERVED, argv)
     setting = flags.sweep.partition("=")[0]
     cells = plan_cells(flags, rest)
     corpora = [flags.data, flags.new_data] if setting == "replay" else [flags.data]
     sources = open_corpus(corpora)
+    crcs = [source["crc"] for source in sources]
     for cell in cells:
-        check_sizes(sources, get_members(cell.hp)[0].n, cell.hp.block_size)
+        check_sizes(sources, max(m.n for m in get_members(cell.hp)), cell.hp.block_size)
     for corpus in corpora:                      # otherwise the runs would be read as text
         if os.path.isdir(corpus) and Path(flags.out_dir).resolve().is_relative_to(Path(corpus).resolve()):
             fail(f"--out_dir {flags.out_dir}: lies inside the corpus {corpus}. Try a folder outside it")
+    code = read_code()
+    runs_of = [list_runs(cell, crcs, flags.out_dir) for cell in cells]
+    for runs in runs_of:
+        check_runs(runs, code, flags)
+    # {folder: run} of the runs that this call will train
+    to_train = {run.folder: run for runs in runs_of if not read_figures(runs[-1], flags) for run in runs
+                if not is_finished(run)}
+    on_record = make_estimator(len(to_train), sum(run.hp.max_iters for run in to_train.values()))
     os.makedirs(flags.out_dir, exist_ok=True)
     probes = {}
     if flags.data == "stdlib" and not flags.tasks_only:
         probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
     results = {}                                # {table: {budget: {row: {seed: metrics}}}}
-    spent = [0, 0.0]                            # steps and seconds of the runs that this call has trained or measured
     n_finished = 0
-    for i, cell in enumerate(cells):
+    steps = 0                                   # of the runs that this call has trained
+    seconds = 0.0                               # that it took to train and measure them
+    for i, (cell, runs) in enumerate(zip(cells, runs_of)):
         hp = cell.hp
         label = f"[{i + 1}/{len(cells)}] {cell.row}, {hp.max_iters} steps, seed {hp.seed}"
-        metrics = run_cell(cell, flags, sources, probes, label, spent)
+        start = time.perf_counter()
+        metrics = run_cell(cell, runs, flags, sources, probes, code, label, on_record)
         rows = results.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
         rows.setdefault(cell.row, {})[hp.seed] = metrics
         n_finished += bool(metrics)
         outcome = f"loss {metrics['loss']:.4f} nats of its own task" if metrics else "diverged"
-        if spent[0]:
-            minutes = sum(other.hp.max_iters for other in cells[i + 1:]) * spent[1] / spent[0] / 60
+        trained = [to_train.pop(run.folder) for run in runs if run.folder in to_train]
+        if trained:
+            steps += sum(run.hp.max_iters for run in trained)
+            seconds += time.perf_counter() - start
+        if steps:
+            minutes = sum(run.hp.max_iters for run in to_train.values()) * seconds / steps / 60
             outcome += f", about {minutes:.0f} min left"
-        print(f"{label}: {outcome}", flush=True)
+        print(f"{label}: {', '.join([outcome, *metrics.get('notes', [])])}", flush=True)
     references = evaluate.probe_references(cells[0].hp, probes) if probes and not setting else {}
     for table, budgets in results.items():
         settings = "" if setting else differing_settings(cells)

@@ -6,8 +6,10 @@ hp.device. All models read across the ends of documents, even if they were train
 
 N windows of n bytes; a bytes left of a middle of m bytes; C width, V outputs of the byte head; K classes, L layers
 """
+import bz2
 import functools
 import itertools
+import json
 import keyword
 import lzma
 import math
@@ -20,12 +22,13 @@ from dataclasses import dataclass
 
 from data import EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows
 from data import sample_windows, to_bytes
+from experiments.bench import count_flops
 from experiments.score import score_bound, score_by_filling
 import sample
 import train
 from model import for_inference, norm
 from objectives import IGNORE_INDEX, N_BYTES, find_use
-from run import EVAL_ROWS, build, get_members
+from run import EVAL_ROWS, Member, build, get_members, load_checkpoint, load_run
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -37,6 +40,7 @@ PROMPT = 32                                     # bytes of a prompt
 CHAIN_WINDOWS = 16                              # windows filled byte by byte; few, since each byte costs a pass
 MIN_BLOCK = 128                                 # positions that infilling, replaced bytes and written lines need
 CLASSES = {"NAME": 2, "STRING": 3, "FSTRING": 3, "COMMENT": 4, "NUMBER": 5, "OP": 6}        # of tokens; a keyword is 1
+COMPRESSORS = {"bz2": bz2.compress, "lzma": lzma.compress}
 N_PACKAGES = 10                                 # the packages with the most files are told apart
 LEFT_TO_RIGHT = "left to right"                 # an order of writing, in addition to those of sample.unmask
 PIECE = 16                                      # MASKs filled at a time by models that were not trained on all MASKs
@@ -191,12 +195,15 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores
 
 # ---- tasks: what sample.py uses the model for, beside a trivial baseline; {} if the task cannot be measured
 def eval_second_half(model, objective, hp, text):
-    """Bits per byte of a window's second half, given the first. Baseline: lzma on the held-out text as one stream."""
+    """Bits per byte of a window's second half, given the first. Baseline: the better of bz2 and lzma on the held-out
+    text as one stream."""
     n = hp.block_size // 2 - 2                  # leaves space for special ids around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
     stream = to_bytes(text[:train.COMPRESSED_BYTES])
+    size, better = min((len(compress(stream)), name) for name, compress in COMPRESSORS.items())
     return {"task": bits_per_byte(middle_logits(left_logits, model, objective, hp, x, n, n), x[:, n:]),
-            "task_baseline": 8 * len(lzma.compress(stream)) / len(stream)}
+            "task_baseline": 8 * size / len(stream),
+            "task_heading": f"bits per byte of the second half of a window ({better})"}
 
 
 def eval_tokenizable_lines(model, objective, hp, text):
@@ -393,7 +400,7 @@ def eval_retrieval(model, objective, hp, text):
 
 def eval_accuracy(model, objective, hp, text):
     """Share of correct answers on 512 rows, corrupted as in training. Baseline: chance."""
-    [member] = get_members(hp)
+    member = Member(objective, 1.0, objective.n_bytes(hp.block_size, hp))
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
     _, figures = train.mean_loss(member, model, batches, hp)
@@ -402,7 +409,7 @@ def eval_accuracy(model, objective, hp, text):
 
 
 TASKS = {                                       # {mode: (what is measured, with the baseline in brackets, function)}
-    "continue": ("bits per byte of the second half of a window (lzma)", eval_second_half),
+    "continue": ("bits per byte of the second half of a window (bz2 or lzma)", eval_second_half),
     "continue_blocks": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
     "fill": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
     "infill": ("share of holes of 4 bytes restored (four spaces)", eval_infill_exact_match),
@@ -419,7 +426,7 @@ def eval_task(model, objective, hp, text):  # -> metrics of the objective's firs
         return {}
     heading, evaluate = TASKS[objective.uses[0].modes[0]]
     figures = evaluate(model, objective, hp, text)
-    return figures | {"task_heading": heading} if figures else {}
+    return {"task_heading": heading} | figures if figures else {}
 
 
 # ---- linear probes on frozen states: which kind of token does a byte belong to, which package a passage?
@@ -629,16 +636,74 @@ def eval_probes(features, probes):  # {metric: ProbeData} -> {metric: balanced a
 
 
 @torch.no_grad()
-def measure(model, objective, hp, text, probes, tasks_only=False):  # -> {metric: number}
+def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: number}
+    """Of several members, each metric is of the first one that has it."""
     evaluations = [eval_task]
     if hp.block_size >= MIN_BLOCK and not tasks_only:
         evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections, eval_replaced]
     metrics = {}
-    for evaluation in tqdm(evaluations, desc="evaluations", disable=None, leave=False):
-        metrics |= evaluation(model, objective, hp, text)
+    pairs = [*itertools.product(members, evaluations)]
+    for member, evaluation in tqdm(pairs, desc="evaluations", disable=None, leave=False):
+        if evaluation is not eval_task or "task" not in metrics:                    # all figures of a task are of one
+            metrics = evaluation(model, member.objective, hp, text) | metrics
     if 256 % min(hp.block_size, 256) == 0:      # the probes' windows of 256 bytes can be cut into rows
-        metrics |= eval_probes(functools.partial(layer_states, model, objective, hp), probes)
+        metrics |= eval_probes(functools.partial(layer_states, model, members[0].objective, hp), probes)
     return metrics
+
+
+def measure_run(folder, device, sources, probes, tasks_only=False, first_folder=None):  # -> {metric: number}
+    """sources: the corpus, or for replay the old and the new one. first_folder: of the run whose weights this one
+    started from, if it was trained on the old corpus."""
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
+    metrics = logged_metrics(folder)
+    metrics |= measure(model, get_members(hp), hp, sources[0]["val"], probes, tasks_only)
+    if len(sources) == 2:                       # replay: runs with and without it are compared on the same windows
+        old, new = validation_bits(folder, device, sources)
+        metrics |= {"left_to_right": None, "old": old, "new": new}
+        if first_folder:
+            metrics["old_before"] = validation_bits(first_folder, device, sources)[0]
+    torch.cuda.empty_cache()                    # the next run asks how much memory is free
+    return metrics | summarize(metrics)
+
+
+def summarize(metrics):  # -> metrics of the first table and the picture
+    side = "infill" if "infill_4" in metrics else "left"
+    holes = {f"hole_{m}": metrics[f"{side}_{m}"] for m in HOLE_LENGTHS if f"{side}_{m}" in metrics}
+    return holes | {"bits": metrics.get("left_to_right", metrics.get("bound"))}
+
+
+def logged_metrics(folder):  # -> {metric: number} from metrics.jsonl and the settings, of the first member
+    with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
+        records = [record for record in map(json.loads, f) if record.get("split") == "val"]
+    hp = Namespace(**load_checkpoint(folder)["config"])
+    records = [record for record in records if record["data"] == records[0]["data"]]            # of the first source
+    own = [record for record in records if record["objective"] == records[0]["objective"]]
+    last = own[-1]
+    loss = float("inf") if last["loss"] is None else last["loss"]       # JSON has no infinity
+    bits = {}
+    for member, record in zip(get_members(hp), records[-len(get_members(hp)):]):
+        if record["bpb"] is not None:
+            bits.setdefault("bound" if member.objective.bpb == "bound" else "left_to_right", record["bpb"])
+    # work depends neither on these settings nor on values of weights and text
+    same = {"seed": 1, "dtype": "float32", "init_from": "", "out_dir": "", "data": [], "max_iters": 1}
+    tflop = step_flops(json.dumps(vars(hp) | same, sort_keys=True)) * last["step"] / 1e12
+    curve = [(record["step"], record["loss"]) for record in own]
+    return bits | {"loss": loss, "seconds": last["seconds"], "tflop": tflop, "curve": curve}
+
+
+@functools.cache
+def step_flops(settings):  # JSON of the settings -> FLOPs of a step; traced once for runs that differ only in the seed
+    hp = Namespace(**json.loads(settings))
+    return count_flops(hp) * hp.accum
+
+
+def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
+    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
+    bits = []
+    for source in sources:
+        records, _ = train.evaluate(model, get_members(hp), [source], hp)
+        bits.append(next(record["bpb"] for record in records if record["bpb"] is not None))
+    return bits
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ from collections import namedtuple
 from html import escape
 
 from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
-from experiments.compare import draw_panels, holes_panel, summarize
+from experiments.compare import draw_panels, holes_panel
+from experiments.evaluate import summarize
 from experiments.flags import parse_own_flags
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES, find_use

@@ -1,3 +1,4 @@
+import argparse
 import csv
 import dataclasses
 import json
@@ -9,8 +10,9 @@ import pytest
 import torch
 from conftest import tiny
 
-from experiments import compare, evaluate
+from experiments import compare, evaluate, runs
 from objectives import OBJECTIVES
+from run import load_checkpoint
 
 
 def run(*words):  # compares on the text of the folder, with runs of two steps
@@ -19,7 +21,7 @@ def run(*words):  # compares on the text of the folder, with runs of two steps
 
 def all_runs():  # -> {folder: settings}, oldest first
     folders = sorted((os.path.join("out/runs", name) for name in os.listdir("out/runs")), key=os.path.getmtime)
-    return {folder: compare.load_checkpoint(folder)["config"] for folder in folders}
+    return {folder: load_checkpoint(folder)["config"] for folder in folders}
 
 
 def load_metrics(folder):
@@ -37,8 +39,7 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
     for name in names:
-        heading, _ = evaluate.TASKS[OBJECTIVES[name].uses[0].modes[0]]
-        assert f"{name}: {heading}\n" in out and f"| {metrics[name]['task']:.3f} | 1 |" in out
+        assert f"{name}: {metrics[name]['task_heading']}\n" in out and f"| {metrics[name]['task']:.3f} | 1 |" in out
     assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "loss"]
     assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out and out.count(" min left\n") == 4
     assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
@@ -53,9 +54,6 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     run(*words)
     again = capsys.readouterr().out
     assert ": measuring" not in again and again.endswith(out[out.index("\n\n"):]), "a run was measured again"
-    monkeypatch.setattr(compare, "EVAL_VERSION", 99)
-    run(*words)
-    assert {load_metrics(folder)["task"] for folder in all_runs()} == {0.5}, "not measured by the new evaluations"
 
 
 def test_tasks_only_measures_losses_and_tasks(text, monkeypatch):
@@ -76,7 +74,7 @@ def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkey
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
     out = capsys.readouterr().out
     assert "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 steps" in out
-    assert len({compare.logged_metrics(folder)["loss"] for folder in all_runs()}) == len(all_runs()) == 4
+    assert len({evaluate.logged_metrics(folder)["loss"] for folder in all_runs()}) == len(all_runs()) == 4
     with open(text, "ab") as f:
         f.write(b"# more\n")
     run("--objectives", "clm")
@@ -133,8 +131,90 @@ def test_a_killed_run_is_resumed(text):
     with open(f"{folder}/metrics.jsonl", "rb") as f:
         state = {"step": 1, "metrics_bytes": sum(map(len, f.readlines()[:3]))}
     torch.save(torch.load(f"{folder}/ckpt.pt", weights_only=True) | state, f"{folder}/ckpt.pt")
+    os.remove(f"{folder}/measured.json")
     run("--objectives", "clm")
-    assert list(all_runs()) == [folder] and compare.load_checkpoint(folder)["step"] == 2
+    assert list(all_runs()) == [folder] and load_checkpoint(folder)["step"] == 2
+
+
+def edit_code(monkeypatch, file, old, new):  # as if this file of the repository had been edited
+    code = runs.read_code()
+    source = (runs.ROOT / file).read_text("utf-8")
+    assert old in source
+    monkeypatch.setattr(compare, "read_code", lambda: code | {file: runs.read_statements(source.replace(old, new))})
+
+
+def test_runs_and_figures_belong_to_the_code_that_made_them(text, capsys, refuses, monkeypatch):
+    run("--objectives", "mlm")
+    [folder] = all_runs()
+    train = compare.train.main
+    monkeypatch.setattr(compare.train, "main", None)
+    edit_code(monkeypatch, "objectives.py", "shift = torch.randint(0", "shift = torch.randint(1")
+    run("--objectives", "mlm")
+    assert capsys.readouterr().out.count(": measuring") == 1
+    monkeypatch.setattr(evaluate, "measure", lambda *args: {"task": 0.5})
+    edit_code(monkeypatch, "experiments/score.py", "bits = 8.0", "bits = 9.0")
+    run("--objectives", "mlm")
+    assert load_metrics(folder)["task"] == 0.5, "not measured by the new evaluations"
+    edit_code(monkeypatch, "objectives.py", "round(hp.mask_rate * T)", "round(hp.mask_rate * T) + 1")       # of mlm
+    monkeypatch.setattr(compare.train, "main", train)
+    refuses(f"{folder}: is older than objectives.py", run, "--objectives", "clm,mlm")
+    refuses("Try another --out_dir, such as out-2", run, "--objectives", "mlm", "--sweep", "start=none")
+    assert len(all_runs()) == 1, "clm was trained before the refusal"
+    os.remove(f"{folder}/code.json")
+    capsys.readouterr()
+    run("--objectives", "mlm")
+    assert "own task, trained by an unknown version of the code\n" in capsys.readouterr().out
+
+
+def test_figures_outlive_the_weights(text, capsys, refuses, monkeypatch):
+    run("--objectives", "mlm", "--sweep", "start=none,clm")
+    capsys.readouterr()
+    with monkeypatch.context() as m:
+        m.setattr(compare.train, "main", None)
+        for folder in all_runs():
+            os.remove(f"{folder}/ckpt.pt")
+            run("--objectives", "mlm", "--sweep", "start=none,clm")                 # best.pt is left
+            os.remove(f"{folder}/best.pt")
+        run("--objectives", "mlm", "--sweep", "start=none,clm", "--tasks_only")
+        assert "measuring" not in capsys.readouterr().out
+        edit_code(m, "experiments/score.py", "bits = 8.0", "bits = 9.0")
+        run("--objectives", "mlm", "--sweep", "start=none,clm")
+        assert capsys.readouterr().out.count("measured by older code, and the weights are deleted\n") == 2
+    run("--objectives", "clm")
+    folder = max((os.path.join("out/runs", name) for name in os.listdir("out/runs")), key=os.path.getmtime)
+    os.remove(f"{folder}/ckpt.pt")
+    os.remove(f"{folder}/measured.json")
+    refuses(f"{folder}: has best.pt, but neither ckpt.pt", run, "--objectives", "mlm,clm")
+
+
+def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it(text, capsys):
+    name = "mlm:0.5+clm:0.5"
+    run("--objectives", f"{name},clm", "--budgets", "4", "--tasks_only")
+    assert f"| {name} (left side) |" not in capsys.readouterr().out
+    mixture = next(folder for folder, config in all_runs().items() if config["objective"] == name.replace("+", ","))
+    assert os.path.basename(mixture).startswith("mlm_0.5+clm_0.5-4-seed1-")
+    with open(f"{mixture}/metrics.jsonl") as f:
+        records = [json.loads(line) for line in f]
+    mlm, clm = (record for record in records if record.get("split") == "val" and record["step"] == 4)
+    metrics = evaluate.logged_metrics(mixture)
+    assert metrics["loss"] == mlm["loss"] and metrics["left_to_right"] == clm["bpb"] and "bound" not in metrics
+    assert [step for step, _ in metrics["curve"]] == [0, 1, 2, 3, 4]
+    with open(f"{mixture}/measured_tasks.json") as f:
+        assert "second half" in json.load(f)["metrics"]["task_heading"], "rows of 32 have no task of mlm"
+    parts = [evaluate.count_flops(argparse.Namespace(**load_checkpoint(mixture)["config"] | {"objective": each}))
+             for each in ("mlm", "clm")]
+    assert metrics["tflop"] == pytest.approx(sum(parts) / 2 * 4 / 1e12)
+
+
+def test_work_is_traced_once_for_all_seeds_and_time_is_estimated_early(text, capsys, monkeypatch):
+    traced = []
+    count_flops = evaluate.count_flops
+    monkeypatch.setattr(evaluate, "count_flops", lambda hp: traced.append(hp) or count_flops(hp))
+    monkeypatch.setattr(compare, "ESTIMATE_SECONDS", 0.0)
+    run("--objectives", "clm", "--seeds", "1,2", "--warmup_iters", "7")
+    out = capsys.readouterr().out
+    assert len(traced) == 1
+    assert out.count("2 runs, about 0 min") == 1 and out.index("2 runs, about") < out.index("measuring")
 
 
 def test_a_flag_goes_to_the_objectives_that_have_it(text):
@@ -145,6 +225,13 @@ def test_a_flag_goes_to_the_objectives_that_have_it(text):
         assert cells[0].hp.eval_interval == interval, "not a fifth of the run, whose losses are drawn"
 
 
+def test_a_switch_can_be_swept():
+    flags = compare.parse_with_train_flags("", "", compare.FLAGS, set(), ["--objectives", "clm,mlm"])
+    flags[0].sweep = "doc_mask=True,False"
+    cells = compare.plan_cells(*flags)
+    assert [(cell.row, cell.hp.doc_mask) for cell in cells[:2]] == [("doc_mask=True", True), ("doc_mask=False", False)]
+
+
 @pytest.mark.parametrize("flags, hint", [
     ("--sweep seed=1,2", "is not a setting"), ("--sweep mask_rate", "Try mask_rate"),
     ("--sweep mask_rate=2", "--mask_rate"), ("--sweep replay=x", "shares"), ("--sweep start=none,clam", "Try clm"),
@@ -152,7 +239,8 @@ def test_a_flag_goes_to_the_objectives_that_have_it(text):
     ("--seed 7", "itself"), ("--budgets 1e3", "--max_iters"), ("--data . --out_dir out", "inside"),
     ("--objectives clm --sweep block_size=64,200000", "200000"),
     ("--budget 2", "--budget"), ("--objectives clm --tau .1", "Try it with contrastive"),
-    ("--sweep tau=.1 --objectives clm", "Try it with contrastive")])
+    ("--sweep tau=.1 --objectives clm", "Try it with contrastive"),
+    ("--objectives clm:0.5,mlm:0.5", "Try clm:0.5+mlm:0.5"), ("--sweep doc_mask=1 --objectives clm", "True,False")])
 def test_bad_flags_are_refused_before_anything_runs(flags, hint, text, refuses):
     data = [] if "--data" in flags else ["--data", text]
     refuses(hint, compare.main, [*data, *flags.split()])
@@ -161,7 +249,7 @@ def test_bad_flags_are_refused_before_anything_runs(flags, hint, text, refuses):
 
 # ---- tables and the picture
 def summarized(rows):  # as run_cell returns the metrics of runs
-    return {name: {seed: run and run | compare.summarize(run) for seed, run in seeds.items()}
+    return {name: {seed: run and run | evaluate.summarize(run) for seed, run in seeds.items()}
             for name, seeds in rows.items()}
 
 
