@@ -142,7 +142,7 @@ def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), va
         data = read_file(path)
     except OSError as e:
         fail(f"--data {path}: cannot be read ({e}). Try another file")
-    check_text("data", path, data)
+    check_text(path, data)
     check_json(path, data)
     cut = len(data) * 9 // 10                   # the last 10% is for validation
     return data[:cut], data[cut:], ""
@@ -168,7 +168,7 @@ def find_format(start):  # first bytes of a file -> name of its format if it is 
     return next((name for signature, name in SIGNATURES.items() if start.startswith(signature)), "")
 
 
-def check_text(flag, path, data):  # fails if the contents of path, data (N,), are empty or do not begin as a text does
+def check_text(path, data, flag="data"):  # fails if data (N,), the contents of path, does not begin as a text does
     if not len(data):
         fail(f"--{flag} {path}: is empty. Try another file (a pipe can be read only once; > empties a file)")
     start = data[:START_BYTES]

@@ -514,7 +514,7 @@ def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always 
             text = f.read()
     except (OSError, ValueError) as e:          # ValueError: a path with a NUL in it
         fail(f"--{flag} {path}: cannot be read ({e}). Try a path to text")
-    check_text(flag, path, from_bytes(text))
+    check_text(path, from_bytes(text), flag)
     return text
 
 

@@ -23,11 +23,12 @@ from argparse import Namespace
 
 from data import VOCAB_SIZE, Flag, fail, make_rng
 from experiments.flags import parse_with_train_flags
+from experiments.runs import load_latest
 import sample
 import train
 from model import for_inference
 from objectives import OBJECTIVES, find_use
-from run import build, get_config, get_members, load_run, parse, run_program, use_device
+from run import build, get_config, get_members, parse, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -225,13 +226,13 @@ def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
     """Loads --run or makes a model of random weights. Weights as initialized would not do: with them every byte is
     equally likely, EOT too, and a sample would soon end."""
     if flags.run:
-        model, hp, ckpt = load_run(flags.run, hp.device, hp.dtype)
+        model, hp, ckpt = load_latest(flags.run, hp.device, hp.dtype)
         return model, hp, ckpt["held_out"][:hp.block_size // 2].tolist()
     model = build(get_members(hp), hp)
     torch.manual_seed(1)
     for t in model.requires_grad_(False).parameters():
         t.normal_(0, 0.05)
-    torch.backends.cuda.enable_cudnn_sdp(False)                 # as load_run does
+    torch.backends.cuda.enable_cudnn_sdp(False)                 # as load_latest does
     prompt = torch.randint(1, 256, (hp.block_size // 2,), generator=make_rng("bench")).tolist()
     return for_inference(model), hp, prompt
 

@@ -16,16 +16,17 @@ import zlib
 
 from data import EOT, Flag, fail, from_bytes, to_bytes
 from experiments.flags import parse_own_flags
+from experiments.runs import load_latest
 from model import Cache
 from objectives import N_BYTES, find_use
-from run import DEVICE_FLAGS, get_members, load_run, newest_run, run_program
+from run import DEVICE_FLAGS, get_members, newest_run, run_program
 from train import compressor_bits
 import torch
 import torch.nn.functional as F
 
 FLAGS = {
     "file": Flag("", "file to compress; one that ends in .nptx is decompressed"),
-    "out_dir": Flag("", "run folder or checkpoint file of the model; without it the latest run under out/"),
+    "out_dir": Flag("", "run folder (its ckpt.pt) or checkpoint file; without it the latest run under out/"),
     "device": DEVICE_FLAGS["device"],
 }
 PRECISION = 16                                  # the frequencies of all 256 bytes add up to 2^PRECISION
@@ -136,7 +137,7 @@ def main(argv=None):  # -> exit code
     out = path.removesuffix(".nptx") if is_compressed else f"{path}.nptx"
     if os.path.exists(out):
         fail(f"--file {path}: would overwrite {out}, which exists. Try to rename that file")
-    model, hp, _ = load_run(flags.out_dir or newest_run(), flags.device, "float32")
+    model, hp, _ = load_latest(flags.out_dir or newest_run(), flags.device, "float32")
     exact = [m for m in get_members(hp) if m.objective.bpb in ("loss", "causal") and find_use(m.objective, "continue")]
     if not exact:
         fail(f"--out_dir: {hp.objective} has no left-to-right probability. Try a run trained as clm")

@@ -19,9 +19,10 @@ from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
 from experiments.compare import draw_panels, holes_panel
 from experiments.evaluate import summarize
 from experiments.flags import parse_own_flags
+from experiments.runs import load_latest
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES, find_use
-from run import get_config, get_members, load_run, run_program
+from run import get_config, get_members, run_program
 import sample
 from train import explain_symbols, to_symbol
 import torch
@@ -190,7 +191,7 @@ def read_runs(flags, names):  # -> {name: {seed: metrics}} of the runs with this
 
 
 def record(flag, folder, mode, prompt, n=160, passes=16):  # -> title, ids, the moment of each: 0 start, 1 end
-    model, hp, _ = load_run(folder)
+    model, hp, _ = load_latest(folder)
     use = find_use(get_members(hp)[0].objective, mode)
     if not use:
         fail(f"--{flag} {folder}: {hp.objective} does not {mode} texts. Try a run of another objective")

@@ -6,7 +6,8 @@
     python -m experiments.gpu_check --device cpu --small            tests this program itself on a CPU, in minutes
 
 Each step is a command that runs in its own process. Its output is kept in --out_dir. If you run the same command again,
-it runs the steps that have not finished yet. Please send report.txt to the authors, whatever it says.
+it runs the steps that have not finished yet; after a change of the code, all of them. Please send report.txt to the
+authors, whatever it says.
 """
 import os
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from data import Flag
 from experiments.flags import parse_own_flags
+from experiments.runs import ROOT
 from objectives import OBJECTIVES, find_use
 from run import resolve_device, run_program
 from torch.utils.collect_env import get_pretty_env_info
@@ -63,10 +65,15 @@ def list_steps(flags):  # -> [Step], the most useful first: tests, speed, traini
     ]
     words = ["--budgets", "4"] if flags.small else ["--budgets", "20000"]
     long_rows = SIZE_384.replace("--block_size 256", "--block_size 512")
-    out = os.path.join(flags.out_dir, "compare")
+    out = os.path.join(flags.out_dir, f"compare-{code_version()}")                  # compare refuses runs of other code
     steps.append(Step("every objective", command("compare", long_rows, "--out_dir", out, *words)))
     # compiles every objective, which can take a quarter of an hour
     return [*steps, Step("every objective, compiled and captured", [*tests, "(gpu or cuda) and never_wait"])]
+
+
+def code_version():  # -> checksum of all files of the program and of the tests
+    paths = sorted(path for folder in ("", "experiments", "tests") for path in (ROOT / folder).glob("*.py"))
+    return f"{zlib.crc32(b''.join(path.read_bytes() for path in paths)):08x}"
 
 
 def run_step(step, path, seconds):  # -> verdict
@@ -90,13 +97,15 @@ def main(argv=None):  # -> exit code
     machine = get_pretty_env_info()
     os.makedirs(flags.out_dir, exist_ok=True)
     report = os.path.join(flags.out_dir, "report.txt")
+    version = code_version()
     steps = list_steps(flags)
     deadline = time.perf_counter() + 60 * flags.minutes
     verdicts = dict.fromkeys(range(len(steps)), "not run")
     outputs = ""
     for i, step in enumerate(steps):
-        # the name depends on the command: a step with other words is run again
-        path = os.path.join(flags.out_dir, f"{i + 1:02d}-{zlib.crc32(' '.join(step.words).encode()):08x}.txt")
+        # the name depends on the command and on the code: a step is run again if one of them has changed
+        tag = zlib.crc32(" ".join([version, *step.words]).encode())
+        path = os.path.join(flags.out_dir, f"{i + 1:02d}-{tag:08x}.txt")
         left = deadline - time.perf_counter()
         if os.path.exists(path):
             before = Path(path).read_text("utf-8", "replace").rpartition("verdict: ")[2]

@@ -1,6 +1,6 @@
 """How many bits per byte does a trained model need for a text?
 
-    python -m experiments.score --file book.txt                     the latest run under out/
+    python -m experiments.score --file book.txt                     the latest run under out/, its latest weights
     python -m experiments.score --file book.txt --out_dir out/mdlm --seed 2
     python -m experiments.score --file book.txt --out_dir out/clm_.5+mlm_.5 --objective mlm
     python -m experiments.score --pairs blimp.jsonl                 minimal pairs: is the better text more probable?
@@ -17,15 +17,16 @@ models that fill, the pseudo-log-likelihood (Salazar et al. 2020): each byte is 
 
 N texts, n bytes, T = block_size positions of the model, V outputs of the byte head
 """
+import codecs
 import json
 import math
-import statistics
 
-from data import EOT, MASK, Flag, fail, from_bytes, make_rng, to_bytes
+from data import EOT, MASK, Flag, fail, from_bytes, make_rng
 from experiments.flags import parse_own_flags
+from experiments.runs import load_latest
 import sample
 from objectives import N_BYTES, OBJECTIVES, add_weights, find_use
-from run import DEVICE_FLAGS, get_members, load_run, newest_run, run_program
+from run import DEVICE_FLAGS, get_members, newest_run, run_program
 from train import compressor_bits
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ from tqdm import tqdm
 FLAGS = {
     "file": Flag("", "file to score"),
     "pairs": Flag("", "file of minimal pairs, in place of --file"),
-    "out_dir": Flag("", "run folder or checkpoint file of the model; without it the latest run under out/"),
+    "out_dir": Flag("", "run folder (its ckpt.pt) or checkpoint file; without it the latest run under out/"),
     "objective": Flag("", "member of a mixture to use; without it the first that defines a probability of a text"),
     "seed": Flag(1, "random seed of the masks for an upper bound", 0, 2 ** 31),
     "device": DEVICE_FLAGS["device"],
@@ -111,9 +112,10 @@ def score_bound(model, objective, data, hp, seed):  # (n,) uint8 -> upper bound 
     return bits, variance ** 0.5
 
 
-def read_pairs(path, data):  # (n,) uint8 -> [(UID, better text, worse text)]; the texts are bytes
+def read_pairs(path):  # -> [(UID, better text, worse text)]; the texts are bytes
     pairs = []
-    for i, line in enumerate(to_bytes(data).splitlines(), 1):
+    text = sample.read_text("pairs", f"FILE:{path}").removeprefix(codecs.BOM_UTF8)
+    for i, line in enumerate(text.splitlines(), 1):
         try:
             if path.endswith(".jsonl"):
                 pair = json.loads(line)
@@ -122,7 +124,9 @@ def read_pairs(path, data):  # (n,) uint8 -> [(UID, better text, worse text)]; t
                 good, bad = line.split(b"\t")
                 pairs.append(("all pairs", good, bad))
         except (ValueError, LookupError, TypeError, AttributeError):
-            fail(f"--pairs {path}: line {i} is not a pair. Try the formats that --help describes")
+            fail(f"--pairs {path}: line {i} is not a pair. Try the formats that experiments.score --help describes")
+    if not pairs:
+        fail(f"--pairs {path}: holds no pair. Try another file")
     return pairs
 
 
@@ -147,8 +151,19 @@ def score_texts(score, texts, device):  # score: bytes (N, n) -> (N,); texts as 
     return scores
 
 
-def compare_pairs(model, objective, hp, pairs, seed):  # prints a line for each UID and one for all pairs
+def has_probability(objective):  # does the objective define a probability of a text?
+    return bool(objective.bpb or find_use(objective, "fill"))
+
+
+def check_pairs(pairs, objective, hp):  # fails if a text does not fit into a row
     size = min(hp.block_size, objective.n_bytes(hp.block_size, hp))                 # maximum number of bytes of a text
+    if not objective.bpb:
+        size = sample.text_space(find_use(objective, "fill"), hp.block_size)
+    if not all(0 < len(text) <= size and EOT not in text for pair in pairs for text in pair[1:]):
+        fail(f"--pairs: a text is empty, contains a NUL or is longer than {size} bytes. Try other texts")
+
+
+def score_pairs(model, objective, hp, pairs, seed):  # -> [1, 0.5 or 0 for each pair], how the texts are scored
     fill = find_use(objective, "fill")
     if objective.bpb == "bound":
         score = lambda x: torch.tensor([-score_bound(model, objective, text, hp, seed)[0] for text in x])
@@ -157,24 +172,31 @@ def compare_pairs(model, objective, hp, pairs, seed):  # prints a line for each 
         score = lambda x: exact_scores(model, x)
         kind = "exact log-probability, left to right after an EOT, 1 pass for each text"
     else:
-        size = sample.text_space(fill, hp.block_size)
         score = lambda x: pseudo_scores(model, x, fill)
         kind = "pseudo-log-likelihood, n passes for a text of n bytes"
-    texts = [text for pair in pairs for text in pair[1:]]
-    if not all(0 < len(text) <= size and EOT not in text for text in texts):
-        fail(f"--pairs: a text is empty, contains a NUL or is longer than {size} bytes. Try other texts")
-    scores = score_texts(score, texts, hp.device)
-    points = {}                                 # {UID: 1, 0.5 or 0 for each pair}
-    for uid, good, bad in pairs:
-        points.setdefault(uid, []).append((scores[good] > scores[bad]) + (scores[good] == scores[bad]) / 2)
-    points["all pairs"] = sum(points.values(), [])              # also in a file without UIDs
+    scores = score_texts(score, [text for pair in pairs for text in pair[1:]], hp.device)
+    return [(scores[good] > scores[bad]) + (scores[good] == scores[bad]) / 2 for _, good, bad in pairs], kind
+
+
+def share_and_error(points):  # of score_pairs, or their differences, of several seeds (S, N) -> mean, standard error
+    """Each pair is averaged over the seeds. The error is that of the mean over pairs and that of the mean over seeds,
+    added in quadrature. With one seed, it is that over pairs alone."""
+    S, N = points.shape
+    variance = points.mean(0).var(correction=0) / N
+    if S > 1:
+        variance += points.mean(1).var() / S
+    return float(points.mean()), float(variance ** 0.5)
+
+
+def print_pairs(pairs, points, kind):  # a line for each UID and one for all pairs
+    groups = {}
+    for (uid, *_), point in zip(pairs, points):
+        groups.setdefault(uid, []).append(point)
+    groups["all pairs"] = points                # also in a file without UIDs
     print(f"share of pairs whose better text has the higher score: {kind}\n  pairs   share   error")
-    for uid, p in points.items():
-        print(f"{len(p):7,}  {statistics.fmean(p):6.3f}  {statistics.pstdev(p) / len(p) ** 0.5:6.3f}  {uid}")
-
-
-def has_probability(objective):  # does the objective define a probability of a text?
-    return bool(objective.bpb or find_use(objective, "fill"))
+    for uid, group in groups.items():
+        share, error = share_and_error(torch.tensor([group], dtype=torch.double))
+        print(f"{len(group):7,}  {share:6.3f}  {error:6.3f}  {uid}")
 
 
 def print_bits(bits, n, kind):
@@ -183,29 +205,24 @@ def print_bits(bits, n, kind):
 
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.score", __doc__, FLAGS, argv)
-    name = "pairs" if flags.pairs else "file"
-    file = flags.pairs or flags.file
-    if not file or flags.pairs and flags.file:
+    if bool(flags.pairs) == bool(flags.file):
         fail("--file: give either --file or --pairs. Try --file book.txt")
-    try:
-        with open(file, "rb") as f:
-            data = from_bytes(f.read())
-    except (OSError, ValueError) as e:          # ValueError: a path with a NUL in it
-        fail(f"--{name} {file}: cannot be read ({e}). Try another file")
-    if not len(data):
-        fail(f"--{name} {file}: is empty. Try another file")
+    pairs = read_pairs(flags.pairs) if flags.pairs else []
+    data = from_bytes(b"" if pairs else sample.read_text("file", f"FILE:{flags.file}"))
     path = flags.out_dir or newest_run()
-    model, hp, ckpt = load_run(path, flags.device, flags.dtype)
+    model, hp, _ = load_latest(path, flags.device, flags.dtype)
     members = sample.choose_members(hp, flags.objective)
     m = next((m for m in members if has_probability(m.objective)), members[0])
     objective = m.objective
     if not has_probability(objective):
         able = ", ".join(name for name, other in OBJECTIVES.items() if has_probability(other))
         fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run of one of {able}")
-    member = f", used as {objective.name}" if len(get_members(hp)) > 1 else ""
-    sample.note(f"{ckpt['path']}: {hp.objective}{member}, step {ckpt['step']} of {hp.max_iters}")
-    if flags.pairs:
-        compare_pairs(model, objective, hp, read_pairs(flags.pairs, data), flags.seed)
+    if len(get_members(hp)) > 1:
+        sample.note(f"used as {objective.name}")
+    if pairs:
+        check_pairs(pairs, objective, hp)
+        points, kind = score_pairs(model, objective, hp, pairs, flags.seed)
+        print_pairs(pairs, points, kind)
         return 0
     print(f"{len(data):,} bytes; compressors: {compressor_bits(data)}")
     T = hp.block_size

@@ -51,7 +51,7 @@ def test_results_are_those_of_one_length_and_commit(tmp_path):
 
 
 def test_the_animation_ends_with_both_texts(monkeypatch, refuses):
-    monkeypatch.setattr(figures, "load_run", lambda folder: (randomized(), settings(folder, 32), None))
+    monkeypatch.setattr(figures, "load_latest", lambda folder: (randomized(), settings(folder, 32), None))
     filled, written = (figures.record("run", *use, b"a<b\n", 8, 3) for use in (("mdlm", "fill"), ("clm", "continue")))
     assert bytes(filled[1][:4]) == bytes(written[1][:4]) == b"a<b\n" and len(filled[1]) == 12
     assert filled[2][:4] == [0] * 4 and {round(3 * time) for time in filled[2][4:]} <= {1, 2, 3}

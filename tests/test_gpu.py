@@ -164,3 +164,6 @@ def test_the_gpu_check_reports_failures_and_can_be_continued(tmp_path, monkeypat
     report = (tmp_path / "report.txt").read_text()
     assert "2. bad: FAILED with exit code 1" in report and "3. slow: passed" in report
     assert capsys.readouterr().out.count("in an earlier call") == 2
+    monkeypatch.setattr(gpu_check, "code_version", lambda: "of edited code")
+    gpu_check.main(out)
+    assert "in an earlier call" not in capsys.readouterr().out

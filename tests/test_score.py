@@ -1,4 +1,5 @@
 """Every way to compute the bits of a text equals a slow reference; and the program that prints them."""
+import gzip
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from test_sample import FRAMED, IN_PLACE, Stub, T, ids
 
 import sample
 import test_sample
-from data import EOT, MASK, from_bytes
+from data import EOT, MASK
 from experiments import score
 from objectives import OBJECTIVES, Fill
 
@@ -122,7 +123,7 @@ def test_shares_and_errors(runs, capsys, monkeypatch):
 
 
 def test_the_60_pairs_have_the_format_of_blimp():
-    pairs = score.read_pairs("pairs.jsonl", from_bytes(Path(__file__).with_name("pairs.jsonl").read_bytes()))
+    pairs = score.read_pairs(str(Path(__file__).with_name("pairs.jsonl")))
     assert [uid for uid, *_ in pairs] == ["agreement"] * 20 + ["word_order"] * 20 + ["syntax"] * 20
 
 
@@ -131,8 +132,31 @@ def test_the_60_pairs_have_the_format_of_blimp():
     ("clm", b"a\t" + b"b" * 33, "longer than 32"), ("nsp", b"a\t" + b"b" * 31, "longer than 30")])
 def test_bad_pairs_are_refused(name, content, hint, runs, refuses, monkeypatch):
     Path("bad.txt").write_bytes(content)
-    monkeypatch.setattr(score.sample, "note", lambda text: None)
     refuses(hint, score.main, ["--out_dir", f"out/{name}", "--pairs", "bad.txt"])
+
+
+@pytest.mark.parametrize("content, hint", [
+    ("a\tb".encode("utf-16"), "UTF-16"), (gzip.compress(b"a\tb"), "is a gzip file"), (b"\xef\xbb\xbf", "no pair")])
+def test_what_is_not_text_is_refused(content, hint, runs, refuses):
+    Path("bad.txt").write_bytes(content)
+    for program, flag in ((score, "pairs"), (score, "file"), (sample, "corpus")):
+        if hint != "no pair" or flag == "pairs":
+            refuses(f"--{flag} bad.txt: ", program.main, ["--out_dir", "out/contrastive", f"--{flag}", "bad.txt"])
+            refuses(hint, program.main, ["--out_dir", "out/contrastive", f"--{flag}", "bad.txt"])
+
+
+def test_a_byte_order_mark_is_not_a_part_of_the_first_pair(tmp_path):
+    in_json = json.dumps({"UID": "u", "sentence_good": "x", "sentence_bad": "y"})
+    for name, pair in (("a.txt", "x\ty"), ("a.jsonl", in_json)):
+        (tmp_path / name).write_text(pair, "utf-8-sig")
+        assert score.read_pairs(str(tmp_path / name))[0][1:] == (b"x", b"y")
+
+
+def test_the_error_adds_that_over_pairs_and_that_over_seeds():
+    points = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0]]).double()    # pairs .. 1, 0, .5, .5; seeds .75 and .25
+    share, error = score.share_and_error(points)
+    assert share == 0.5 and error == pytest.approx((0.125 / 4 + 0.125 / 2) ** 0.5)
+    assert score.share_and_error(points[:1]) == (0.75, pytest.approx((0.1875 / 4) ** 0.5))
 
 
 # ---- the program
@@ -152,8 +176,8 @@ def output(capsys, run, *flags, file="book.txt"):
 @pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if score.has_probability(o)])
 def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkeypatch):
     dtypes = []
-    load_run = score.load_run
-    monkeypatch.setattr(score, "load_run", lambda *args: dtypes.append(args[2]) or load_run(*args))
+    load_latest = score.load_latest
+    monkeypatch.setattr(score, "load_latest", lambda *args: dtypes.append(args[2]) or load_latest(*args))
     monkeypatch.setattr(score, "FILLED_BYTES", 100)
     objective = OBJECTIVES[name]
     fills = any("fill" in use.modes for use in objective.uses)
@@ -163,7 +187,7 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
     assert ("left to right, windows of 32, stride 16" in out) == (objective.bpb in ("loss", "causal"))
     assert ("left to right by filling MASKs, the first 100 bytes, windows of " in out) == fills
     assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
-    assert err == f"--- {Path('out') / name / 'best.pt'}: {name}, step 2 of 2\n"
+    assert err == f"--- {Path('out') / name / 'ckpt.pt'}: {name}, step 2 of 2\n"
     assert dtypes == ["float32"], "the default is float32, not the device's type"
 
 
@@ -177,7 +201,7 @@ def test_scores_are_computed_in_the_given_type(runs, capsys, monkeypatch):
 
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
     for run, flags, member in ((MIX, [], "mlm"), (BOTH, [], "clm"), (BOTH, ["--objective", "mlm"], "mlm")):
-        assert f"used as {member}, step 2 of 2" in output(capsys, run, *flags).err
+        assert output(capsys, run, *flags).err.endswith(f"step 2 of 2\n--- used as {member}\n")
 
 
 @pytest.mark.parametrize("run, flags, hint", [
