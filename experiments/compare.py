@@ -22,6 +22,7 @@ Flags that are not listed below are train.py's, such as --n_layer 6. One that on
 """
 import contextlib
 import csv
+import functools
 import itertools
 import json
 import math
@@ -32,17 +33,17 @@ import time
 import zlib
 from argparse import Namespace
 from collections import namedtuple
-from dataclasses import dataclass
 from pathlib import Path
 
-from data import Flag, check_sizes, fail, open_corpus
+from data import Flag, check_sizes, fail, make_rng, open_corpus
 from experiments import evaluate
 from experiments.evaluate import BITS, HOLE_LENGTHS, METRICS, Metric
 from experiments.flags import parse_with_train_flags, to_words
 from experiments.runs import measuring_checksum, read_code, read_json, training_checksums, write_json
+from experiments.score import check_pairs, choose_scored, read_pairs, score_pairs, share_and_error
 import train
 from objectives import OBJECTIVES
-from run import SETTINGS, SHARED_FLAGS, VERSION, flag_specs, get_config, get_members, load_checkpoint
+from run import SETTINGS, SHARED_FLAGS, VERSION, flag_specs, get_config, get_members, load_checkpoint, load_run
 from run import member_weights, parent_settings, parse, run_program
 import torch
 from tqdm import tqdm
@@ -55,40 +56,32 @@ FLAGS = {
     "new_data": Flag(os.path.join(torch.__path__[0], "include"), "second corpus, for --sweep replay"),
     "sweep": Flag("", "a setting and its values, as in mask_rate=.1,.15,.3"),
     "first_steps": Flag(0, "for --sweep start: steps of the first run; 0: as many as of the second", 0),
+    "pairs": Flag("", "file of minimal pairs, as experiments.score reads it: also print the share of right ones"),
+    "baseline": Flag("", "row to subtract from each other row; default: every two of up to four rows"),
     "tasks_only": Flag(False, "measure only losses and each objective's own task, in less time"),
-    "latex": Flag(False, "write the first table as a .tex file, too"),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
 }
 # flags of train.py that this program sets
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "init_from"}
-RANKED = {key: metric for key, metric in METRICS.items() if metric.more_is_better is not None}
 HOLE = "bits of a hole's bytes, given the text on both sides or, where the row says so, only the text before it"
 SUMMARY = {                                     # columns of the first table
     "bits": Metric("left to right", 3, "", False, "each byte from all bytes before it; <= is diffusion's upper bound"),
     **{key: METRICS[key] for key in ("old_before", "old", "new")},
-    **{f"hole_{m}": Metric(f"of {m}" if i else f"hole of {m} bytes", 2, "", False, HOLE)
-       for i, m in enumerate(HOLE_LENGTHS)},
+    **{f"hole_{m}": Metric(f"hole of {m} bytes", 2, "", False, HOLE) for m in HOLE_LENGTHS},
     "task": Metric("own task", 3),
 }
 STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # for 2, 3, ... seeds
 SUMMED_UP = {"left_to_right", "bound", "old_before", "old", "new", *(f"infill_{m}" for m in HOLE_LENGTHS)}
 REST = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}                   # second table
-N_CURVE = 5                                     # evaluations of a run, if there is one budget and no --eval_interval
-ESTIMATE_SECONDS = 3.0                          # of training, before the time that all runs need is printed
+N_COLUMNS = 8                                   # maximum number of columns of the second table
+N_EVALUATIONS = 5                               # of a run without --eval_interval; each also saves the run
 
 
 # ---- cells: which runs there are
-@dataclass
-class Cell:
-    """A run to train and to measure."""
-    table: str                                  # file name of the table and the picture in which it appears
-    row: str                                    # the objective, or in a sweep "mask_rate=.3"
-    hp: Namespace
-    argv: list                                  # flags of train.py
-    first_argv: list | None = None              # flags of the run from whose weights this one starts
-
-
-Run = namedtuple("Run", "hp argv folder")       # settings, the flags of train.py that give them, folder
+# a run to train and to measure. table: name of the files in which it appears; row: the objective, or in a sweep
+# "mask_rate=.3"; argv: flags of train.py; first_argv: those of the run from whose weights this one starts, or None
+Cell = namedtuple("Cell", "table row hp argv first_argv")
+Run = namedtuple("Run", "hp argv folder")       # settings, the flags of train.py that give them
 
 
 def plan_cells(flags, rest):  # -> [Cell]
@@ -103,11 +96,10 @@ def plan_cells(flags, rest):  # -> [Cell]
     donors = {to_objective(value) for value in values.split(",") if setting == "start" and value != "none"}
     given = parse(rest)
     owned = {flag for name in {*names} | donors for flag in own_flags(name)}
-    is_curve = not setting and "," not in flags.budgets         # its picture shows the losses over the steps
 
     def words(name, steps):  # the flags of train.py for this objective; it refuses those that no objective here has
         read = {flag: value for flag, value in given.items() if flag not in owned - own_flags(name)}
-        interval = max(1, int(steps) // N_CURVE) if is_curve and steps.isdecimal() else steps
+        interval = max(1, int(steps) // N_EVALUATIONS) if steps.isdecimal() else steps
         return ["--objective", name, "--max_iters", steps, *to_words({"eval_interval": interval} | read)]
     cells = []
     grid = itertools.product(flags.budgets.split(","), flags.seeds.split(","), names, values.split(","))
@@ -207,19 +199,17 @@ def is_finished(run):
     return os.path.exists(weights_of(run)) and load_checkpoint(weights_of(run))["step"] == run.hp.max_iters
 
 
-def check_runs(runs, code, flags):  # runs: of list_runs
-    """Fails if a run was trained by other code, or can neither be used nor trained."""
+def check_runs(runs, code, flags):  # of list_runs; fails if one is of other code, or can neither be used nor trained
     has_figures = bool(read_figures(runs[-1], flags))
     for run in runs:
         new = training_checksums(code, member_weights(run.hp.objective))
         old = read_json(os.path.join(run.folder, "code.json"))
         changed = [file for file in new if old.get(file, new[file]) != new[file]]
-        has_weights = os.path.exists(weights_of(run))
-        has_best = os.path.exists(os.path.join(run.folder, "best.pt"))
-        if changed and (has_figures or has_weights or has_best):
+        weights = {"ckpt.pt", "best.pt"} & {*(os.listdir(run.folder) if os.path.isdir(run.folder) else [])}
+        if changed and (has_figures or weights):
             fail(f"{run.folder}: is older than {' and '.join(changed)}, so it differs from a run of today. Try another "
                  f"--out_dir, such as {flags.out_dir}-2, which keeps both")
-        if has_best and not has_weights and not has_figures:
+        if weights == {"best.pt"} and not has_figures:
             fail(f"{run.folder}: has best.pt, but neither ckpt.pt nor figures. Try to delete this folder: the same "
                  "command then trains the run again")
 
@@ -252,31 +242,42 @@ def train_run(run, code, label, on_record):  # -> whether the run is finished; F
     return True
 
 
-def run_cell(cell, runs, flags, sources, probes, code, label, on_record):  # of list_runs -> {metric: number}
-    """Returns {} if a run diverged. Figures that were measured before are used, if by the same code. Where the weights
-    are deleted, so that a run cannot be measured again, they are used anyway, with a note."""
+def run_cell(runs, flags, sources, probes, pairs, code, label, on_record):  # runs: of list_runs -> {metric: number}
+    """Returns {} if a run diverged. Uses figures that the same code has measured before. If the weights are deleted, so
+    that the run cannot be measured again, uses those of older code, with a note."""
     *first, run = runs
     saved = read_figures(run, flags)
-    if not saved:
-        if first and not train_run(*first, code, f"{label}, its first run", on_record):
-            return {}
-        if not train_run(run, code, label, on_record):
-            return {}
-    checksum = measuring_checksum(code)
-    if saved.get("code") != checksum and all(os.path.exists(weights_of(each)) for each in runs):
-        advice = "" if flags.tasks_only else " (--tasks_only skips holes and probes)"
-        print(f"{label}: measuring{advice}", flush=True)
+    if not saved and not all(train_run(each, code, label, on_record) for each in runs):
+        return {}
+    version = measuring_checksum(code)
+    if saved.get("code") != version and all(os.path.exists(weights_of(each)) for each in runs):
+        print(f"{label}: measuring{'' if flags.tasks_only else ' (--tasks_only skips holes and probes)'}", flush=True)
         first_folder = first[0].folder if first else None
-        metrics = evaluate.measure_run(run.folder, cell.hp.device, sources, probes, flags.tasks_only, first_folder)
-        saved = {"code": checksum, "metrics": metrics}
+        metrics = evaluate.measure_run(run.folder, run.hp.device, sources, probes, flags.tasks_only, first_folder)
+        saved = {"code": version, "metrics": metrics}
         name = "measured_tasks.json" if flags.tasks_only else "measured.json"
         write_json(os.path.join(run.folder, name), saved)
     notes = []
     if not all(os.path.exists(os.path.join(each.folder, "code.json")) for each in runs):
         notes.append("trained by an unknown version of the code")
-    if saved.get("code") != checksum:
+    if saved.get("code") != version:
         notes.append("measured by older code, and the weights are deleted")
-    return saved["metrics"] | {"notes": notes}
+    return saved["metrics"] | run_pairs(run, pairs, version) | {"notes": notes}
+
+
+def run_pairs(run, pairs, version):  # pairs: of read_pairs -> metrics: a point for each pair, and their mean
+    """Scores a file of pairs once: the points are kept under its checksum."""
+    member = choose_scored(get_members(run.hp))
+    if not pairs or not member:
+        return {}
+    path = os.path.join(run.folder, f"pairs-{zlib.crc32(repr(pairs).encode()):08x}.json")
+    saved = read_json(path)
+    if saved.get("code") != version and os.path.exists(weights_of(run)):
+        model, hp, _ = load_run(weights_of(run), run.hp.device, "float32")
+        points, kind = score_pairs(model, member.objective, hp, pairs, seed=1)
+        saved = {"code": version, "points": points, "pairs": statistics.fmean(points), "score": kind.partition(",")[0]}
+        write_json(path, saved)
+    return saved
 
 
 # ---- tables of rows {name: {seed: metrics}}, where metrics {metric: number} are empty if the run diverged
@@ -298,54 +299,110 @@ def markdown(rows):  # [[heading, ...], [cell, ...], ...] -> str
     return "\n".join(lines) + "\n"
 
 
-def latex(rows):  # the same table for LaTeX
-    escapes = {"<=": r"$\leq$", "±": r"$\pm$", "_": r"\_", "%": r"\%"}
-    text = " \\\\\n".join(" & ".join(row) for row in rows)
-    for character, escape in escapes.items():
-        text = text.replace(character, escape)
-    return f"\\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}\n{text}\n\\end{{tabular}}\n"
+def student_t(n_seeds):  # the quantile of an interval of 95%
+    return STUDENT_T_975[min(n_seeds, len(STUDENT_T_975) + 1) - 2]
+
+
+def difference(a, b):  # {seed: number} each -> mean of a - b over the seeds that both have, half of its 95% interval
+    pairs = [value - b[seed] for seed, value in a.items() if seed in b]
+    if len(pairs) < 2:
+        return None
+    return statistics.fmean(pairs), student_t(len(pairs)) * statistics.stdev(pairs) / len(pairs) ** 0.5
 
 
 def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that are worse than the best one
-    """The difference, a mean over the seeds that both have, exceeds its standard error by Student's t of 95%, which is
-    about 2 for many seeds. Of rows that differ by chance alone, one in 20 is marked, or more if there are many rows."""
+    """Those whose interval of the difference from the best does not reach 0."""
     means = {name: statistics.fmean(by_seed.values()) for name, by_seed in values.items() if by_seed}
     if more_is_better is None or not means:
         return set()
-    best = values[max(means, key=means.get) if more_is_better else min(means, key=means.get)]
-
-    def is_worse(name):
-        pairs = [value - best[seed] for seed, value in values[name].items() if seed in best]
-        if len(pairs) < 2:
-            return False
-        t = STUDENT_T_975[min(len(pairs), len(STUDENT_T_975) + 1) - 2]
-        worse = statistics.fmean(pairs) * (-1 if more_is_better else 1)
-        return worse > t * statistics.stdev(pairs) / len(pairs) ** 0.5
-    return set(filter(is_worse, values))
+    sign = -1 if more_is_better else 1
+    best = min(means, key=lambda name: sign * means[name])
+    worse = set()
+    for name in means:
+        found = difference(values[name], values[best])
+        if found and sign * found[0] > found[1]:
+            worse.add(name)
+    return worse
 
 
-def table(rows, metrics):  # -> [[heading, ...], [cell, ...], ...], without empty columns; the last one lists the seeds
+@functools.cache
+def stars_by_chance(n_rows, n_seeds):  # -> stars in a column of rows that differ by chance alone, on average
+    """Simulates 2,000 columns. Chance also makes one row the best, so more than one star in 40 rows is expected."""
+    x = torch.randn(2000, n_rows, n_seeds, generator=make_rng("stars"), dtype=torch.double)
+    best = x.mean(2).argmin(1)
+    pairs = x - x[range(len(x)), best][:, None]
+    is_worse = pairs.mean(2) > student_t(n_seeds) * pairs.std(2) / n_seeds ** 0.5
+    return float(is_worse.sum(1).double().mean())
+
+
+# lines: [[heading, ...], [cell, ...], ...]; chance: how many stars are expected if all rows are equal
+Table = namedtuple("Table", "lines chance left_out")
+
+
+def make_table(rows, metrics, n_columns=99):  # -> Table, without empty columns; the last column lists the seeds
     columns = [["", *rows]]
+    chance = 0.0
+    left_out = []                               # metrics for which there is no column
     for key, metric in metrics.items():
         values = {name: values_by_seed(seeds, key) for name, seeds in rows.items()}
-        worse = find_worse(values, metric.more_is_better)
+        bounds = {name for name, seeds in rows.items() if key == "bits" and is_bound(seeds)}
+        if not any(values.values()):
+            continue
+        if len(columns) == n_columns - 1:
+            left_out.append(key)
+            continue
+        worse = find_worse(values, metric.more_is_better) - bounds
         cells = []
         for name, by_seed in values.items():
             mean = f"{statistics.fmean(by_seed.values()):.{metric.digits}f}" if by_seed else ""
             error = f" ± {statistics.stdev(by_seed.values()):.{metric.digits}f}" if len(by_seed) > 1 else ""
-            bound = "<= " if mean and key == "bits" and is_bound(rows[name]) else ""
-            cells.append(bound + mean + error + "*" * (name in worse and not bound))
-        if any(cells):
-            columns.append([str(metric), *cells])
+            cells.append("<= " * (name in bounds and mean != "") + mean + error + "*" * (name in worse))
+        columns.append([str(metric), *cells])
+        n_seeds = [len(by_seed) for name, by_seed in values.items() if len(by_seed) > 1 and name not in bounds]
+        if n_seeds and metric.more_is_better is not None:
+            chance += stars_by_chance(len(n_seeds), max(n_seeds))
     columns.append(["seeds"])
     for seeds in rows.values():
         columns[-1].append(" ".join(f"{seed}" if metrics else f"{seed} diverged" for seed, metrics in seeds.items()))
-    return [*zip(*columns)]
+    return Table([*zip(*columns)], chance, left_out)
 
 
 def first_table(rows):
     names = [f"{name} (left side)" if sees_left_only(seeds) else name for name, seeds in rows.items()]
-    return table(dict(zip(names, rows.values())), SUMMARY)
+    return make_table(dict(zip(names, rows.values())), SUMMARY)
+
+
+def difference_lines(rows, baseline):  # -> lines of a table: every two of up to four rows, or all minus the baseline
+    couples = [(name, baseline) for name in rows if name != baseline]
+    if not baseline:
+        couples = [(b, a) for a, b in itertools.combinations(rows, 2)] if len(rows) <= 4 else []
+    columns = [["", *(f"{a} - {b}" for a, b in couples)]]
+    for key, metric in SUMMARY.items():
+        cells = []
+        for a, b in couples:
+            found = difference(values_by_seed(rows[a], key), values_by_seed(rows[b], key))
+            is_exact = key != "bits" or not (is_bound(rows[a]) or is_bound(rows[b]))
+            cells.append(f"{found[0]:+.{metric.digits}f} ± {found[1]:.{metric.digits}f}" if found and is_exact else "")
+        if any(cells) and metric.more_is_better is not None:
+            columns.append([str(metric), *cells])
+    return [*zip(*columns)] if len(columns) > 1 else []
+
+
+def pairs_lines(rows):  # -> lines of a table: the share of minimal pairs that a row gets right
+    points = {}                                 # {row: {seed: (N,) points of the pairs}}
+    for name, seeds in rows.items():
+        by_seed = values_by_seed(seeds, "points")
+        points |= {name: {seed: torch.tensor(p).double() for seed, p in by_seed.items()}} if by_seed else {}
+    found = {name: share_and_error(torch.stack([*by_seed.values()])) for name, by_seed in points.items()}
+    best = max(found, key=found.get, default="")
+    lines = [["", "right pairs", "less than the best row", "score", "seeds"]]
+    for name, (share, error) in found.items():
+        differences = [points[best][seed] - p for seed, p in points[name].items() if seed in points[best]]
+        has_less = name != best and differences
+        less = "{:.3f} ± {:.3f}".format(*share_and_error(torch.stack(differences))) if has_less else ""
+        [kind, *_] = values_by_seed(rows[name], "score").values()
+        lines.append([name, f"{share:.3f} ± {error:.3f}", less, kind, " ".join(map(str, points[name]))])
+    return lines if found else []
 
 
 def explain(metrics, headings):  # {metric: Metric}, headings of a table -> a line for each kind of column
@@ -356,22 +413,37 @@ def explain(metrics, headings):  # {metric: Metric}, headings of a table -> a li
     return "".join(f"- {', '.join(names)}: {meaning}\n" for meaning, names in kinds.items())
 
 
-def tables(rows, references):  # -> Markdown: the first table, then the rest, with more rows for reference
+def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
+    """The first table, the differences, the rest with more rows for reference, the minimal pairs."""
     first = first_table(rows)
-    rest = table(rows | references, REST)
-    tasks = {}                                  # {heading: {name: None}}
+    rest = make_table(rows | references, REST, N_COLUMNS)
+    remarks = {}                                # {remark: {name: None}}
     for name, seeds in rows.items():
-        for heading in values_by_seed(seeds, "task_heading").values():
-            tasks.setdefault(heading, {})[name] = None
-    of_tasks = "".join(f"- own task of {', '.join(names)}: {heading}\n" for heading, names in tasks.items())
+        for metrics in seeds.values():
+            own = [f"own task: {metrics['task_heading']}"] if "task_heading" in metrics else []
+            for remark in own + metrics.get("notes", []):
+                remarks.setdefault(remark, {})[name] = None
+    of_rows = "".join(f"- {', '.join(names)}: {remark}\n" for remark, names in remarks.items())
     note = ("With one seed, differences of less than 0.05 bits from left to right and 0.1 bits in holes mean nothing "
             "(\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
     if max(map(len, rows.values())) > 1:
         note = ("Means over seeds ± their standard deviation. *: worse than the best of the column (95%, Student's t, "
-                "differences paired by seed). Two seeds show large differences alone; try five.\n")
-    return "\n".join(["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first),
-                      explain(SUMMARY, first[0]) + of_tasks, note, "The rest:\n", markdown(rest),
-                      explain(REST, rest[0])])
+                "differences paired by seed). If all rows were equal, chance alone would give about "
+                f"{first.chance:.1f} stars in this table and {rest.chance:.1f} in the second. Two seeds show large "
+                "differences alone; try five.\n")
+    text = ["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first.lines),
+            explain(SUMMARY, first.lines[0]) + of_rows, note]
+    differences = difference_lines(rows, baseline)
+    if differences:
+        text += ["Differences, with 95% intervals (paired by seed, Student's t):\n", markdown(differences)]
+    text += ["The rest:\n", markdown(rest.lines), explain(REST, rest.lines[0])]
+    if rest.left_out:
+        text.append(f"{curves} also has {', '.join(rest.left_out)}.\n")
+    pairs = pairs_lines(rows)
+    if pairs:
+        text += ["Minimal pairs: the share whose better text has the higher score, ± its standard error over pairs and "
+                 "seeds; differences are paired by pair and by seed:\n", markdown(pairs)]
+    return "\n".join(text)
 
 
 def differing_settings(cells):  # -> Markdown: the settings that the rows do not share, or ""
@@ -388,18 +460,9 @@ def differing_settings(cells):  # -> Markdown: the settings that the rows do not
     return text if differing else ""
 
 
-# ---- curves over the budgets: {budget: {row: {seed: metrics}}}
-Panel = namedtuple("Panel", "metric xlabel lines dashed")        # lines {row: {x: value}}; dashed: rows
-
-
-def lines_over(budgets, metric):  # {x: {row: {seed: metrics}}} -> {row: {x: mean over the seeds}}
-    lines = {}
-    for x, rows in sorted(budgets.items()):
-        for name, seeds in rows.items():
-            values = values_by_seed(seeds, metric).values()
-            if values:
-                lines.setdefault(name, {})[x] = statistics.fmean(values)
-    return lines
+# ---- the numbers and the picture: {budget: {row: {seed: metrics}}}
+# xs: what is below the horizontal axis; lines {row: {x: [number of each seed]}}; dashed: rows
+Panel = namedtuple("Panel", "metric xlabel xs lines dashed")
 
 
 def write_curves(budgets, path, first_column):
@@ -408,157 +471,124 @@ def write_curves(budgets, path, first_column):
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow([first_column, "steps", "seed", "metric", "value"])
         for steps, rows in sorted(budgets.items()):
-            for name, seed, metrics in [(name, *run) for name, seeds in rows.items() for run in seeds.items()]:
-                for metric in ["task", *METRICS]:
-                    if isinstance(metrics.get(metric), (int, float)):
-                        writer.writerow([name, steps, seed, metric, f"{metrics[metric]:.6g}"])
+            for name, metric in itertools.product(rows, ["task", *METRICS, "pairs"]):
+                for seed, value in values_by_seed(rows[name], metric).items():
+                    writer.writerow([name, steps, seed, metric, f"{value:.6g}"])
 
 
-def panels_of_runs(rows):  # -> [Panel]: bits over the length of a hole, losses over the steps
-    losses = {}                                 # {step: {row: {seed: metrics}}}, without step 0
-    for name, seed, metrics in [(name, *run) for name, seeds in rows.items() for run in seeds.items()]:
-        for step, loss in metrics.get("curve", [])[1:]:
-            losses.setdefault(step, {}).setdefault(name, {})[seed] = {"loss": loss}
-    metric = Metric("validation loss, each in its own task", 3, "nats", False)
-    return [holes_panel(rows), Panel(metric, "steps", lines_over(losses, "loss"), ())]
+def make_panel(key, metric, budgets, setting):  # -> Panel of a metric: over the steps, or of one budget over the rows
+    has_budgets = len(budgets) > 1
+    lines = {}
+    for steps, rows in sorted(budgets.items()):
+        for row, seeds in rows.items():
+            values = [*values_by_seed(seeds, key).values()]
+            line = row if has_budgets or not setting else setting
+            if values:
+                lines.setdefault(line, {})[steps if has_budgets else row] = values
+    return Panel(metric, "steps" if has_budgets else setting, sorted(budgets) if has_budgets else [*rows], lines, ())
 
 
-def holes_panel(rows):
-    bits = {}                                   # {row: {length: mean over the seeds}}
-    for m in HOLE_LENGTHS:
-        for name, line in lines_over({m: rows}, f"hole_{m}").items():
-            bits.setdefault(name, {}).update(line)
-    left_only = {name for name, seeds in rows.items() if sees_left_only(seeds)}
-    return Panel(Metric("holes; dashed: from the left side only", 2, BITS, False), "bytes of the hole", bits, left_only)
-
-
-def draw_panels(panels, path, size=(4.7, 3.6), dpi=80, font=8):  # -> path, or the reason why there is no picture
+def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or the reason why there is no picture
+    """A dot is a seed. Lines join the means."""
     try:
         from matplotlib import colormaps, rc_context  # imported here because it is optional
         from matplotlib.figure import Figure
     except ImportError:
         return "no picture: pip install matplotlib, and the next run draws it"
-    panels = [panel for panel in panels if max(map(len, panel.lines.values()), default=0) > 1]  # not of single dots
+    panels = [panel for panel in panels if panel.lines]
     if not panels:
-        return "no picture: a line needs two points"
+        return "no picture: no metric to draw"
     names = dict.fromkeys(name for panel in panels for name in panel.lines)
-    palette = [*colormaps["tab10"].colors, *colormaps["Dark2"].colors]
-    colors = dict(zip(names, itertools.cycle(palette)))
+    colors = dict(zip(names, itertools.cycle([*colormaps["tab10"].colors, *colormaps["Dark2"].colors])))
     n_columns = min(3, len(panels))
     n_rows = math.ceil(len(panels) / 3)
     with rc_context({"font.size": font, "axes.titlesize": "medium"}):
-        figure = Figure((size[0] * n_columns, size[1] * n_rows))
+        figure = Figure((size[0] * n_columns, size[1] * n_rows), layout="constrained")
         axes = [*figure.subplots(n_rows, n_columns, squeeze=False).flat]
         for axis in axes[len(panels):]:
             axis.axis("off")
+        handles = {}                            # {row: its line} of lines that join two points
         for panel, axis in zip(panels, axes):
-            ends = draw_lines(axis, panel, colors, font)
-            ticks = []
-            for x in sorted({x for line in panel.lines.values() for x in line}):
-                if not ticks or x >= 1.25 * ticks[-1]:
-                    ticks.append(x)
-            axis.set_xscale("log")
-            axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
-            axis.minorticks_off()
+            for name, line in panel.lines.items():
+                style = dict(color=colors[name], lw=font / 6, ls="--" if name in panel.dashed else "-")
+                places = [panel.xs.index(x) for x in line]
+                [drawn] = axis.plot(places, [*map(statistics.fmean, line.values())], marker="_", ms=font, **style)
+                handles |= {name: drawn} if len(line) > 1 else {}
+                dots = [(place, value) for place, values in zip(places, line.values()) for value in values]
+                axis.scatter(*zip(*dots), s=1.5 * font, color=colors[name], alpha=0.7, linewidths=0)
+            better = "more" if panel.metric.more_is_better else "less"
+            axis.set(title=f"{panel.metric.heading} ({better} is better)", xlabel=panel.xlabel,
+                     ylabel=panel.metric.unit or BITS)
+            axis.set_xticks(range(len(panel.xs)), panel.xs, rotation=0 if len(panel.xs) < 5 else 45)
             axis.grid(alpha=0.3)
-            name_lines(axis, ends, colors)
-        figure.tight_layout()
+        figure.legend(handles.values(), handles, loc="outside right upper")
         figure.savefig(path, dpi=dpi)
     return path
 
 
-def draw_lines(axis, panel, colors, font):  # -> {row: the last point (x, value) of its line}
-    """Where less is better, values above twice the median are not drawn: they would flatten the other lines. The title
-    names the rows that are left out completely."""
-    metric = panel.metric
-    highest = math.inf
-    if not metric.more_is_better:
-        highest = 2 * statistics.median(value for line in panel.lines.values() for value in line.values())
-    ends = {}
-    for name, line in panel.lines.items():
-        points = [(x, value) for x, value in line.items() if value <= highest]
-        if points:
-            style = "--" if name in panel.dashed else "-"
-            axis.plot(*zip(*points), style, color=colors[name], marker="o", ms=3 * font / 8, lw=font / 8)
-            ends[name] = points[-1]
-    better = "more" if metric.more_is_better else "less"
-    left_out = "".join(f", without {name}" for name, line in panel.lines.items() if line and name not in ends)
-    title = f"{metric.heading} ({better} is better{left_out})"
-    axis.set(title=title, xlabel=panel.xlabel, ylabel=metric.unit)
-    return ends
-
-
-def name_lines(axis, ends, colors):  # writes the name of each row at the end of its line
-    low, high = axis.get_ylim()
-    names = sorted(ends, key=lambda name: ends[name][1])
-    heights = [ends[name][1] for name in names]
-    for i in [*range(len(names) - 1)] * 100:    # moves neighbours apart, so that names do not overlap
-        overlap = 0.06 * (high - low) - (heights[i + 1] - heights[i])
-        if overlap > 0:
-            heights[i] -= overlap / 2
-            heights[i + 1] += overlap / 2
-    for name, height in zip(names, heights):
-        arrow = dict(arrowstyle="-", lw=0.4, color=colors[name])
-        axis.annotate(name, ends[name], (1.04, height), textcoords=("axes fraction", "data"), va="center",
-                      color=colors[name], arrowprops=arrow)
-
-
 # ---- the program
-def make_estimator(n_runs, n_steps):  # -> on_record of train.main; prints once how long these runs will take
-    out = sys.stdout                            # where train prints to is a file
-    first = []                                  # records
+def make_estimator(runs):  # -> on_record of train.main, which prints once how long these runs will take
+    out = sys.stdout                            # not that of train, which is a file
+    records = []
 
     def on_record(record):
-        if record.get("split") != "train" or len(first) == 2:
-            return
-        seconds = record["seconds"] - first[0]["seconds"] if first else 0.0         # without the first step
-        if not first or seconds >= ESTIMATE_SECONDS:
-            first.append(record)
-        if len(first) == 2:
-            minutes = n_steps * seconds / (record["step"] - first[0]["step"]) / 60
-            tqdm.write(f"{n_runs} runs, about {minutes:.0f} min, and the time to measure them", file=out)
-            out.flush()
+        if record.get("split") == "train" and len(records) < 2:
+            records.append(record)
+            if len(records) == 2:
+                seconds, steps = (records[1][key] - records[0][key] for key in ("seconds", "step"))
+                minutes = sum(run.hp.max_iters for run in runs) * seconds / steps / 60
+                tqdm.write(f"{len(runs)} runs, about {math.ceil(minutes)} min, and the time to measure them", file=out)
     return on_record
 
 
+def check_flags(flags, cells, sources, pairs):  # fails if something would fail after the first training
+    for cell in cells:
+        check_sizes(sources, max(m.n for m in get_members(cell.hp)), cell.hp.block_size)
+        scored = choose_scored(get_members(cell.hp))
+        if pairs and scored:
+            check_pairs(pairs, scored.objective, cell.hp)
+    for source in sources:                      # otherwise the runs would be read as text
+        corpus = source["name"]
+        if os.path.isdir(corpus) and Path(flags.out_dir).resolve().is_relative_to(Path(corpus).resolve()):
+            fail(f"--out_dir {flags.out_dir}: lies inside the corpus {corpus}. Try a folder outside it")
+    rows = [*dict.fromkeys(cell.row for cell in cells)]
+    if flags.baseline and (flags.baseline not in rows or "," not in flags.seeds):
+        fail(f"--baseline {flags.baseline}: must be one of the rows {', '.join(rows)}, and needs two seeds. "
+             "Try --seeds 1,2,3")
+
+
 def main(argv=None):  # -> exit code
-    """Trains what is not finished, measures it, writes the tables. Ctrl-C saves the run in progress. All refusals come
-    before the first training."""
+    """Trains what is not finished, measures it, writes the tables. Ctrl-C saves the run in progress."""
     flags, rest = parse_with_train_flags("python -m experiments.compare", __doc__, FLAGS, RESERVED, argv)
     setting = flags.sweep.partition("=")[0]
     cells = plan_cells(flags, rest)
-    corpora = [flags.data, flags.new_data] if setting == "replay" else [flags.data]
-    sources = open_corpus(corpora)
-    crcs = [source["crc"] for source in sources]
-    for cell in cells:
-        check_sizes(sources, max(m.n for m in get_members(cell.hp)), cell.hp.block_size)
-    for corpus in corpora:                      # otherwise the runs would be read as text
-        if os.path.isdir(corpus) and Path(flags.out_dir).resolve().is_relative_to(Path(corpus).resolve()):
-            fail(f"--out_dir {flags.out_dir}: lies inside the corpus {corpus}. Try a folder outside it")
+    sources = open_corpus([flags.data, flags.new_data] if setting == "replay" else [flags.data])
+    pairs = read_pairs(flags.pairs) if flags.pairs else []
+    check_flags(flags, cells, sources, pairs)
     code = read_code()
-    runs_of = [list_runs(cell, crcs, flags.out_dir) for cell in cells]
-    for runs in runs_of:
+    to_train = {}                               # {folder: run}
+    runs_of = []
+    for cell in cells:
+        runs = list_runs(cell, [source["crc"] for source in sources], flags.out_dir)
         check_runs(runs, code, flags)
-    # {folder: run} of the runs that this call will train
-    to_train = {run.folder: run for runs in runs_of if not read_figures(runs[-1], flags) for run in runs
-                if not is_finished(run)}
-    on_record = make_estimator(len(to_train), sum(run.hp.max_iters for run in to_train.values()))
+        runs_of.append(runs)
+        if not read_figures(runs[-1], flags):
+            to_train |= {run.folder: run for run in runs if not is_finished(run)}
+    on_record = make_estimator([*to_train.values()])
     os.makedirs(flags.out_dir, exist_ok=True)
     probes = {}
     if flags.data == "stdlib" and not flags.tasks_only:
         probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
     results = {}                                # {table: {budget: {row: {seed: metrics}}}}
-    n_finished = 0
     steps = 0                                   # of the runs that this call has trained
     seconds = 0.0                               # that it took to train and measure them
     for i, (cell, runs) in enumerate(zip(cells, runs_of)):
         hp = cell.hp
         label = f"[{i + 1}/{len(cells)}] {cell.row}, {hp.max_iters} steps, seed {hp.seed}"
         start = time.perf_counter()
-        metrics = run_cell(cell, runs, flags, sources, probes, code, label, on_record)
+        metrics = run_cell(runs, flags, sources, probes, pairs, code, label, on_record)
         rows = results.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
         rows.setdefault(cell.row, {})[hp.seed] = metrics
-        n_finished += bool(metrics)
         outcome = f"loss {metrics['loss']:.4f} nats of its own task" if metrics else "diverged"
         trained = [to_train.pop(run.folder) for run in runs if run.folder in to_train]
         if trained:
@@ -573,42 +603,27 @@ def main(argv=None):  # -> exit code
         settings = "" if setting else differing_settings(cells)
         hp = cells[0].hp
         settings += f"\nCorpus: {flags.data}. Model: {hp.n_layer} layers of width {hp.n_embd}. Steps: {max(budgets)}.\n"
-        write_report(os.path.join(flags.out_dir, table), budgets, setting, references, settings, flags.latex)
-    return 0 if n_finished else 1
+        write_report(os.path.join(flags.out_dir, table), budgets, flags, references, settings)
+    if not pairs:
+        print("\nTo compare grammar: the same command with --pairs FILE, such as --pairs docs/pairs-novel.jsonl")
+    all_runs = [seeds for budgets in results.values() for rows in budgets.values() for seeds in rows.values()]
+    return 0 if any(any(seeds.values()) for seeds in all_runs) else 1
 
 
-def write_report(path, budgets, setting, references, settings="", with_latex=False):  # path: without the suffix
+def write_report(path, budgets, flags, references, settings=""):  # path: without the suffix
     rows = budgets[max(budgets)]
-    text = tables(rows, references)
-    for steps in sorted(budgets)[:-1]:
-        both = first_table(budgets[steps]), table(budgets[steps], REST)
-        text += f"\nAfter {steps} steps:\n\n" + "\n".join(map(markdown, both))
-    files = {path + ".md": text + settings} | ({path + ".tex": latex(first_table(rows))} if with_latex else {})
-    for file, content in files.items():
-        with open(file, "w", encoding="utf-8") as f:
-            f.write(content)
+    setting = flags.sweep.partition("=")[0]
     curves = path + ".csv" if setting else os.path.join(os.path.dirname(path), "curves.csv")
+    text = tables(rows, references, flags.baseline, os.path.basename(curves))
+    for steps in sorted(budgets)[:-1]:
+        both = first_table(budgets[steps]).lines, make_table(budgets[steps], REST, N_COLUMNS).lines
+        text += f"\nAfter {steps} steps:\n\n" + "\n".join(map(markdown, both))
+    with open(path + ".md", "w", encoding="utf-8") as f:
+        f.write(text + settings)
     write_curves(budgets, curves, setting or "objective")
-    points = over_values(budgets, setting)
-    if points is budgets and len(budgets) == 1:
-        picture = draw_panels(panels_of_runs(rows), path + ".png", (5.5, 4.2), 110, 9)
-    else:
-        xlabel = "steps" if points is budgets else setting
-        panels = [Panel(metric, xlabel, lines_over(points, key), ()) for key, metric in RANKED.items()]
-        picture = draw_panels(panels, path + ".png")
-    print(f"\nwritten: {', '.join(files)}, {curves}, {picture}\n\n{text}{settings}")
-
-
-def over_values(budgets, setting):  # -> {value: {setting: {seed: metrics}}}, or budgets itself
-    """With one budget, the horizontal axis of a sweep over numbers is the setting instead of the number of steps."""
-    rows = budgets[max(budgets)]
-    try:
-        values = {float(name.partition("=")[2]): {setting: seeds} for name, seeds in rows.items()}
-    except ValueError:                          # not numbers
-        return budgets
-    if len(budgets) > 1 or len(values) < len(rows) or min(values) <= 0:             # the axis is logarithmic
-        return budgets
-    return values
+    ranked = {key: metric for key, metric in (SUMMARY | REST).items() if metric.more_is_better is not None}
+    picture = draw_panels([make_panel(*item, budgets, setting) for item in ranked.items()], path + ".png")
+    print(f"\nwritten: {path}.md, {curves}, {picture}\n\n{text}{settings}")
 
 
 if __name__ == "__main__":

@@ -606,26 +606,26 @@ LEFT = "bits of a hole's bytes, each predicted from all bytes before it"
 ENDED = "the same, given the text after the hole, too, with the bits of the hole's end, which this model writes"
 METRICS = {                                     # what compare prints, in this order; see also its first table
     "loss": Metric("own loss", 3, "nats", None, "validation loss; those of different objectives cannot be compared"),
+    "task_baseline": Metric("own task's baseline", 3, "", None, "what the method in brackets above reaches"),
+    "left_by_filling": Metric("by filling", 2, BITS, False, "exact bits of MASKs filled one by one from left to right"),
+    "replaced_auc": Metric("AUC", 3, "area", True, "finds bytes that were replaced by other bytes of the text"),
+    "probe": Metric("probe", 3, "accuracy", True, "a linear classifier of byte classes, on frozen states"),
+    "passages": Metric("packages", 3, "accuracy", True, "which of ten packages a text is from, by its states"),
+    "typos_corrected": Metric("typos corrected", 3, "share", True, "typos in place of which it writes the right byte"),
+    "typos_first": Metric("typos ranked first", 3, "share", True, "texts whose typo is the most suspicious byte"),
+    "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False, "by the same corrections"),
+    "replaced_left": Metric("replaced bytes left", 3, "share", False, "edit distance, of that before the corrections"),
+    "ends": Metric("ends", 3, "share", None, "holes that the model ends by itself"),
+    "distinct": Metric("distinct lines", 3, "share", None, "lines of its task that differ from all earlier ones"),
+    **{f"left_{m}": Metric(f"from the left: {m}", 2, BITS, False, LEFT) for m in HOLE_LENGTHS},
+    **{f"infill_{m}": Metric(f"both sides: {m}", 2, BITS, False) for m in HOLE_LENGTHS},
+    **{f"ended_{m}": Metric(f"both sides, and the end: {m}", 2, BITS, False, ENDED) for m in HOLE_LENGTHS},
     "left_to_right": Metric("left to right", 3, BITS, False),
     "bound": Metric("bound", 3, BITS, False),
-    "left_by_filling": Metric("by filling", 2, BITS, False, "exact bits of MASKs filled one by one from left to right"),
     "bound_there": Metric("bound, the same windows", 2, BITS, None, "the bound of the few windows of \"by filling\""),
     "old_before": Metric("old corpus before", 3, BITS, None, "left to right, before training on the new corpus"),
     "old": Metric("old corpus after", 3, BITS, False, "the same, after it"),
     "new": Metric("new corpus", 3, BITS, False, "left to right, on the new corpus"),
-    **{f"left_{m}": Metric(f"from the left: {m}", 2, BITS, False, LEFT) for m in HOLE_LENGTHS},
-    **{f"infill_{m}": Metric(f"both sides: {m}", 2, BITS, False) for m in HOLE_LENGTHS},
-    **{f"ended_{m}": Metric(f"both sides, and the end: {m}", 2, BITS, False, ENDED) for m in HOLE_LENGTHS},
-    "ends": Metric("ends", 3, "share", None, "holes that the model ends by itself"),
-    "task_baseline": Metric("baseline", 3, "", None, "what the method in brackets above reaches in this own task"),
-    "distinct": Metric("distinct lines", 3, "share", None, "lines of its task that differ from all earlier ones"),
-    "probe": Metric("probe", 3, "balanced accuracy", True, "a linear classifier of byte classes, on frozen states"),
-    "passages": Metric("packages", 3, "balanced accuracy", True, "which of ten packages a text is from, by its states"),
-    "replaced_auc": Metric("AUC", 3, "area", True, "finds bytes that were replaced by other bytes of the text"),
-    "typos_first": Metric("typos ranked first", 3, "share", True, "texts whose typo is the most suspicious byte"),
-    "typos_corrected": Metric("typos corrected", 3, "share", True, "typos in place of which it writes the right byte"),
-    "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False, "by the same corrections"),
-    "replaced_left": Metric("replaced bytes left", 3, "share", False, "edit distance, of that before the corrections"),
     "tflop": Metric("training: work", 2, "TFLOP", None, "matrix products, and seconds without evaluations"),
     "seconds": Metric("training: time", 0, "seconds", None, "matrix products, and seconds without evaluations"),
 }
@@ -677,18 +677,16 @@ def logged_metrics(folder):  # -> {metric: number} from metrics.jsonl and the se
         records = [record for record in map(json.loads, f) if record.get("split") == "val"]
     hp = Namespace(**load_checkpoint(folder)["config"])
     records = [record for record in records if record["data"] == records[0]["data"]]            # of the first source
-    own = [record for record in records if record["objective"] == records[0]["objective"]]
-    last = own[-1]
-    loss = float("inf") if last["loss"] is None else last["loss"]       # JSON has no infinity
-    bits = {}
-    for member, record in zip(get_members(hp), records[-len(get_members(hp)):]):
-        if record["bpb"] is not None:
-            bits.setdefault("bound" if member.objective.bpb == "bound" else "left_to_right", record["bpb"])
+    members = get_members(hp)
+    last = records[-len(members):]
+    metrics = {"loss": last[0]["loss"], "seconds": last[0]["seconds"]}
+    for member, record in zip(members, last):
+        if member.objective.bpb:
+            metrics.setdefault("bound" if member.objective.bpb == "bound" else "left_to_right", record["bpb"])
     # work depends neither on these settings nor on values of weights and text
     same = {"seed": 1, "dtype": "float32", "init_from": "", "out_dir": "", "data": [], "max_iters": 1}
-    tflop = step_flops(json.dumps(vars(hp) | same, sort_keys=True)) * last["step"] / 1e12
-    curve = [(record["step"], record["loss"]) for record in own]
-    return bits | {"loss": loss, "seconds": last["seconds"], "tflop": tflop, "curve": curve}
+    flops = step_flops(json.dumps(vars(hp) | same, sort_keys=True))
+    return metrics | {"tflop": flops * last[0]["step"] / 1e12}
 
 
 @functools.cache

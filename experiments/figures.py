@@ -10,14 +10,15 @@ The rows are made by the objectives' own code. --curves draws bits per byte over
 B rows, T positions
 """
 import csv
+import itertools
 import re
 import textwrap
 from collections import namedtuple
 from html import escape
 
 from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
-from experiments.compare import draw_panels, holes_panel
-from experiments.evaluate import summarize
+from experiments.compare import Panel, draw_panels, sees_left_only, values_by_seed
+from experiments.evaluate import BITS, HOLE_LENGTHS, Metric, summarize
 from experiments.flags import parse_own_flags
 from experiments.runs import load_latest
 from model import can_attend
@@ -188,6 +189,17 @@ def read_runs(flags, names):  # -> {name: {seed: metrics}} of the runs with this
     except (OSError, ValueError) as e:
         fail(f"--curves {flags.curves}: cannot be read ({e}). Try curves.csv of compare")
     return {name: {seed: run | summarize(run) for seed, run in seeds.items()} for name, seeds in rows.items()}
+
+
+def holes_panel(rows):  # bits over the length of a hole
+    lines = {}
+    for name, m in itertools.product(rows, HOLE_LENGTHS):
+        values = [*values_by_seed(rows[name], f"hole_{m}").values()]
+        if values:
+            lines.setdefault(name, {})[m] = values
+    left_only = {name for name, seeds in rows.items() if sees_left_only(seeds)}
+    metric = Metric("holes; dashed: from the left side only", 2, BITS, False)
+    return Panel(metric, "bytes of the hole", HOLE_LENGTHS, lines, left_only)
 
 
 def record(flag, folder, mode, prompt, n=160, passes=16):  # -> title, ids, the moment of each: 0 start, 1 end

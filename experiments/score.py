@@ -155,6 +155,10 @@ def has_probability(objective):  # does the objective define a probability of a 
     return bool(objective.bpb or find_use(objective, "fill"))
 
 
+def choose_scored(members):  # -> the first member that defines a probability of a text, or None
+    return next((m for m in members if has_probability(m.objective)), None)
+
+
 def check_pairs(pairs, objective, hp):  # fails if a text does not fit into a row
     size = min(hp.block_size, objective.n_bytes(hp.block_size, hp))                 # maximum number of bytes of a text
     if not objective.bpb:
@@ -212,8 +216,7 @@ def main(argv=None):  # -> exit code
     path = flags.out_dir or newest_run()
     model, hp, _ = load_latest(path, flags.device, flags.dtype)
     members = sample.choose_members(hp, flags.objective)
-    m = next((m for m in members if has_probability(m.objective)), members[0])
-    objective = m.objective
+    objective = (choose_scored(members) or members[0]).objective
     if not has_probability(objective):
         able = ", ".join(name for name, other in OBJECTIVES.items() if has_probability(other))
         fail(f"--out_dir {path}: {objective.name} defines no probability of a text. Try a run of one of {able}")

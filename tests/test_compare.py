@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny
 
+from data import make_rng
 from experiments import compare, evaluate, runs
 from objectives import OBJECTIVES
 from run import load_checkpoint
@@ -39,7 +40,8 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
     for name in names:
-        assert f"{name}: {metrics[name]['task_heading']}\n" in out and f"| {metrics[name]['task']:.3f} | 1 |" in out
+        assert f"{name}: own task: {metrics[name]['task_heading']}\n" in out
+        assert f"| {metrics[name]['task']:.3f} | 1 |" in out
     assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "loss"]
     assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out and out.count(" min left\n") == 4
     assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
@@ -179,7 +181,7 @@ def test_figures_outlive_the_weights(text, capsys, refuses, monkeypatch):
         assert "measuring" not in capsys.readouterr().out
         edit_code(m, "experiments/score.py", "bits = 8.0", "bits = 9.0")
         run("--objectives", "mlm", "--sweep", "start=none,clm")
-        assert capsys.readouterr().out.count("measured by older code, and the weights are deleted\n") == 2
+        assert capsys.readouterr().out.count("task, measured by older code, and the weights are deleted\n") == 2
     run("--objectives", "clm")
     folder = max((os.path.join("out/runs", name) for name in os.listdir("out/runs")), key=os.path.getmtime)
     os.remove(f"{folder}/ckpt.pt")
@@ -198,7 +200,6 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
     mlm, clm = (record for record in records if record.get("split") == "val" and record["step"] == 4)
     metrics = evaluate.logged_metrics(mixture)
     assert metrics["loss"] == mlm["loss"] and metrics["left_to_right"] == clm["bpb"] and "bound" not in metrics
-    assert [step for step, _ in metrics["curve"]] == [0, 1, 2, 3, 4]
     with open(f"{mixture}/measured_tasks.json") as f:
         assert "second half" in json.load(f)["metrics"]["task_heading"], "rows of 32 have no task of mlm"
     parts = [evaluate.count_flops(argparse.Namespace(**load_checkpoint(mixture)["config"] | {"objective": each}))
@@ -210,19 +211,18 @@ def test_work_is_traced_once_for_all_seeds_and_time_is_estimated_early(text, cap
     traced = []
     count_flops = evaluate.count_flops
     monkeypatch.setattr(evaluate, "count_flops", lambda hp: traced.append(hp) or count_flops(hp))
-    monkeypatch.setattr(compare, "ESTIMATE_SECONDS", 0.0)
     run("--objectives", "clm", "--seeds", "1,2", "--warmup_iters", "7")
     out = capsys.readouterr().out
     assert len(traced) == 1
-    assert out.count("2 runs, about 0 min") == 1 and out.index("2 runs, about") < out.index("measuring")
+    assert out.count("2 runs, about 1 min") == 1 and out.index("2 runs, about") < out.index("measuring")
 
 
 def test_a_flag_goes_to_the_objectives_that_have_it(text):
     words = ["--objectives", "clm,mlm,mdlm", "--mask_rate", ".4", "--uniform_from", "1", "--data", text]
-    for more, interval in ([], 200), (["--eval_interval", "7"], 7), (["--budgets", "1000,2000"], 1000):
+    for more, interval in ([], 200), (["--eval_interval", "7"], 7):
         cells = compare.plan_cells(*compare.parse_with_train_flags("", "", compare.FLAGS, set(), [*words, *more]))
         assert [(cell.hp.mask_rate, cell.hp.uniform_from) for cell in cells[:3]] == [(0.3, 0.7), (0.4, 0.7), (0.3, 1)]
-        assert cells[0].hp.eval_interval == interval, "not a fifth of the run, whose losses are drawn"
+        assert cells[0].hp.eval_interval == interval, "not a fifth of the run"
 
 
 def test_a_switch_can_be_swept():
@@ -282,39 +282,109 @@ CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "m
 def test_the_tables_show_the_largest_budget_and_then_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "draw_panels", lambda panels, path: path)
     budgets = {n: summarized(rows) for n, rows in CURVES.items()}
-    compare.write_report(str(tmp_path / "compare"), budgets, "", {}, with_latex=True)
+    compare.write_report(str(tmp_path / "compare"), budgets, argparse.Namespace(sweep="", baseline=""), {})
     first, _, others = (tmp_path / "compare.md").read_text().partition("After 10 steps")
     assert "| clm (left side) | 1.010 | 3.00 |" in first and "1.100" not in first
     assert others.splitlines()[4:6] == ["| clm (left side) | 1.100 | 3.00 |  | 1 2 diverged |",
                                         "| mlm |  | 2.00 | 10.000 | 1 |"]
-    assert (tmp_path / "compare.tex").is_file() and r"c\_d & $\leq$ 1" in compare.latex([["", "a"], ["c_d", "<= 1"]])
     with open(tmp_path / "curves.csv", newline="") as f:
         head, *lines = csv.reader(f)
     assert head == ["objective", "steps", "seed", "metric", "value"] and len(lines) == 10
     assert ["clm", "10", "1", "left_to_right", "1.1"] in lines
 
 
-def test_the_picture_has_a_line_over_the_budgets_without_values_far_above_the_median(monkeypatch):
+def test_the_second_table_has_eight_columns_and_names_the_rest():
+    metrics = {key: 1.0 for key in compare.METRICS}
+    out = compare.tables({"clm": {1: metrics}}, {}, curves="curves.csv")
+    second = out.partition("The rest:\n")[2]
+    assert second.splitlines()[1].count("|") == 9 and " own task's baseline |" in second.splitlines()[1]
+    assert "\ncurves.csv also has typos_corrected, typos_first, " in second and "tflop, seconds.\n" in second
+
+
+# ---- what chance does, and differences
+def test_stars_by_chance_count_the_choice_of_the_best():
+    found = [compare.stars_by_chance(n_rows, 3) for n_rows in (3, 6, 17)]
+    assert found == pytest.approx([0.1, 0.4, 1.7], abs=0.15), "of an earlier simulation"
+    g = make_rng("equal rows")
+    stars = 0
+    for _ in range(300):
+        values = torch.randn(6, 3, generator=g).tolist()
+        stars += len(compare.find_worse({i: dict(enumerate(row)) for i, row in enumerate(values)}, False))
+    assert stars / 300 == pytest.approx(found[1], abs=0.15)
+    rows = {name: {seed: {"probe": 1.0, "loss": 1.0} for seed in (1, 2, 3)} for name in range(6)}
+    table = compare.make_table(rows | {"reference": {"-": {"probe": 1.0}}}, compare.REST)
+    assert table.chance == found[1], "a loss has no stars, nor has a row with one seed"
+    assert f"about 0.0 stars in this table and {found[1]:.1f} in the second" in compare.tables(rows, {})
+
+
+def test_differences_are_paired_by_seed(monkeypatch):
+    rows = summarized({"a": {1: {"left_to_right": 1.0}, 2: {"left_to_right": 2.0}, 3: {"left_to_right": 9.0}},
+                       "b": {1: {"left_to_right": 1.1}, 2: {"left_to_right": 2.3}, 3: {}},
+                       "c": {1: {"bound": 1.0, "left_4": 2.0}, 2: {"bound": 2.0, "left_4": 2.0}},
+                       "d": {1: {"left_to_right": 1.0, "left_4": 1.0}, 2: {"left_to_right": 2.0, "left_4": 1.0}}})
+    lines = compare.difference_lines(rows, "")
+    assert lines[0] == ("", "left to right", "hole of 4 bytes") and len(lines) == 7, "every two of four rows"
+    assert lines[1] == ("b - a", "+0.200 ± 1.270", ""), "12.7 times the standard error of .1"
+    assert ("d - c", "", "-1.00 ± 0.00") in lines, "a bound is not compared"
+    assert [line[0] for line in compare.difference_lines(rows, "b")[1:]] == ["a - b", "c - b", "d - b"]
+    assert not compare.difference_lines(rows | {"e": {}}, ""), "more than four rows"
+    assert "| b - a | +0.200" in compare.tables(rows, {}) and "Differences" not in compare.tables({"a": rows["a"]}, {})
+
+
+def test_shares_of_minimal_pairs_and_their_errors():
+    rows = {"a": {1: {"points": [1, 1, 1, 0], "score": "exact"}, 2: {"points": [1, 1, 1, 0], "score": "exact"}},
+            "b": {1: {"points": [1, 0, 1, 0], "score": "bound"}, 2: {"points": [1, 0, 0, 0], "score": "bound"}},
+            "c": {1: {"loss": 1.0}}}
+    # shares of b .5 and .25; its pairs 1, 0, .5, 0; differences from a 0, 1, .5, 0
+    error = (0.171875 / 4 + 0.03125 / 2) ** 0.5
+    assert compare.pairs_lines(rows)[1:] == [
+        ["a", "0.750 ± 0.217", "", "exact", "1 2"],
+        ["b", f"0.375 ± {error:.3f}", f"0.375 ± {error:.3f}", "bound", "1 2"]]
+
+
+def test_pairs_are_scored_once_for_a_file_and_its_code(text, capsys, refuses, monkeypatch):
+    with open("pairs.txt", "w") as f:
+        f.write("a b\ta b\nx = 1\tx 1 =\n")
+    scored = []
+    score_pairs = compare.score_pairs
+    monkeypatch.setattr(compare, "score_pairs", lambda *args, **how: scored.append(args) or score_pairs(*args, **how))
+    words = ["--objectives", "clm,nsp,rotation", "--pairs", "pairs.txt"]
+    run(*words)
+    out = capsys.readouterr().out
+    assert len(scored) == 2 and "| pseudo-log-likelihood | 1 |" in out and "--pairs FILE" not in out
+    with open("out/curves.csv") as f:
+        assert sum(",pairs,0." in line or ",pairs,1" in line for line in f) == 2
+    run(*words)
+    assert len(scored) == 2 and ": measuring" not in capsys.readouterr().out
+    with open("pairs.txt", "a") as f:
+        f.write("yes\tno\n")
+    run(*words)
+    assert len(scored) == 4 and ": measuring" not in capsys.readouterr().out
+    with open("pairs.txt", "a") as f:
+        f.write("a\t" + "b" * 31)
+    refuses("longer than 30", run, "--objectives", "clm,mlm,nsp", "--pairs", "pairs.txt")
+    assert len(os.listdir("out/runs")) == 3, "mlm was trained before the refusal"
+    run("--objectives", "clm")
+    assert capsys.readouterr().out.endswith("--pairs FILE, such as --pairs docs/pairs-novel.jsonl\n")
+
+
+# ---- the picture
+def test_the_picture_shows_every_seed_over_the_budgets_or_the_rows(monkeypatch):
     matplotlib = pytest.importorskip("matplotlib.figure")
     saved = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, path, **how: saved.append(figure))
-    budgets = CURVES | {1000: {"mlm": {1: {"infill_4": 18.2}}}}
-    panels = [compare.Panel(metric, "steps", compare.lines_over(budgets, key), ())
-              for key, metric in compare.RANKED.items()]
-    compare.draw_panels(panels, "compare.png")
-    bits, left, infill = saved[0].axes
-    assert infill.get_title() == "both sides: 4 (less is better)"
-    assert infill.get_xlabel() == "steps" and infill.get_ylabel() == "bits/byte"
-    drawn = [[line.get_xydata().tolist() for line in axis.lines] for axis in (bits, left, infill)]
-    assert drawn == [[[[10, 1.1], [100, 1.01]]], [[[10, 3.0], [100, 3.0]]], [[[10, 2.0], [100, 2.0]]]]
-    assert [[text.get_text() for text in axis.texts] for axis in (bits, left, infill)] == [["clm"], ["clm"], ["mlm"]]
-
-
-def test_the_picture_of_one_budget_shows_holes_and_losses_over_the_steps():
-    runs = {"clm": {1: {"left_4": 3.0, "left_16": 2.0, "curve": [[0, 5.5], [1, 4.0], [2, 3.0]]},
-                    2: {"left_4": 4.0, "curve": [[0, 5.5], [1, 5.0]]}},
-            "fim": {1: {"left_4": 9.0, "infill_4": 1.0}, 2: {}}}
-    holes, losses = compare.panels_of_runs(summarized(runs))
-    assert holes.lines == {"clm": {4: 3.5, 16: 2.0}, "fim": {4: 1.0}} and holes.dashed == {"clm"}
-    assert losses.lines == {"clm": {1: 4.5, 2: 3.0}}, "not without step 0"
-    assert compare.draw_panels([losses._replace(lines={"clm": {1: 4.5}})], "x.png").startswith("no picture")
+    budgets = {n: summarized(rows) for n, rows in CURVES.items()}
+    metrics = {"bits": compare.SUMMARY["bits"], "hole_4": compare.SUMMARY["hole_4"], "probe": compare.METRICS["probe"]}
+    compare.draw_panels([compare.make_panel(*item, budgets, "") for item in metrics.items()], "compare.png")
+    bits, _ = saved[0].axes
+    assert bits.get_title() == "left to right (less is better)" and bits.get_ylabel() == "bits/byte"
+    assert bits.get_xlabel() == "steps" and [text.get_text() for text in bits.get_xticklabels()] == ["10", "100"]
+    assert [line.get_xydata().tolist() for line in bits.lines] == [[[0, 1.1], [1, 1.01]], [[0, 3.5]]]
+    dots = [dots.get_offsets().tolist() for dots in bits.collections]
+    assert dots == [[[0, 1.1], [1, 1.01]], [[0, 3.0], [0, 4.0]]], "not a dot for each seed"
+    assert [text.get_text() for text in saved[0].legends[0].get_texts()] == ["clm", "mlm"]
+    [one] = [compare.make_panel("bits", compare.SUMMARY["bits"], {10: budgets[10]}, "")]
+    assert one.xs == ["clm", "mlm", "fim"] and one.lines == {"clm": {"clm": [1.1]}, "fim": {"fim": [3.0, 4.0]}}
+    swept = compare.make_panel("bits", compare.SUMMARY["bits"], {10: budgets[10]}, "rate")
+    assert swept.lines == {"rate": {"clm": [1.1], "fim": [3.0, 4.0]}}, "the values of a setting are one line"
+    assert compare.draw_panels([one._replace(lines={})], "x.png").startswith("no picture")

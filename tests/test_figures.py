@@ -45,7 +45,7 @@ def test_the_picture_is_drawn(tmp_path):
 def test_results_are_those_of_one_length_and_commit(tmp_path):
     path = tmp_path / "curves.csv"
     path.write_text("clm (abc),9,1,left_4,1\nclm (abc),9,2,left_4,3\nclm,9,1,left_4,5\nclm (abc),8,1,left_4,7\n")
-    for commit, bits in ("abc", 2.0), ("", 5.0):
+    for commit, bits in ("abc", [1.0, 3.0]), ("", [5.0]):
         rows = figures.read_runs(Namespace(curves=str(path), steps="9", commit=commit), ["clm", "mlm"])
         assert figures.holes_panel(rows).lines == {"clm": {4: bits}}
 
