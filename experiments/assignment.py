@@ -27,7 +27,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from data import Flag, fail
-from experiments.flags import parse_own_flags
+from experiments.common import parse_own_flags
 from run import run_program
 
 FLAGS = {"functions": Flag("", "names of the functions to write, separated by commas"),

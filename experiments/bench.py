@@ -22,8 +22,7 @@ import time
 from argparse import Namespace
 
 from data import VOCAB_SIZE, Flag, fail, make_rng
-from experiments.flags import parse_with_train_flags
-from experiments.runs import load_latest
+from experiments.common import load_latest, parse_with_train_flags
 import sample
 import train
 from model import for_inference

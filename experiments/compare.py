@@ -2,23 +2,22 @@
 
     python -m experiments.compare --objectives clm,mlm,mdlm --data book.txt --seeds 1,2,3
     python -m experiments.compare                       all objectives, one seed: one to five hours on a laptop CPU
-    python -m experiments.compare --budgets 100         minutes: too short to conclude anything
+    python -m experiments.compare --objectives clm,mlm,clm:0.5+mlm:0.5 --pairs pairs.jsonl --seeds 1,2,3
     python -m experiments.compare --budgets 500,1000,2000,4000,8000 --objectives clm,mlm --seeds 1,2,3
     python -m experiments.compare --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3
     python -m experiments.compare --sweep bart_noise=mask,infill+permute    a + inside a value stands for a comma
-    python -m experiments.compare --sweep replay=scratch,0,.05      pre-train on Python, then on C++ headers with this
-                                                                    share of Python; scratch: on C++ headers alone
-    python -m experiments.compare --sweep start=none,clm,mlm --first_steps 8000     start from the weights of a run of
-                                                                                    another objective
+    python -m experiments.compare --sweep replay=scratch,0,.05      pre-train on Python, then train on C++ headers with
+                                                                    this share of Python; scratch: on headers alone
+    python -m experiments.compare --sweep start=none,clm,mlm        start from the weights of another objective's run
 
-Every objective is trained with its own defaults. Each row of a table has a run of train.py for each seed. The folder of
-a run is named after its settings and its text: a finished run is not trained again, an interrupted run is resumed, and
-other settings make another run. The run's metrics are in measured.json in its folder (with --tasks_only in
-measured_tasks.json); delete that file to measure the run again. The tables show the largest budget first; curves.csv
-and the picture show all budgets. With one budget, the picture shows the bits of holes and the losses over
-the steps. If rows have fewer than 128 positions, holes, replaced bytes and some tasks are not measured.
-Flags that are not listed below are train.py's, such as --n_layer 6. One that only some of the objectives have, such as
---mask_rate, goes to those.
+Every objective is trained with its own defaults. Each row of a table has a run of train.py for each seed. A mixture
+such as clm:0.5+mlm:0.5 is one row; each figure is of its first member that has it. The folder of a run is named after
+its settings and its text: a finished run is not trained again, and an interrupted run is resumed. Its figures are in
+measured.json, with --tasks_only in measured_tasks.json. They are measured again if the code that measures has changed.
+If the code that trains has changed (code.json), the run is refused: use another --out_dir. The tables show the largest
+budget first; curves.csv and the picture show all. If rows have fewer than 128 positions, holes, replaced bytes and some
+tasks are not measured. Flags that are not listed below are train.py's, such as --n_layer 6. One that only some of the
+objectives have, such as --mask_rate, goes to those.
 """
 import contextlib
 import csv
@@ -38,8 +37,8 @@ from pathlib import Path
 from data import Flag, check_sizes, fail, make_rng, open_corpus
 from experiments import evaluate
 from experiments.evaluate import BITS, HOLE_LENGTHS, METRICS, Metric
-from experiments.flags import parse_with_train_flags, to_words
-from experiments.runs import measuring_checksum, read_code, read_json, training_checksums, write_json
+from experiments.common import measuring_checksum, parse_with_train_flags, read_code, read_json, to_words
+from experiments.common import training_checksums, write_json
 from experiments.score import check_pairs, choose_scored, read_pairs, score_pairs, share_and_error
 import train
 from objectives import OBJECTIVES
@@ -70,7 +69,7 @@ SUMMARY = {                                     # columns of the first table
     **{f"hole_{m}": Metric(f"hole of {m} bytes", 2, "", False, HOLE) for m in HOLE_LENGTHS},
     "task": Metric("own task", 3),
 }
-STUDENT_T_975 = 12.7, 4.3, 3.2, 2.8, 2.6, 2.4, 2.4, 2.3, 2.3             # for 2, 3, ... seeds
+STUDENT_T_975 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4}           # {number of seeds: quantile}
 SUMMED_UP = {"left_to_right", "bound", "old_before", "old", "new", *(f"infill_{m}" for m in HOLE_LENGTHS)}
 REST = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}                   # second table
 N_COLUMNS = 8                                   # maximum number of columns of the second table
@@ -174,9 +173,8 @@ def list_runs(cell, crcs, out_dir):  # cell, checksums of the corpora -> [Run], 
         argv += [f"--{name}", str(getattr(cell.hp, name))]
     given = parse(argv)
     parent = parent_settings({"config": vars(first_hp), "step": first_hp.max_iters}, given)
-    hp = Namespace(**vars(cell.hp) | {"init_from": first_folder})
-    for name in parent.keys() - given.keys():
-        setattr(hp, name, parent[name])
+    inherited = {name: value for name, value in parent.items() if name not in given}
+    hp = Namespace(**vars(cell.hp) | inherited | {"init_from": first_folder})
     return [Run(first_hp, cell.first_argv, first_folder), Run(hp, argv, run_folder(hp, crcs, out_dir))]
 
 
@@ -255,17 +253,16 @@ def run_cell(runs, flags, sources, probes, pairs, code, label, on_record):  # ru
         first_folder = first[0].folder if first else None
         metrics = evaluate.measure_run(run.folder, run.hp.device, sources, probes, flags.tasks_only, first_folder)
         saved = {"code": version, "metrics": metrics}
-        name = "measured_tasks.json" if flags.tasks_only else "measured.json"
-        write_json(os.path.join(run.folder, name), saved)
+        write_json(os.path.join(run.folder, "measured_tasks.json" if flags.tasks_only else "measured.json"), saved)
     notes = []
     if not all(os.path.exists(os.path.join(each.folder, "code.json")) for each in runs):
         notes.append("trained by an unknown version of the code")
     if saved.get("code") != version:
-        notes.append("measured by older code, and the weights are deleted")
-    return saved["metrics"] | run_pairs(run, pairs, version) | {"notes": notes}
+        notes.append("measured by older code, since the weights are deleted")
+    return saved["metrics"] | {"notes": notes} | run_pairs(run, pairs, version, notes)
 
 
-def run_pairs(run, pairs, version):  # pairs: of read_pairs -> metrics: a point for each pair, and their mean
+def run_pairs(run, pairs, version, notes):  # pairs: of read_pairs -> metrics: a point for each pair, and their mean
     """Scores a file of pairs once: the points are kept under its checksum."""
     member = choose_scored(get_members(run.hp))
     if not pairs or not member:
@@ -277,6 +274,8 @@ def run_pairs(run, pairs, version):  # pairs: of read_pairs -> metrics: a point 
         points, kind = score_pairs(model, member.objective, hp, pairs, seed=1)
         saved = {"code": version, "points": points, "pairs": statistics.fmean(points), "score": kind.partition(",")[0]}
         write_json(path, saved)
+    if saved.get("code") != version:
+        notes.append("minimal pairs of older code or none, since the weights are deleted")
     return saved
 
 
@@ -293,21 +292,21 @@ def is_bound(seeds):  # are the bits left to right an upper bound?
     return bool(values_by_seed(seeds, "bound")) and not values_by_seed(seeds, "left_to_right")
 
 
+def heading_of(metric):
+    return f"{metric.heading} ({metric.unit})" if metric.unit else metric.heading
+
+
 def markdown(rows):  # [[heading, ...], [cell, ...], ...] -> str
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
     return "\n".join(lines) + "\n"
 
 
-def student_t(n_seeds):  # the quantile of an interval of 95%
-    return STUDENT_T_975[min(n_seeds, len(STUDENT_T_975) + 1) - 2]
-
-
 def difference(a, b):  # {seed: number} each -> mean of a - b over the seeds that both have, half of its 95% interval
     pairs = [value - b[seed] for seed, value in a.items() if seed in b]
     if len(pairs) < 2:
-        return None
-    return statistics.fmean(pairs), student_t(len(pairs)) * statistics.stdev(pairs) / len(pairs) ** 0.5
+        return 0.0, math.inf
+    return statistics.fmean(pairs), STUDENT_T_975.get(len(pairs), 2.3) * statistics.stdev(pairs) / len(pairs) ** 0.5
 
 
 def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that are worse than the best one
@@ -317,12 +316,8 @@ def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that 
         return set()
     sign = -1 if more_is_better else 1
     best = min(means, key=lambda name: sign * means[name])
-    worse = set()
-    for name in means:
-        found = difference(values[name], values[best])
-        if found and sign * found[0] > found[1]:
-            worse.add(name)
-    return worse
+    found = {name: difference(values[name], values[best]) for name in means}
+    return {name for name, (mean, half) in found.items() if sign * mean > half}
 
 
 @functools.cache
@@ -331,7 +326,7 @@ def stars_by_chance(n_rows, n_seeds):  # -> stars in a column of rows that diffe
     x = torch.randn(2000, n_rows, n_seeds, generator=make_rng("stars"), dtype=torch.double)
     best = x.mean(2).argmin(1)
     pairs = x - x[range(len(x)), best][:, None]
-    is_worse = pairs.mean(2) > student_t(n_seeds) * pairs.std(2) / n_seeds ** 0.5
+    is_worse = pairs.mean(2) > STUDENT_T_975.get(n_seeds, 2.3) * pairs.std(2) / n_seeds ** 0.5
     return float(is_worse.sum(1).double().mean())
 
 
@@ -357,7 +352,7 @@ def make_table(rows, metrics, n_columns=99):  # -> Table, without empty columns;
             mean = f"{statistics.fmean(by_seed.values()):.{metric.digits}f}" if by_seed else ""
             error = f" ± {statistics.stdev(by_seed.values()):.{metric.digits}f}" if len(by_seed) > 1 else ""
             cells.append("<= " * (name in bounds and mean != "") + mean + error + "*" * (name in worse))
-        columns.append([str(metric), *cells])
+        columns.append([heading_of(metric), *cells])
         n_seeds = [len(by_seed) for name, by_seed in values.items() if len(by_seed) > 1 and name not in bounds]
         if n_seeds and metric.more_is_better is not None:
             chance += stars_by_chance(len(n_seeds), max(n_seeds))
@@ -380,11 +375,12 @@ def difference_lines(rows, baseline):  # -> lines of a table: every two of up to
     for key, metric in SUMMARY.items():
         cells = []
         for a, b in couples:
-            found = difference(values_by_seed(rows[a], key), values_by_seed(rows[b], key))
-            is_exact = key != "bits" or not (is_bound(rows[a]) or is_bound(rows[b]))
-            cells.append(f"{found[0]:+.{metric.digits}f} ± {found[1]:.{metric.digits}f}" if found and is_exact else "")
+            mean, half = difference(values_by_seed(rows[a], key), values_by_seed(rows[b], key))
+            has_bound = key == "bits" and (is_bound(rows[a]) or is_bound(rows[b]))
+            is_known = half < math.inf and not has_bound
+            cells.append(f"{mean:+.{metric.digits}f} ± {half:.{metric.digits}f}" if is_known else "")
         if any(cells) and metric.more_is_better is not None:
-            columns.append([str(metric), *cells])
+            columns.append([heading_of(metric), *cells])
     return [*zip(*columns)] if len(columns) > 1 else []
 
 
@@ -397,9 +393,9 @@ def pairs_lines(rows):  # -> lines of a table: the share of minimal pairs that a
     best = max(found, key=found.get, default="")
     lines = [["", "right pairs", "less than the best row", "score", "seeds"]]
     for name, (share, error) in found.items():
-        differences = [points[best][seed] - p for seed, p in points[name].items() if seed in points[best]]
-        has_less = name != best and differences
-        less = "{:.3f} ± {:.3f}".format(*share_and_error(torch.stack(differences))) if has_less else ""
+        shared = points[name].keys() & points[best].keys() if name != best else []
+        differences = [points[best][seed] - points[name][seed] for seed in shared]
+        less = "{:.3f} ± {:.3f}".format(*share_and_error(torch.stack(differences))) if differences else ""
         [kind, *_] = values_by_seed(rows[name], "score").values()
         lines.append([name, f"{share:.3f} ± {error:.3f}", less, kind, " ".join(map(str, points[name]))])
     return lines if found else []
@@ -408,7 +404,7 @@ def pairs_lines(rows):  # -> lines of a table: the share of minimal pairs that a
 def explain(metrics, headings):  # {metric: Metric}, headings of a table -> a line for each kind of column
     kinds = {}                                  # {meaning: {heading: None}}
     for metric in metrics.values():
-        if str(metric) in headings and metric.meaning:
+        if heading_of(metric) in headings and metric.meaning:
             kinds.setdefault(metric.meaning, {})[metric.heading.partition(":")[0]] = None
     return "".join(f"- {', '.join(names)}: {meaning}\n" for meaning, names in kinds.items())
 
@@ -476,16 +472,15 @@ def write_curves(budgets, path, first_column):
                     writer.writerow([name, steps, seed, metric, f"{value:.6g}"])
 
 
-def make_panel(key, metric, budgets, setting):  # -> Panel of a metric: over the steps, or of one budget over the rows
+def make_panel(key, metric, budgets):  # -> Panel of a metric: over the steps, or over the rows of a single budget
     has_budgets = len(budgets) > 1
     lines = {}
     for steps, rows in sorted(budgets.items()):
         for row, seeds in rows.items():
             values = [*values_by_seed(seeds, key).values()]
-            line = row if has_budgets or not setting else setting
             if values:
-                lines.setdefault(line, {})[steps if has_budgets else row] = values
-    return Panel(metric, "steps" if has_budgets else setting, sorted(budgets) if has_budgets else [*rows], lines, ())
+                lines.setdefault(row, {})[steps if has_budgets else row] = values
+    return Panel(metric, "steps" if has_budgets else "", sorted(budgets) if has_budgets else [*rows], lines, ())
 
 
 def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or the reason why there is no picture
@@ -504,11 +499,9 @@ def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or t
     n_rows = math.ceil(len(panels) / 3)
     with rc_context({"font.size": font, "axes.titlesize": "medium"}):
         figure = Figure((size[0] * n_columns, size[1] * n_rows), layout="constrained")
-        axes = [*figure.subplots(n_rows, n_columns, squeeze=False).flat]
-        for axis in axes[len(panels):]:
-            axis.axis("off")
         handles = {}                            # {row: its line} of lines that join two points
-        for panel, axis in zip(panels, axes):
+        for i, panel in enumerate(panels, 1):
+            axis = figure.add_subplot(n_rows, n_columns, i)
             for name, line in panel.lines.items():
                 style = dict(color=colors[name], lw=font / 6, ls="--" if name in panel.dashed else "-")
                 places = [panel.xs.index(x) for x in line]
@@ -622,7 +615,7 @@ def write_report(path, budgets, flags, references, settings=""):  # path: withou
         f.write(text + settings)
     write_curves(budgets, curves, setting or "objective")
     ranked = {key: metric for key, metric in (SUMMARY | REST).items() if metric.more_is_better is not None}
-    picture = draw_panels([make_panel(*item, budgets, setting) for item in ranked.items()], path + ".png")
+    picture = draw_panels([make_panel(*item, budgets) for item in ranked.items()], path + ".png")
     print(f"\nwritten: {path}.md, {curves}, {picture}\n\n{text}{settings}")
 
 

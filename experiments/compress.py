@@ -15,8 +15,7 @@ import struct
 import zlib
 
 from data import EOT, Flag, fail, from_bytes, to_bytes
-from experiments.flags import parse_own_flags
-from experiments.runs import load_latest
+from experiments.common import load_latest, parse_own_flags
 from model import Cache
 from objectives import N_BYTES, find_use
 from run import DEVICE_FLAGS, get_members, newest_run, run_program

@@ -18,12 +18,11 @@ import statistics
 import sysconfig
 import tokenize
 from argparse import Namespace
-from dataclasses import dataclass
+from collections import namedtuple
 
-from data import EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows
-from data import sample_windows, to_bytes
+from data import EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows, sample_windows, to_bytes
 from experiments.bench import count_flops
-from experiments.score import score_bound, score_by_filling
+from experiments.score import score_by_filling
 import sample
 import train
 from model import for_inference, norm
@@ -129,9 +128,8 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m
     return out
 
 
-def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, bound_there: bits per byte}
-    """Exact bits of a model that fills, by the chain rule. As in left to right, windows start without context. The
-    bound is computed on the same few windows, so that the two can be compared."""
+def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling: bits per byte}
+    """Exact bits of a model that fills, by the chain rule. As in left to right, windows start without context."""
     fill = find_use(objective, "fill")
     if not fill:
         return {}
@@ -139,12 +137,7 @@ def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling, b
     x = windows(text, n, CHAIN_WINDOWS, "chain")
     # score_by_filling counts 8 bits for the first byte, which it takes as given
     bits = [score_by_filling(model, row, n, fill) - 8 for row in x]
-    out = {"left_by_filling": statistics.fmean(bits) / (n - 1)}
-    if objective.bpb == "bound":
-        # each window has other random masks, so that their errors average out
-        bounds = [score_bound(model, objective, row, hp, seed=i)[0] for i, row in enumerate(x)]
-        out["bound_there"] = statistics.fmean(bounds) / n
-    return out
+    return {"left_by_filling": statistics.fmean(bits) / (n - 1)}
 
 
 # ---- replaced bytes
@@ -163,19 +156,15 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     if mark:
         score = mark.predict(model, x)
     elif fill:
-        score = torch.zeros(x.shape, device=x.device)
-        part = torch.arange(x.size(1), device=x.device) % 8
-        for k in range(8):
-            logits = sample.fill_logits(model, x.masked_fill(part == k, MASK), fill)[..., :N_BYTES]
-            nats = F.cross_entropy(logits.mT, x, reduction="none")
-            score = torch.where(part == k, nats, score)
+        logp = torch.stack([sample.masked_log_probs(model, row[None], fill, passes=8) for row in x])
+        score = -logp.gather(2, x[..., None].cpu().clamp(min=1) - 1)[..., 0]        # logp (N, n, 255), of bytes 1..255
     elif objective.bpb in ("loss", "causal"):
         row = torch.cat((torch.full_like(x[:, :1], EOT), x[:, :-1]), dim=1)
         logits = model.logits(model(row, 0))[..., :N_BYTES]
         score = F.cross_entropy(logits.mT, x, reduction="none")
     else:
         return {}
-    return {"replaced_auc": float(auc(score.cpu().flatten(), is_replaced.long().flatten()))}
+    return {"replaced_auc": auc(score.cpu().flatten(), is_replaced.long().flatten())}
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
@@ -183,14 +172,10 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores
 
         scores .1 .4 .4 .8, labels 0 0 1 1: the pairs score 1, .5, 1, 1; the result is 3.5 / 4 = .875
     """
-    ones = scores[labels == 1]
-    zeros = scores[labels == 0].sort().values
-    pairs = len(ones) * len(zeros)
-    if pairs == 0:
-        return torch.tensor(0.5)
-    n_below = torch.searchsorted(zeros, ones)
-    n_below_or_equal = torch.searchsorted(zeros, ones, right=True)
-    return (n_below + n_below_or_equal).sum().cpu().double() / 2 / pairs                # mps has no float64
+    ones = scores[labels == 1][:, None]
+    zeros = scores[labels == 0]
+    n_pairs = len(ones) * len(zeros)
+    return (int((ones > zeros).sum()) + int((ones == zeros).sum()) / 2) / n_pairs if n_pairs else 0.5
 
 
 # ---- tasks: what sample.py uses the model for, beside a trivial baseline; {} if the task cannot be measured
@@ -339,13 +324,9 @@ def eval_typos(model, objective, hp, text):
 
 
 def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds (N, n), corrected bytes (N, n)
-    odds = []
-    corrected = []
-    for row in x:
-        odds_of_row, other, is_better = sample.correct(model, row, hp.block_size, fill, passes, error_rate)
-        odds.append(odds_of_row)
-        corrected.append(other.where(is_better, row))
-    return torch.stack(odds), torch.stack(corrected)
+    found = [sample.correct(model, row, hp.block_size, fill, passes, error_rate) for row in x]
+    odds, other, is_better = map(torch.stack, zip(*found))
+    return odds, other.where(is_better, x)
 
 
 def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES, error_rate=sample.ERROR_RATE):
@@ -433,11 +414,8 @@ def eval_task(model, objective, hp, text):  # -> metrics of the objective's firs
 PROBE_TRAIN, PROBE_VAL, PROBE_TEST = range(3)
 
 
-@dataclass
-class ProbeData:
-    x: torch.Tensor                             # (N, n) bytes
-    label: torch.Tensor                         # classes of windows (N,), or of bytes (N, n), else IGNORE_INDEX
-    part: torch.Tensor                          # PROBE_TRAIN, PROBE_VAL or PROBE_TEST, in the shape of label
+# x (N, n) bytes; label: classes of windows (N,), or of bytes (N, n), else IGNORE_INDEX; part: as label, of PROBE_...
+ProbeData = namedtuple("ProbeData", "x label part")
 
 
 def spaced_windows(documents, n):  # -> x (N, n), label (N, n), part (N,)
@@ -589,18 +567,9 @@ def balanced_accuracy(guess, y):  # (N,), (N,) -> share of correct guesses in ea
 
 
 # ---- everything that compare measures and prints
-@dataclass(frozen=True)
-class Metric:
-    heading: str                                # of its column; what is after a colon tells columns of a kind apart
-    digits: int
-    unit: str = ""
-    more_is_better: bool | None = None          # None: neither more nor less is better
-    meaning: str = ""                           # a line beneath the tables
-
-    def __str__(self):
-        return f"{self.heading} ({self.unit})" if self.unit else self.heading
-
-
+# heading: of its column; what is after a colon tells columns of a kind apart; more_is_better: None if neither more nor
+# less is better; meaning: a line beneath the tables
+Metric = namedtuple("Metric", "heading digits unit more_is_better meaning", defaults=("", None, ""))
 BITS = "bits/byte"
 LEFT = "bits of a hole's bytes, each predicted from all bytes before it"
 ENDED = "the same, given the text after the hole, too, with the bits of the hole's end, which this model writes"
@@ -622,17 +591,12 @@ METRICS = {                                     # what compare prints, in this o
     **{f"ended_{m}": Metric(f"both sides, and the end: {m}", 2, BITS, False, ENDED) for m in HOLE_LENGTHS},
     "left_to_right": Metric("left to right", 3, BITS, False),
     "bound": Metric("bound", 3, BITS, False),
-    "bound_there": Metric("bound, the same windows", 2, BITS, None, "the bound of the few windows of \"by filling\""),
     "old_before": Metric("old corpus before", 3, BITS, None, "left to right, before training on the new corpus"),
     "old": Metric("old corpus after", 3, BITS, False, "the same, after it"),
     "new": Metric("new corpus", 3, BITS, False, "left to right, on the new corpus"),
     "tflop": Metric("training: work", 2, "TFLOP", None, "matrix products, and seconds without evaluations"),
     "seconds": Metric("training: time", 0, "seconds", None, "matrix products, and seconds without evaluations"),
 }
-
-
-def eval_probes(features, probes):  # {metric: ProbeData} -> {metric: balanced accuracy}
-    return {metric: eval_probe(features, data) for metric, data in probes.items()}
 
 
 @torch.no_grad()
@@ -647,7 +611,8 @@ def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: 
         if evaluation is not eval_task or "task" not in metrics:                    # all figures of a task are of one
             metrics = evaluation(model, member.objective, hp, text) | metrics
     if 256 % min(hp.block_size, 256) == 0:      # the probes' windows of 256 bytes can be cut into rows
-        metrics |= eval_probes(functools.partial(layer_states, model, members[0].objective, hp), probes)
+        features = functools.partial(layer_states, model, members[0].objective, hp)
+        metrics |= {metric: eval_probe(features, data) for metric, data in probes.items()}
     return metrics
 
 
@@ -709,6 +674,6 @@ def probe_references(hp, probes):  # -> {row: {"-": metrics}}: what the probes f
     hp = Namespace(**vars(hp) | {"device": "cpu", "dtype": "float32", "block_size": 256})
     objective = get_members(hp)[0].objective
     features = functools.partial(layer_states, for_inference(build(get_members(hp), hp)), objective, hp)
-    return {"untrained model": {"-": eval_probes(features, probes)},
+    return {"untrained model": {"-": {metric: eval_probe(features, data) for metric, data in probes.items()}},
             "five raw bytes": {"-": {"probe": eval_probe(byte_features, probes["probe"])}},
             "histogram of bytes": {"-": {"passages": eval_probe(histogram_features, probes["passages"])}}}

@@ -1,12 +1,10 @@
-"""Draw the pictures of the pages: training rows, results, and how two models write a text.
+"""Draw the pictures of the pages: training rows, and results.
 
     pip install matplotlib && python -m experiments.figures         a row of every objective, and who attends to whom
     python -m experiments.figures --objectives clm,mlm,span,mdlm --columns 16 --out docs/rows-short.png
     python -m experiments.figures --objectives clm,hybrid,mlm --curves out/compare/curves.csv --out docs/results.png
-    python -m experiments.figures --filler out/mdlm --writer out/clm --prompt "def main(" --out docs/writing.svg
 
-The rows are made by the objectives' own code. --curves draws bits per byte over the length of a hole. --filler and
---writer animate how one run fills a text in any order, and another one continues the same prompt.
+The rows are made by the objectives' own code. --curves draws bits per byte over the length of a hole.
 B rows, T positions
 """
 import csv
@@ -14,39 +12,31 @@ import itertools
 import re
 import textwrap
 from collections import namedtuple
-from html import escape
 
 from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
 from experiments.compare import Panel, draw_panels, sees_left_only, values_by_seed
 from experiments.evaluate import BITS, HOLE_LENGTHS, Metric, summarize
-from experiments.flags import parse_own_flags
-from experiments.runs import load_latest
+from experiments.common import parse_own_flags
 from model import can_attend
-from objectives import IGNORE_INDEX, OBJECTIVES, find_use
+from objectives import IGNORE_INDEX, OBJECTIVES
 from run import get_config, get_members, run_program
-import sample
 from train import explain_symbols, to_symbol
 import torch
 
 T = 32
 FLAGS = {
-    "out": Flag("docs/rows.png", "file to draw into: .png, with --filler .svg"),
+    "out": Flag("docs/rows.png", "file to draw into"),
     "objectives": Flag("", "separated by commas; without it all"),
     "columns": Flag(T, "positions of a row; with fewer, the letters are larger, and the legend is shorter", 8),
     "curves": Flag("", "curves.csv of compare"),
     "steps": Flag("1000", "with --curves: steps of the runs"),
     "commit": Flag("", "with docs/curves.csv: only rows of this commit"),
-    "filler": Flag("", "run of an objective that fills [MASK]s"),
-    "writer": Flag("", "run of an objective that continues a prompt"),
-    "prompt": Flag("def ", "with --filler: start of both texts"),
 }
 B = 8
 TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"
 READ, TARGET, SPECIAL, LABEL, NO_LOSS = "#dde8f5", "#f9e3c8", "#c9b6e4", "#cfe8cf", "white"
 COLORS = {READ: "input", TARGET: "target", SPECIAL: "special id", LABEL: "label, a number for the row",
           NO_LOSS: "no loss"}
-SVG_STYLE = """text{font:21px monospace;fill:#24292f} .p{fill:#0550ae} .m{opacity:0}
-@media (prefers-reduced-motion:no-preference){text{animation-duration:14s;animation-iteration-count:infinite}}"""
 CIRCLED = "STIXGeneral"                         # the only font of matplotlib with letters in circles
 # lines: list of (title, cells, color); a cell is an id, or the text of a label. mask (T, T): who attends to whom
 Row = namedtuple("Row", "title lines mask")
@@ -177,7 +167,7 @@ def draw(rows, path, columns=T):
         fail(f"--out {path}: cannot be written ({e}). Try another folder, or a name that ends with .png")
 
 
-# ---- results, and how two models write a text
+# ---- results
 def read_runs(flags, names):  # -> {name: {seed: metrics}} of the runs with this number of steps
     rows = {name: {} for name in names}
     try:
@@ -202,57 +192,6 @@ def holes_panel(rows):  # bits over the length of a hole
     return Panel(metric, "bytes of the hole", HOLE_LENGTHS, lines, left_only)
 
 
-def record(flag, folder, mode, prompt, n=160, passes=16):  # -> title, ids, the moment of each: 0 start, 1 end
-    model, hp, _ = load_latest(folder)
-    use = find_use(get_members(hp)[0].objective, mode)
-    if not use:
-        fail(f"--{flag} {folder}: {hp.objective} does not {mode} texts. Try a run of another objective")
-    g = make_rng("texts")
-    if mode == "continue":
-        row = torch.tensor([[*use.left_ids, *prompt, *use.right_ids]])
-        new = sample.generate(model, row, n, hp.block_size, g, row.size(1) if use.both_ways else 0, temperature=0.8)
-        ids = [*prompt, *(int(i) for i in new)]
-        n_new = len(ids) - len(prompt)
-        return f"{hp.objective}, {n_new} passes", ids, [0] * len(prompt) + [(i + 1) / n_new for i in range(n_new)]
-    ids = torch.tensor([[*prompt, *[MASK] * n]], device=hp.device)
-    times = torch.zeros(ids.size(1))
-    order = sample.default_order(use)
-    for i, new in enumerate(sample.unmask(model, ids, g, use, passes, order, **sample.DIFFUSION_SAMPLING), 1):
-        times[(ids != new)[0].cpu()] = i / passes
-        ids = new
-    return f"{hp.objective}, {passes} passes", ids[0].tolist(), times.tolist()
-
-
-def draw_texts(records):  # what `record` returns, of the filler and of the writer -> SVG, in cells of 12.6 x 28 pixels
-    """Keyframes hide each byte until its moment, and show masks. Without animation, the texts are finished."""
-    texts = []
-    keyframes = {}                              # of the bytes and masks that change at the same moment
-    bottom = 0
-    for k, (title, ids, times) in enumerate(records):
-        texts.append(f'<text x="{24 + 500 * k}" y="36">{escape(title)}</text>')
-        x = y = 0
-        for i, time in zip(ids, times):
-            place = f'x="{24 + 500 * k + 12.6 * x:.0f}" y="{76 + 28 * y}"'
-            name = f"{k}-{1000 * time:.0f}"
-            end = round(65 * time, 2)           # percent; then the finished texts stand still
-            keyframes[name] = (f"@keyframes m{name}{{0%,{end}%{{opacity:.4}}{end + .01:.2f}%{{opacity:0}}}}\n"
-                               f"@keyframes t{name}{{0%,{end}%{{opacity:0}}{end + .01:.2f}%{{opacity:1;fill:#d9480f}}"
-                               f"{end + 6:.2f}%{{fill:#24292f}}}}")
-            if time and k == 0:
-                texts.append(f'<text {place} class="m" style="animation-name:m{name}">▒</text>')
-            if i not in b" \n":
-                look = f'style="animation-name:t{name}"' if time else 'class="p"'
-                texts.append(f'<text {place} {look}>{escape(to_symbol(i))}</text>')
-            x += 1
-            if i == ord("\n") or x == 36:
-                x = 0
-                y += 1
-        bottom = max(bottom, 76 + 28 * (y + 1))
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {bottom}"><style>{SVG_STYLE}',
-                      *keyframes.values(), f'</style><rect width="1000" height="{bottom}" rx="8" fill="#f6f8fa"/>',
-                      *texts, "</svg>\n"])
-
-
 def main(argv=None):  # -> exit code
     flags = parse_own_flags("python -m experiments.figures", __doc__, FLAGS, argv)
     names = flags.objectives.split(",") if flags.objectives else list(OBJECTIVES)
@@ -260,11 +199,6 @@ def main(argv=None):  # -> exit code
         fail(f"--objectives {flags.objectives}: has an unknown name. Try some of {','.join(OBJECTIVES)}")
     if flags.curves:
         flags.out = draw_panels([holes_panel(read_runs(flags, names))], flags.out, (10, 5.6), 100, 16)
-    elif flags.filler or flags.writer:
-        records = [record("filler", flags.filler, "fill", flags.prompt.encode()),
-                   record("writer", flags.writer, "continue", flags.prompt.encode())]
-        with open(flags.out, "w", encoding="utf-8") as f:
-            f.write(draw_texts(records))
     else:
         draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)
     print(flags.out)

@@ -6,8 +6,7 @@
     python -m experiments.gpu_check --device cpu --small            tests this program itself on a CPU, in minutes
 
 Each step is a command that runs in its own process. Its output is kept in --out_dir. If you run the same command again,
-it runs the steps that have not finished yet; after a change of the code, all of them. Please send report.txt to the
-authors, whatever it says.
+it runs the steps that have not finished yet, or all if the code has changed. Please send report.txt to the authors.
 """
 import os
 import subprocess
@@ -18,8 +17,7 @@ from collections import namedtuple
 from pathlib import Path
 
 from data import Flag
-from experiments.flags import parse_own_flags
-from experiments.runs import ROOT
+from experiments.common import ROOT, parse_own_flags
 from objectives import OBJECTIVES, find_use
 from run import resolve_device, run_program
 from torch.utils.collect_env import get_pretty_env_info

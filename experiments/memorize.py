@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from data import Flag, fail, make_rng, open_corpus, to_bytes
-from experiments.flags import parse_with_train_flags, to_words
+from experiments.common import parse_with_train_flags, to_words
 import train
 from objectives import N_BYTES
 from run import get_config, get_members, load_run, parse, run_program

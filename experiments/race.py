@@ -21,7 +21,7 @@ import time
 
 from data import Flag, fail
 from experiments.bench import load_nanogpt
-from experiments.flags import parse_with_train_flags
+from experiments.common import parse_with_train_flags
 from run import load_run, parse, run_program
 import torch
 import torch.nn.functional as F

@@ -22,8 +22,7 @@ import json
 import math
 
 from data import EOT, MASK, Flag, fail, from_bytes, make_rng
-from experiments.flags import parse_own_flags
-from experiments.runs import load_latest
+from experiments.common import load_latest, parse_own_flags
 import sample
 from objectives import N_BYTES, OBJECTIVES, add_weights, find_use
 from run import DEVICE_FLAGS, get_members, newest_run, run_program

@@ -11,7 +11,7 @@ import torch
 from conftest import tiny
 
 from data import make_rng
-from experiments import compare, evaluate, runs
+from experiments import common, compare, evaluate
 from objectives import OBJECTIVES
 from run import load_checkpoint
 
@@ -49,7 +49,7 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     assert {"left_4", "left_16", "replaced_auc", "tflop"} <= set(metrics["mtp"])
     assert {"typos_first", "typos_corrected", "typos_damaged", "replaced_left"} <= set(metrics["mdlm"])
     assert {"infill_4", "infill_16", "distinct"} <= set(metrics["mdlm"]) and "infill_4" not in metrics["mtp"]
-    bits = metrics["mtp"]["left_to_right"], *(metrics["mdlm"][m] for m in ("bound", "left_by_filling", "bound_there"))
+    bits = metrics["mtp"]["left_to_right"], *(metrics["mdlm"][m] for m in ("bound", "left_by_filling"))
     assert 7 < min(bits) and max(bits) < 9
     monkeypatch.setattr(compare.train, "main", None)
     monkeypatch.setattr(evaluate, "measure", lambda *args: {"task": 0.5})
@@ -139,10 +139,10 @@ def test_a_killed_run_is_resumed(text):
 
 
 def edit_code(monkeypatch, file, old, new):  # as if this file of the repository had been edited
-    code = runs.read_code()
-    source = (runs.ROOT / file).read_text("utf-8")
+    code = common.read_code()
+    source = (common.ROOT / file).read_text("utf-8")
     assert old in source
-    monkeypatch.setattr(compare, "read_code", lambda: code | {file: runs.read_statements(source.replace(old, new))})
+    monkeypatch.setattr(compare, "read_code", lambda: code | {file: common.read_statements(source.replace(old, new))})
 
 
 def test_runs_and_figures_belong_to_the_code_that_made_them(text, capsys, refuses, monkeypatch):
@@ -181,7 +181,7 @@ def test_figures_outlive_the_weights(text, capsys, refuses, monkeypatch):
         assert "measuring" not in capsys.readouterr().out
         edit_code(m, "experiments/score.py", "bits = 8.0", "bits = 9.0")
         run("--objectives", "mlm", "--sweep", "start=none,clm")
-        assert capsys.readouterr().out.count("task, measured by older code, and the weights are deleted\n") == 2
+        assert capsys.readouterr().out.count("task, measured by older code, since the weights are deleted\n") == 2
     run("--objectives", "clm")
     folder = max((os.path.join("out/runs", name) for name in os.listdir("out/runs")), key=os.path.getmtime)
     os.remove(f"{folder}/ckpt.pt")
@@ -271,7 +271,7 @@ def test_headings_name_the_unit():
     out = compare.tables({"nsp_weight=0": {1: {"loss": 2.0, "left_4": 3.0, "left_16": 3.0, "tflop": 1.0}}}, {})
     assert "| own loss (nats) | from the left: 4 (bits/byte) | from the left: 16 (bits/byte) | training: w" in out
     assert out.count("\n- from the left: ") == 1 and "Try --seeds" in out, "not one line for columns of a kind"
-    assert all(metric.meaning for metric in compare.METRICS.values() if str(metric) in out)
+    assert all(metric.meaning for metric in compare.METRICS.values() if compare.heading_of(metric) in out)
 
 
 CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "task": n}},
@@ -311,7 +311,7 @@ def test_stars_by_chance_count_the_choice_of_the_best():
         values = torch.randn(6, 3, generator=g).tolist()
         stars += len(compare.find_worse({i: dict(enumerate(row)) for i, row in enumerate(values)}, False))
     assert stars / 300 == pytest.approx(found[1], abs=0.15)
-    rows = {name: {seed: {"probe": 1.0, "loss": 1.0} for seed in (1, 2, 3)} for name in range(6)}
+    rows = {name: {seed: {"probe": 1.0, "loss": 1.0} for seed in (1, 2, 3)} for name in "abcdef"}
     table = compare.make_table(rows | {"reference": {"-": {"probe": 1.0}}}, compare.REST)
     assert table.chance == found[1], "a loss has no stars, nor has a row with one seed"
     assert f"about 0.0 stars in this table and {found[1]:.1f} in the second" in compare.tables(rows, {})
@@ -375,7 +375,7 @@ def test_the_picture_shows_every_seed_over_the_budgets_or_the_rows(monkeypatch):
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, path, **how: saved.append(figure))
     budgets = {n: summarized(rows) for n, rows in CURVES.items()}
     metrics = {"bits": compare.SUMMARY["bits"], "hole_4": compare.SUMMARY["hole_4"], "probe": compare.METRICS["probe"]}
-    compare.draw_panels([compare.make_panel(*item, budgets, "") for item in metrics.items()], "compare.png")
+    compare.draw_panels([compare.make_panel(*item, budgets) for item in metrics.items()], "compare.png")
     bits, _ = saved[0].axes
     assert bits.get_title() == "left to right (less is better)" and bits.get_ylabel() == "bits/byte"
     assert bits.get_xlabel() == "steps" and [text.get_text() for text in bits.get_xticklabels()] == ["10", "100"]
@@ -383,8 +383,6 @@ def test_the_picture_shows_every_seed_over_the_budgets_or_the_rows(monkeypatch):
     dots = [dots.get_offsets().tolist() for dots in bits.collections]
     assert dots == [[[0, 1.1], [1, 1.01]], [[0, 3.0], [0, 4.0]]], "not a dot for each seed"
     assert [text.get_text() for text in saved[0].legends[0].get_texts()] == ["clm", "mlm"]
-    [one] = [compare.make_panel("bits", compare.SUMMARY["bits"], {10: budgets[10]}, "")]
+    one = compare.make_panel("bits", compare.SUMMARY["bits"], {10: budgets[10]})
     assert one.xs == ["clm", "mlm", "fim"] and one.lines == {"clm": {"clm": [1.1]}, "fim": {"fim": [3.0, 4.0]}}
-    swept = compare.make_panel("bits", compare.SUMMARY["bits"], {10: budgets[10]}, "rate")
-    assert swept.lines == {"rate": {"clm": [1.1], "fim": [3.0, 4.0]}}, "the values of a setting are one line"
     assert compare.draw_panels([one._replace(lines={})], "x.png").startswith("no picture")

@@ -1,13 +1,11 @@
 import ast
 import glob
 import os
-import xml.dom.minidom
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import randomized, settings
 
 import run
 import sample
@@ -48,22 +46,6 @@ def test_results_are_those_of_one_length_and_commit(tmp_path):
     for commit, bits in ("abc", [1.0, 3.0]), ("", [5.0]):
         rows = figures.read_runs(Namespace(curves=str(path), steps="9", commit=commit), ["clm", "mlm"])
         assert figures.holes_panel(rows).lines == {"clm": {4: bits}}
-
-
-def test_the_animation_ends_with_both_texts(monkeypatch, refuses):
-    monkeypatch.setattr(figures, "load_latest", lambda folder: (randomized(), settings(folder, 32), None))
-    filled, written = (figures.record("run", *use, b"a<b\n", 8, 3) for use in (("mdlm", "fill"), ("clm", "continue")))
-    assert bytes(filled[1][:4]) == bytes(written[1][:4]) == b"a<b\n" and len(filled[1]) == 12
-    assert filled[2][:4] == [0] * 4 and {round(3 * time) for time in filled[2][4:]} <= {1, 2, 3}
-    assert written[2][4:] == [(i + 1) / 8 for i in range(8)]
-    svg = xml.dom.minidom.parseString(figures.draw_texts([filled, ("<i>", b"a<b\nab", [0, 0, 0, 0, 0.5, 1])]))
-    texts = svg.getElementsByTagName("text")
-    assert [text.firstChild.data for text in texts[-6:]] == ["<i>", "a", "<", "b", "a", "b"]
-    assert sum(text.getAttribute("class") == "m" for text in texts) == 8, "not a mask for each byte to fill"
-    style = svg.getElementsByTagName("style")[0].firstChild.data
-    assert ".m{opacity:0}" in style and all(text.getAttribute("style")[15:] in style for text in texts)
-    assert "@keyframes t1-500{0%,32.5%{opacity:0}32.51%{opacity:1;" in style
-    refuses("does not fill", figures.record, "filler", "clm", "fill", b"a")
 
 
 def test_unknown_objectives_are_refused(refuses):

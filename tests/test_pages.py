@@ -15,7 +15,7 @@ import pytest
 import run
 import sample
 from experiments import compare, gpu_check
-from experiments.flags import parse_own_flags, parse_with_train_flags
+from experiments.common import parse_own_flags, parse_with_train_flags
 
 ROOT = os.path.dirname(run.__file__)
 PROGRAM = r"python (train\.py|sample\.py|-m experiments\.\w+)"

@@ -18,7 +18,7 @@ from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 
 import sample
 import train
-from experiments.flags import to_words
+from experiments.common import to_words
 from data import CLS, EOT, MASK, MID, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill, find_use

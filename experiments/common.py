@@ -1,19 +1,46 @@
-"""Where a figure comes from: which weights were measured, and which code trained and measured them."""
+"""Shared by the programs in experiments/: flags, the weights that are measured, and checksums of code."""
 import ast
 import json
 import os
 import sys
 import zlib
+from argparse import Namespace
 from collections import namedtuple
 from pathlib import Path
 
-from run import checkpoint_path, load_run
+from data import fail
+from run import checkpoint_path, load_run, make_parser, parse
 import sample
 
 ROOT = Path(__file__).resolve().parents[1]
 # the files that only measure; all others at the top level train
 MEASURING = "experiments/bench.py", "experiments/evaluate.py", "experiments/score.py", "sample.py"
 TEXT_CALLS = "Flag", "Metric", "fail", "print", "say"           # what they are given changes no figure by itself
+
+
+def parse_own_flags(prog, doc, flags, argv):  # for a program that reads only its own flags -> Namespace of them
+    given = make_parser(prog, doc, {"flags": flags}).parse_args(argv)
+    return Namespace(**{name: flag.default for name, flag in flags.items()} | vars(given))
+
+
+def parse_with_train_flags(prog, doc, flags, reserved, argv):  # for a program that trains -> Namespace, list of words
+    """Returns the program's own flags as a Namespace, and the other words of argv, which are flags of train.py. Fails
+    on a flag that neither has, and on a reserved one: a flag of train.py that the program sets itself."""
+    given, rest = make_parser(prog, doc, {"flags, in addition to train.py's": flags}).parse_known_args(argv)
+    for name in sorted(reserved & set(parse(rest))):
+        fail(f"--{name}: is set by this program itself. Try its own flags, {prog} --help")
+    return Namespace(**{name: flag.default for name, flag in flags.items()} | vars(given)), rest
+
+
+def to_words(given):  # {name: value} -> the words of a command line
+    words = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words
 
 
 def load_latest(path, device="auto", dtype="auto"):  # -> what load_run returns, of ckpt.pt if path is a folder

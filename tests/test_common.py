@@ -2,7 +2,7 @@
 import pytest
 
 import experiments.compare  # noqa: F401  all modules that it uses are loaded
-from experiments import runs
+from experiments import common
 
 CODE = '''"""A module."""
 import os
@@ -23,7 +23,7 @@ NAMES = ["clm", "mlm", "span", "ul2", "xlnet"]
 
 
 def checksum(source):
-    return runs.combine(runs.read_statements(source))
+    return common.combine(common.read_statements(source))
 
 
 @pytest.mark.parametrize("old, new, counts", [
@@ -42,16 +42,16 @@ def test_a_checksum_does_not_depend_on_the_version_of_python():
 
 
 def test_of_objectives_only_what_a_run_uses_counts():
-    code = runs.read_code()
+    code = common.read_code()
     assert {"data.py", "model.py", "objectives.py", "run.py", "train.py"} <= code.keys()
 
     def changed_by(old, new, file="objectives.py"):  # -> names of objectives whose runs are older, is measuring, too?
-        source = (runs.ROOT / file).read_text("utf-8")
+        source = (common.ROOT / file).read_text("utf-8")
         assert old in source
-        edited = code | {file: runs.read_statements(source.replace(old, new))}
+        edited = code | {file: common.read_statements(source.replace(old, new))}
         names = [name for name in NAMES
-                 if runs.training_checksums(code, [name]) != runs.training_checksums(edited, [name])]
-        return names, runs.measuring_checksum(code) != runs.measuring_checksum(edited)
+                 if common.training_checksums(code, [name]) != common.training_checksums(edited, [name])]
+        return names, common.measuring_checksum(code) != common.measuring_checksum(edited)
     assert changed_by("round(hp.mask_rate * T)", "int(hp.mask_rate * T)") == (["mlm"], False)
     assert changed_by("SPAN_ENDS = ", "SPAN_ENDS = 2 * ") == (["span", "ul2"], False)
     assert changed_by('OBJECTIVES["rotation"]', 'OBJECTIVES["mine"]') == ([], False)
