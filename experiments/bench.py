@@ -99,8 +99,7 @@ def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backw
     model = train.prepare(corpus, members, cpu).model.to("meta")                    # shapes without values: no work
     flops = 0.0
     for member in members:
-        batch = train.draw_batch(member, corpus, "train", hp.batch_size, "flops", cpu)
-        batch = train.micro_batch(batch, 0, 1, cpu)
+        batch = train.micro_batch(train.draw_batch(member, corpus, "train", hp.batch_size, "flops", cpu), 0, 1, cpu)
         batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
         with FlopCounterMode(display=False) as counter:
             loss, _ = member.objective.loss(model, batch, hp)

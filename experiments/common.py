@@ -120,8 +120,7 @@ def used_by(names, statements):  # -> the statements that the names depend on, a
 
 
 def training_checksums(code, objectives):  # of read_code, names -> {file: checksum}
-    """Of objectives.py, only what these objectives use counts. So if one is added or edited, runs of others stay
-    valid."""
+    """Of objectives.py only what these objectives use counts: runs stay valid when another one is added or edited."""
     files = {file: statements for file, statements in code.items() if file not in MEASURING}
     names = {f"OBJECTIVES[{name!r}]" for name in objectives}
     names = names.union(*(s.uses for file in files if file != "objectives.py" for s in files[file]))

@@ -10,14 +10,12 @@
                                                                     this share of Python; scratch: on headers alone
     python -m experiments.compare --sweep start=none,clm,mlm        start from the weights of another objective's run
 
-Every objective is trained with its own defaults. Each row of a table has a run of train.py for each seed. A mixture
-such as clm:0.5+mlm:0.5 is one row; each figure is of its first member that has it. The folder of a run is named after
-its settings and its text: a finished run is not trained again, and an interrupted run is resumed. Its figures are in
-measured.json, with --tasks_only in measured_tasks.json. They are measured again if the code that measures has changed.
-If the code that trains has changed (code.json), the run is refused: use another --out_dir. The tables show the largest
-budget first; curves.csv and the picture show all. If rows have fewer than 128 positions, holes, replaced bytes and some
-tasks are not measured. Flags that are not listed below are train.py's, such as --n_layer 6. One that only some of the
-objectives have, such as --mask_rate, goes to those.
+Every objective is trained with its own defaults, once for each seed. A mixture such as clm:0.5+mlm:0.5 is one row, and
+each figure is of its first member that has it. Finished runs with the same settings and text are used again, and
+interrupted runs are resumed. Figures (measured.json, with --tasks_only measured_tasks.json) are measured again if the
+code that measures has changed. If the code that trains has changed, a run is refused: use another --out_dir. The tables
+show the largest budget first, curves.csv and the picture all. If rows have fewer than 128 positions, some figures are
+missing. Flags that are not listed below are train.py's. One of only some objectives, as --mask_rate, goes to those.
 """
 import contextlib
 import csv
@@ -292,6 +290,12 @@ def is_bound(seeds):  # are the bits left to right an upper bound?
     return bool(values_by_seed(seeds, "bound")) and not values_by_seed(seeds, "left_to_right")
 
 
+def label(name, seeds, metric):  # the name of a row, and what else its figures of this metric are
+    if metric.startswith("hole") and sees_left_only(seeds):
+        return f"{name} (left side)"
+    return f"{name} (bound)" if metric == "bits" and is_bound(seeds) else name
+
+
 def heading_of(metric):
     return f"{metric.heading} ({metric.unit})" if metric.unit else metric.heading
 
@@ -363,8 +367,7 @@ def make_table(rows, metrics, n_columns=99):  # -> Table, without empty columns;
 
 
 def first_table(rows):
-    names = [f"{name} (left side)" if sees_left_only(seeds) else name for name, seeds in rows.items()]
-    return make_table(dict(zip(names, rows.values())), SUMMARY)
+    return make_table({label(name, seeds, "hole"): seeds for name, seeds in rows.items()}, SUMMARY)
 
 
 def difference_lines(rows, baseline):  # -> lines of a table: every two of up to four rows, or all minus the baseline
@@ -429,16 +432,14 @@ def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
                 "differences alone; try five.\n")
     text = ["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first.lines),
             explain(SUMMARY, first.lines[0]) + of_rows, note]
-    differences = difference_lines(rows, baseline)
-    if differences:
-        text += ["Differences, with 95% intervals (paired by seed, Student's t):\n", markdown(differences)]
+    further = {"Differences, with 95% intervals (paired by seed, Student's t)": difference_lines(rows, baseline),
+               "Minimal pairs: the share whose better text has the higher score, ± its standard error over pairs and "
+               "seeds; differences are paired by pair and by seed": pairs_lines(rows)}
+    for title, lines in further.items():
+        text += [f"{title}:\n", markdown(lines)] if lines else []
     text += ["The rest:\n", markdown(rest.lines), explain(REST, rest.lines[0])]
     if rest.left_out:
         text.append(f"{curves} also has {', '.join(rest.left_out)}.\n")
-    pairs = pairs_lines(rows)
-    if pairs:
-        text += ["Minimal pairs: the share whose better text has the higher score, ± its standard error over pairs and "
-                 "seeds; differences are paired by pair and by seed:\n", markdown(pairs)]
     return "\n".join(text)
 
 
@@ -457,8 +458,8 @@ def differing_settings(cells):  # -> Markdown: the settings that the rows do not
 
 
 # ---- the numbers and the picture: {budget: {row: {seed: metrics}}}
-# xs: what is below the horizontal axis; lines {row: {x: [number of each seed]}}; dashed: rows
-Panel = namedtuple("Panel", "metric xlabel xs lines dashed")
+# xs: what is below the horizontal axis; lines {row: {x: [number of each seed]}}
+Panel = namedtuple("Panel", "metric xlabel xs lines")
 
 
 def write_curves(budgets, path, first_column):
@@ -478,9 +479,10 @@ def make_panel(key, metric, budgets):  # -> Panel of a metric: over the steps, o
     for steps, rows in sorted(budgets.items()):
         for row, seeds in rows.items():
             values = [*values_by_seed(seeds, key).values()]
+            name = label(row, seeds, key)
             if values:
-                lines.setdefault(row, {})[steps if has_budgets else row] = values
-    return Panel(metric, "steps" if has_budgets else "", sorted(budgets) if has_budgets else [*rows], lines, ())
+                lines.setdefault(name, {})[steps if has_budgets else name] = values
+    return Panel(metric, "steps" if has_budgets else "", sorted(budgets) if has_budgets else [*lines], lines)
 
 
 def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or the reason why there is no picture
@@ -493,8 +495,8 @@ def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or t
     panels = [panel for panel in panels if panel.lines]
     if not panels:
         return "no picture: no metric to draw"
-    names = dict.fromkeys(name for panel in panels for name in panel.lines)
-    colors = dict(zip(names, itertools.cycle([*colormaps["tab10"].colors, *colormaps["Dark2"].colors])))
+    rows = dict.fromkeys(name.partition(" (")[0] for panel in panels for name in panel.lines)       # without labels
+    colors = dict(zip(rows, itertools.cycle([*colormaps["tab10"].colors, *colormaps["Dark2"].colors])))
     n_columns = min(3, len(panels))
     n_rows = math.ceil(len(panels) / 3)
     with rc_context({"font.size": font, "axes.titlesize": "medium"}):
@@ -503,18 +505,21 @@ def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or t
         for i, panel in enumerate(panels, 1):
             axis = figure.add_subplot(n_rows, n_columns, i)
             for name, line in panel.lines.items():
-                style = dict(color=colors[name], lw=font / 6, ls="--" if name in panel.dashed else "-")
+                row, has_label, _ = name.partition(" (")
                 places = [panel.xs.index(x) for x in line]
-                [drawn] = axis.plot(places, [*map(statistics.fmean, line.values())], marker="_", ms=font, **style)
+                style = dict(color=colors[row], ls="--" if has_label else "-", lw=font / 6, marker="_", ms=font)
+                [drawn] = axis.plot(places, [*map(statistics.fmean, line.values())], **style)
                 handles |= {name: drawn} if len(line) > 1 else {}
                 dots = [(place, value) for place, values in zip(places, line.values()) for value in values]
-                axis.scatter(*zip(*dots), s=1.5 * font, color=colors[name], alpha=0.7, linewidths=0)
+                axis.scatter(*zip(*dots), s=1.5 * font, alpha=0.7, linewidths=0, color=colors[row])
             better = "more" if panel.metric.more_is_better else "less"
             axis.set(title=f"{panel.metric.heading} ({better} is better)", xlabel=panel.xlabel,
-                     ylabel=panel.metric.unit or BITS)
-            axis.set_xticks(range(len(panel.xs)), panel.xs, rotation=0 if len(panel.xs) < 5 else 45)
+                     ylabel=panel.metric.unit or BITS, xlim=(-0.5, len(panel.xs) - 0.5))
+            is_long = len("".join(map(str, panel.xs))) > 40
+            axis.set_xticks(range(len(panel.xs)), panel.xs, rotation=45 * is_long, ha="right" if is_long else "center")
             axis.grid(alpha=0.3)
-        figure.legend(handles.values(), handles, loc="outside right upper")
+        if handles:
+            figure.legend(handles.values(), handles, loc="outside right upper")
         figure.savefig(path, dpi=dpi)
     return path
 
@@ -614,8 +619,10 @@ def write_report(path, budgets, flags, references, settings=""):  # path: withou
     with open(path + ".md", "w", encoding="utf-8") as f:
         f.write(text + settings)
     write_curves(budgets, curves, setting or "objective")
-    ranked = {key: metric for key, metric in (SUMMARY | REST).items() if metric.more_is_better is not None}
-    picture = draw_panels([make_panel(*item, budgets) for item in ranked.items()], path + ".png")
+    left_out = make_table(rows, REST, N_COLUMNS).left_out
+    panels = [make_panel(key, metric, budgets) for key, metric in (SUMMARY | REST).items()
+              if metric.more_is_better is not None and key not in left_out]
+    picture = draw_panels(panels, path + ".png")
     print(f"\nwritten: {path}.md, {curves}, {picture}\n\n{text}{settings}")
 
 

@@ -180,8 +180,7 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores
 
 # ---- tasks: what sample.py uses the model for, beside a trivial baseline; {} if the task cannot be measured
 def eval_second_half(model, objective, hp, text):
-    """Bits per byte of a window's second half, given the first. Baseline: the better of bz2 and lzma on the held-out
-    text as one stream."""
+    """Bits per byte of a window's second half, given the first. Baseline: bz2 or lzma on the text as one stream."""
     n = hp.block_size // 2 - 2                  # leaves space for special ids around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
     stream = to_bytes(text[:train.COMPRESSED_BYTES])
@@ -513,10 +512,6 @@ def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): the output
     return torch.stack(kept).view(len(kept), N, n, -1)
 
 
-def histogram_features(x):  # (N, n) -> (1, N, n, 256): in place of states; their mean is the histogram of the bytes
-    return F.one_hot(x, N_BYTES).float()[None]
-
-
 def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states, each byte with two bytes on either side
     neighbours = F.pad(x, (2, 2)).unfold(1, 5, 1).clamp(max=127)                    # (N, n, 5)
     return F.one_hot(neighbours, 128).flatten(2).float()[None]
@@ -606,8 +601,8 @@ def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: 
     if hp.block_size >= MIN_BLOCK and not tasks_only:
         evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections, eval_replaced]
     metrics = {}
-    pairs = [*itertools.product(members, evaluations)]
-    for member, evaluation in tqdm(pairs, desc="evaluations", disable=None, leave=False):
+    steps = [*itertools.product(members, evaluations)]
+    for member, evaluation in tqdm(steps, desc="evaluations", disable=None, leave=False):
         if evaluation is not eval_task or "task" not in metrics:                    # all figures of a task are of one
             metrics = evaluation(model, member.objective, hp, text) | metrics
     if 256 % min(hp.block_size, 256) == 0:      # the probes' windows of 256 bytes can be cut into rows
@@ -617,8 +612,7 @@ def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: 
 
 
 def measure_run(folder, device, sources, probes, tasks_only=False, first_folder=None):  # -> {metric: number}
-    """sources: the corpus, or for replay the old and the new one. first_folder: of the run whose weights this one
-    started from, if it was trained on the old corpus."""
+    """sources: the corpus, or for replay the old and the new one; first_folder: of the run before the new one."""
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
     metrics = logged_metrics(folder)
     metrics |= measure(model, get_members(hp), hp, sources[0]["val"], probes, tasks_only)
@@ -674,6 +668,7 @@ def probe_references(hp, probes):  # -> {row: {"-": metrics}}: what the probes f
     hp = Namespace(**vars(hp) | {"device": "cpu", "dtype": "float32", "block_size": 256})
     objective = get_members(hp)[0].objective
     features = functools.partial(layer_states, for_inference(build(get_members(hp), hp)), objective, hp)
+    one_hot = lambda x: F.one_hot(x, N_BYTES).float()[None]     # their mean is the histogram of a window
     return {"untrained model": {"-": {metric: eval_probe(features, data) for metric, data in probes.items()}},
             "five raw bytes": {"-": {"probe": eval_probe(byte_features, probes["probe"])}},
-            "histogram of bytes": {"-": {"passages": eval_probe(histogram_features, probes["passages"])}}}
+            "histogram of bytes": {"-": {"passages": eval_probe(one_hot, probes["passages"])}}}

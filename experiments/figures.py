@@ -14,7 +14,7 @@ import textwrap
 from collections import namedtuple
 
 from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
-from experiments.compare import Panel, draw_panels, sees_left_only, values_by_seed
+from experiments.compare import Panel, draw_panels, label, values_by_seed
 from experiments.evaluate import BITS, HOLE_LENGTHS, Metric, summarize
 from experiments.common import parse_own_flags
 from model import can_attend
@@ -183,13 +183,11 @@ def read_runs(flags, names):  # -> {name: {seed: metrics}} of the runs with this
 
 def holes_panel(rows):  # bits over the length of a hole
     lines = {}
-    for name, m in itertools.product(rows, HOLE_LENGTHS):
-        values = [*values_by_seed(rows[name], f"hole_{m}").values()]
+    for (name, seeds), m in itertools.product(rows.items(), HOLE_LENGTHS):
+        values = [*values_by_seed(seeds, f"hole_{m}").values()]
         if values:
-            lines.setdefault(name, {})[m] = values
-    left_only = {name for name, seeds in rows.items() if sees_left_only(seeds)}
-    metric = Metric("holes; dashed: from the left side only", 2, BITS, False)
-    return Panel(metric, "bytes of the hole", HOLE_LENGTHS, lines, left_only)
+            lines.setdefault(label(name, seeds, "hole"), {})[m] = values
+    return Panel(Metric("bytes in a hole", 2, BITS, False), "length of the hole", HOLE_LENGTHS, lines)
 
 
 def main(argv=None):  # -> exit code

@@ -376,13 +376,14 @@ def test_the_picture_shows_every_seed_over_the_budgets_or_the_rows(monkeypatch):
     budgets = {n: summarized(rows) for n, rows in CURVES.items()}
     metrics = {"bits": compare.SUMMARY["bits"], "hole_4": compare.SUMMARY["hole_4"], "probe": compare.METRICS["probe"]}
     compare.draw_panels([compare.make_panel(*item, budgets) for item in metrics.items()], "compare.png")
-    bits, _ = saved[0].axes
+    bits, hole = saved[0].axes
     assert bits.get_title() == "left to right (less is better)" and bits.get_ylabel() == "bits/byte"
     assert bits.get_xlabel() == "steps" and [text.get_text() for text in bits.get_xticklabels()] == ["10", "100"]
     assert [line.get_xydata().tolist() for line in bits.lines] == [[[0, 1.1], [1, 1.01]], [[0, 3.5]]]
     dots = [dots.get_offsets().tolist() for dots in bits.collections]
     assert dots == [[[0, 1.1], [1, 1.01]], [[0, 3.0], [0, 4.0]]], "not a dot for each seed"
-    assert [text.get_text() for text in saved[0].legends[0].get_texts()] == ["clm", "mlm"]
+    assert [text.get_text() for text in saved[0].legends[0].get_texts()] == ["clm", "clm (left side)", "mlm"]
+    assert [line.get_linestyle() for line in hole.lines] == ["--", "-"]
     one = compare.make_panel("bits", compare.SUMMARY["bits"], {10: budgets[10]})
-    assert one.xs == ["clm", "mlm", "fim"] and one.lines == {"clm": {"clm": [1.1]}, "fim": {"fim": [3.0, 4.0]}}
+    assert one.xs == ["clm", "fim"] and one.lines == {"clm": {"clm": [1.1]}, "fim": {"fim": [3.0, 4.0]}}
     assert compare.draw_panels([one._replace(lines={})], "x.png").startswith("no picture")

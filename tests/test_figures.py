@@ -45,7 +45,7 @@ def test_results_are_those_of_one_length_and_commit(tmp_path):
     path.write_text("clm (abc),9,1,left_4,1\nclm (abc),9,2,left_4,3\nclm,9,1,left_4,5\nclm (abc),8,1,left_4,7\n")
     for commit, bits in ("abc", [1.0, 3.0]), ("", [5.0]):
         rows = figures.read_runs(Namespace(curves=str(path), steps="9", commit=commit), ["clm", "mlm"])
-        assert figures.holes_panel(rows).lines == {"clm": {4: bits}}
+        assert figures.holes_panel(rows).lines == {"clm (left side)": {4: bits}}
 
 
 def test_unknown_objectives_are_refused(refuses):
