@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -40,13 +39,13 @@ FILES = "data.py", "model.py", "objectives.py", "run.py", "train.py", "sample.py
 COPIED = {*FILES, "README.md", "LICENSE", "requirements.txt", "pyproject.toml", "docs", "experiments", "tests"}
 # the last two would fail in a solved assignment: pages quote functions to the letter, and a copy has bodies missing
 NOT_COPIED = {"__pycache__", "test_pages.py", "test_assignment.py"}
-HANDOUT = """# Assignment
+MISSING = "is not written yet"
+HANDOUT = f"""# Assignment
+Write the functions that raise "{MISSING}". The docstring of each says what it must do, mostly with an example:
 
-Write the bodies of these functions. The docstring of each says what it must do, mostly with a worked example.
+%s
 
-{functions}
-
-Test your solution, all of it or what belongs to one objective (-k mlm), with pytest 8.2 or newer:
+Test your solution with pytest 8.2 or newer, all of it or what belongs to one objective:
 
     python -m pytest -q @graded.txt
     python -m pytest -q @graded.txt -k mlm -x
@@ -60,26 +59,19 @@ def not_copied(folder, names):  # for copytree
 def blank(path, node):  # replaces what follows the docstring of a function, or its signature if it has no docstring
     lines = path.read_text("utf-8").split("\n")
     start = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
-    lines[start:node.end_lineno] = [f'    raise NotImplementedError("{node.name} is not written yet")']
+    lines[start:node.end_lineno] = [f'    raise NotImplementedError("{node.name} {MISSING}")']
     path.write_text("\n".join(lines), "utf-8")
 
 
-def run_tests(folder, tests, limit=None):  # -> {test: its outcome, passed, failed or skipped}; {} if none could run
-    """Raises subprocess.TimeoutExpired after `limit` seconds."""
+def run_tests(folder, tests, limit=None):  # -> {test: outcomes other than passed, such as {"failure"}}
+    """Raises subprocess.TimeoutExpired after `limit` seconds. Leaves out files that cannot be imported."""
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-rN", "--tb=no", f"--junitxml={report}", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
         subprocess.run(command, cwd=folder, timeout=limit, capture_output=True)
         cases = ElementTree.parse(report).iter("testcase") if report.exists() else []
-        return {f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}": outcome_of(case)
-                for case in cases if case.get("classname")}     # without one: a file that cannot be imported
-
-
-def outcome_of(case):  # an element of the report -> passed, failed or skipped
-    kinds = {child.tag for child in case}
-    if kinds & {"failure", "error"}:
-        return "failed"
-    return "skipped" if "skipped" in kinds else "passed"
+        return {f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}": {child.tag for child in case}
+                for case in cases if case.get("classname")}
 
 
 def make(flags):  # makes the assignment in --out_dir -> exit code
@@ -89,33 +81,28 @@ def make(flags):  # makes the assignment in --out_dir -> exit code
     for name in names - functions.keys():
         [closest] = difflib.get_close_matches(name, functions, 1, 0)
         fail(f"--functions {name}: is not at the top level of {', '.join(FILES)}. Try {closest}")
-    for name, page in [(name, page) for name in names for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]:
-        if f"def {name}(" in page.read_text("utf-8"):
-            fail(f"--functions {name}: {page.name} shows its code. Try other functions")
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        for name in names:
+            if f"def {name}(" in page.read_text("utf-8"):
+                fail(f"--functions {name}: {page.name} shows its code. Try other functions")
     out = Path(flags.out_dir)
     if out.exists() or ROOT in out.resolve().parents:           # without --out_dir, it is the current folder
         fail(f"--out_dir {out}: exists already, or is in the repository. Try --out_dir ../assignment")
     shutil.copytree(ROOT, out, ignore=not_copied)
-    lines = []
-    for node, file in sorted((functions[name] for name in names), key=lambda found: -found[0].lineno):
-        lines.append(f"- `{node.name}` in {file}, line {node.lineno}")
-        blank(out / file, node)                 # from the bottom up, so that line numbers stay right
-    text = "\n".join(reversed(lines))
-    print(text, flush=True)
-    (out / "HANDOUT.md").write_text(HANDOUT.format(functions=text), "utf-8")
-    files = sorted({functions[name][1] for name in names})
-    outcomes = run_tests(out, flags.tests or [f"tests/test_{file}" for file in files])
-    graded = [test for test, outcome in outcomes.items() if outcome == "failed"]
+    found = sorted((functions[name] for name in names), key=lambda found: -found[0].lineno)
+    for node, file in found:                    # from the bottom up, so that line numbers stay right
+        blank(out / file, node)
+    text = "\n".join(f"- `{node.name}` in {file}" for node, file in reversed(found))
+    (out / "HANDOUT.md").write_text(HANDOUT % text, "utf-8")
+    outcomes = run_tests(out, flags.tests or sorted({f"tests/test_{file}" for _, file in found}))
+    graded = [test for test, outcome in outcomes.items() if outcome & {"failure", "error"}]
     if not graded:
         shutil.rmtree(out)
         fail(f"--functions {flags.functions}: without them all tests pass, or none can run. Try other functions")
     (out / "graded.txt").write_text("\n".join(graded), "utf-8")
-    (out / "files.txt").write_text("\n".join(files), "utf-8")
-    start = time.perf_counter()
-    print(f"{len(graded)} tests fail in {out}. The same tests with the bodies:", flush=True)
-    failed = [test for test, outcome in run_tests(ROOT, graded).items() if outcome == "failed"]
-    print(f"{len(failed)} fail ({time.perf_counter() - start:.0f} s). To grade, in the repository:\n"
-          f"    python -m experiments.assignment --out_dir {out} --grade SUBMISSION...")
+    print(f"{text}\n{len(graded)} tests fail in {out}. The same tests with the bodies:", flush=True)
+    failed = [test for test, outcome in run_tests(ROOT, graded).items() if outcome & {"failure", "error"}]
+    print(f"{len(failed)} fail. To grade:\n    python -m experiments.assignment --out_dir {out} --grade SUBMISSION...")
     return 1 if failed else 0
 
 
@@ -124,31 +111,30 @@ def grade(flags):  # prints a line for each submission, writes grades.csv -> exi
     if not (out / "graded.txt").exists():
         fail(f"--out_dir {out}: is not an assignment. Try the --out_dir with which it was made")
     graded = (out / "graded.txt").read_text("utf-8").split("\n")
-    files = (out / "files.txt").read_text("utf-8").split("\n")
-    paths = [Path(name) for name in flags.grade]
-    for path in paths:
-        if not all((path / file).is_file() for file in files) and not (path.is_file() and path.name in files):
+    files = [file for file in FILES if MISSING in (out / file).read_text("utf-8")]
+    submissions = {}                            # {path: its files}
+    for path in map(Path, flags.grade):
+        submissions[path] = [path] if path.name in files else [path / file for file in files]
+        if not all(file.is_file() for file in submissions[path]):
             fail(f"--grade {path}: has no {', '.join(files)}. Try the folder or the file of a submission")
-    expected = {test for test, outcome in run_tests(ROOT, graded).items() if outcome == "passed"}
-    rows = [("submission", "passed", "of", "verdict", "seconds")]
-    for path in paths:
-        start = time.perf_counter()
-        passed, verdict = grade_one(path, files, graded, expected, flags.limit)
-        rows.append((path, passed, len(expected), verdict, round(time.perf_counter() - start)))
-        print(f"{path}: {passed} of {len(expected)} tests passed, {verdict}", flush=True)
+    expected = {test for test, outcome in run_tests(ROOT, graded).items() if not outcome}
     with open(out / "grades.csv", "w", encoding="utf-8", newline="") as f:
-        csv.writer(f).writerows(rows)
-    print(out / "grades.csv")
+        writer = csv.writer(f)
+        writer.writerow(["submission", "passed", "of", "verdict"])
+        for path, its_files in submissions.items():
+            passed, verdict = grade_one(its_files, graded, expected, flags.limit)
+            writer.writerow([path, passed, len(expected), verdict])
+            print(f"{path}: {passed} of {len(expected)} tests passed, {verdict}", flush=True)
     return 0
 
 
-def grade_one(path, files, graded, expected, limit):  # -> number of passed tests, verdict
+def grade_one(files, graded, expected, limit):  # -> number of passed tests, verdict
+    must_fail = f"test_{uuid.uuid4().hex}"      # a name that no submission knows
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "copy"
         shutil.copytree(ROOT, copy, ignore=not_copied)
-        for file in files if path.is_dir() else [path.name]:
-            shutil.copyfile(path / file if path.is_dir() else path, copy / file)
-        must_fail = f"test_{uuid.uuid4().hex}"  # a name that no submission knows
+        for file in files:
+            shutil.copyfile(file, copy / file.name)
         (copy / "tests" / f"{must_fail}.py").write_text(f"def {must_fail}():\n    assert False\n", "utf-8")
         try:
             outcomes = run_tests(copy, [*graded, f"tests/{must_fail}.py"], limit)
@@ -156,9 +142,9 @@ def grade_one(path, files, graded, expected, limit):  # -> number of passed test
             return 0, f"stopped after {limit} seconds"
     if not outcomes:
         return 0, "no result: it cannot be imported, or it ended the tests"
-    if outcomes.pop(f"tests/{must_fail}.py::{must_fail}", "missing") != "failed":
+    if not outcomes.get(f"tests/{must_fail}.py::{must_fail}"):
         return 0, "refused: a test that must fail did not"
-    passed = len({test for test, outcome in outcomes.items() if outcome == "passed"} & expected)
+    passed = len({test for test, outcome in outcomes.items() if not outcome} & expected)
     return passed, "right" if passed == len(expected) else "not right"
 
 

@@ -87,7 +87,7 @@ def gemm(device, dtype):  # -> a program that multiplies square matrices; its un
 def random_corpus(hp):
     text = torch.randint(1, 256, (1 << 20,), generator=make_rng("bench"), dtype=torch.uint8)
     text = text.to(hp.device if "cuda" in hp.device else "cpu")
-    return [dict(name="random", weight=1.0, train=text, val=text, size=len(text), crc=0)]
+    return [dict(name="random", weight=1.0, train=text, val=text, size=len(text), crc=0, split="")]
 
 
 def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backward pass of a micro-batch

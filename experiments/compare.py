@@ -232,8 +232,10 @@ def train_run(run, code, label, on_record):  # -> whether the run is finished; F
         except FloatingPointError as e:
             print(f"{label}: {e}", file=sys.stderr)
             return False
-    if exit_code:                               # stopped by a signal
-        print(f"stopped, saved in {run.folder}. The same command resumes it")
+        except KeyboardInterrupt:
+            print(f"stopped, saved in {run.folder}. The same command resumes it", file=sys.stderr)
+            raise
+    if exit_code:                               # stopped by another signal
         sys.exit(exit_code)
     return True
 

@@ -83,7 +83,7 @@ def test_bad_flags_are_refused(flags, hint, text, refuses):
     refuses(hint, assignment.main, flags)
 
 
-@pytest.mark.parametrize("outcomes", [{}, {"a": "passed"}])
+@pytest.mark.parametrize("outcomes", [{}, {"a": set()}])
 def test_functions_that_tests_cannot_grade_are_refused(outcomes, text, refuses, monkeypatch):
     monkeypatch.setattr(assignment, "run_tests", lambda *args: outcomes)
     refuses("--functions weighted_loss: ", assignment.main, ["--functions", "weighted_loss", "--out_dir", "new"])

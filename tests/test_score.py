@@ -193,8 +193,8 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
 
 def test_scores_are_computed_in_the_given_type(runs, capsys, monkeypatch):
     dtypes = []
-    load_run = score.load_run
-    monkeypatch.setattr(score, "load_run", lambda *args: dtypes.append(args[2]) or load_run(*args))
+    load_latest = score.load_latest
+    monkeypatch.setattr(score, "load_latest", lambda *args: dtypes.append(args[2]) or load_latest(*args))
     output(capsys, "clm", "--dtype", "bfloat16")
     assert dtypes == ["bfloat16"]
 
