@@ -137,7 +137,7 @@ def test_a_step_on_a_gpu_mixes_no_devices_and_reads_nothing_back(flags, monkeypa
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     with FakeGpu(), Operations():
         text = from_bytes(b"\0abc defg. hijk\n" * 99).to("cuda")
-        corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0)]
+        corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0, split="")]
         hp = settings(T=64, device="cuda", n_layer=1, n_embd=16, max_iters=4, **flags)
         s = train.prepare(corpus, get_members(hp), hp)
         for step in range(2):
