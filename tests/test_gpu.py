@@ -1,5 +1,4 @@
-"""Tests for a GPU. Those that make sense on a CPU run there, too."""
-
+"""Tests for a GPU, and of a training step on a CPU that pretends to be one."""
 import pytest
 import torch
 from conftest import NEEDS_CUDA, NoWaiting, randomized, settings, tensors_in
@@ -17,37 +16,31 @@ H = 2
 T = 161                                         # odd: not a multiple of a kernel's tiles
 
 
-def rule_arguments(rule, B, device):  # -> arguments of choose_attention
-    g = make_rng("rule")
-    prefix = torch.randint(0, T, (B,), generator=g).to(device)
-    mask = (torch.rand(B, T, T, generator=g) < 0.5).to(device) | torch.eye(T, dtype=torch.bool, device=device)
-    rules = {"each row": dict(prefix=prefix), "mask": dict(prefix=0, mask=mask)}
-    return rules.get(rule, dict(prefix=rule))
-
-
+@NEEDS_CUDA
 @pytest.mark.parametrize("D", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("rule", [0, 50, T, "each row", "mask"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_fast_attention_equals_a_dense_mask_forward_and_backward(device, rule, D):
-    B = 64 if device == "cuda" else 2
-    q = torch.arange(T, device=device)
-    how = rule_arguments(rule, B, device)
-    allowed = how["mask"] if rule == "mask" else dense_mask(how["prefix"], q, T)
-    tolerances = {torch.float32: 1e-5}
-    if device == "cuda":
-        tolerances[torch.bfloat16] = 2e-2
-    for dtype, tolerance in tolerances.items():
-        g = make_rng("attention", device)
-        *qkv, out_grad = torch.randn(B, T, 4, H, D, generator=g, device=device).to(dtype).permute(2, 0, 3, 1, 4)
-        fast = [t.detach().requires_grad_() for t in qkv]           # not contiguous, as in a block
-        y = choose_attention(q_pos=q, T_k=T, config=ModelConfig(1, H, H * D), dtype=dtype, **how)(*fast)
-        y.backward(out_grad)
-        dense = [t.double().requires_grad_() for t in qkv]
-        att = dense[0] @ dense[1].mT * D ** -0.5
-        want = att.masked_fill(~allowed[:, None], -torch.inf).softmax(-1) @ dense[2]
-        want.backward(out_grad.double())
-        for a, b in zip([y.detach(), *(t.grad for t in fast)], [want.detach(), *(t.grad for t in dense)]):
-            assert float((a.double() - b).norm() / b.norm()) < tolerance
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_fast_attention_equals_a_dense_mask_forward_and_backward(dtype, tolerance, rule, D):
+    """In rows of the GPU; test_model.py compares the forms of attention on the CPU."""
+    B = 64
+    q_pos = torch.arange(T, device="cuda")
+    g = make_rng("attention", "cuda")
+    prefix = torch.randint(0, T, (B,), generator=g, device="cuda") if rule == "each row" else rule
+    mask = None
+    if rule == "mask":
+        prefix = 0
+        mask = (torch.rand(B, T, T, generator=g, device="cuda") < 0.5) | torch.eye(T, dtype=torch.bool, device="cuda")
+    allowed = dense_mask(prefix, q_pos, T) if mask is None else mask
+    *qkv, out_grad = torch.randn(B, T, 4, H, D, generator=g, device="cuda").to(dtype).permute(2, 0, 3, 1, 4)
+    fast = [t.detach().requires_grad_() for t in qkv]           # not contiguous, as in a block
+    y = choose_attention(prefix, q_pos, T, ModelConfig(1, H, H * D), dtype, mask)(*fast)
+    y.backward(out_grad)
+    dense = [t.double().requires_grad_() for t in qkv]
+    att = dense[0] @ dense[1].mT * D ** -0.5
+    want = att.masked_fill(~allowed[:, None], -torch.inf).softmax(-1) @ dense[2]
+    want.backward(out_grad.double())
+    for a, b in zip([y.detach(), *(t.grad for t in fast)], [want.detach(), *(t.grad for t in dense)]):
+        assert float((a.double() - b).norm() / b.norm()) < tolerance
 
 
 @NEEDS_CUDA
