@@ -30,7 +30,8 @@ FLAGS = {
     "columns": Flag(T, "positions of a row; with fewer, the letters are larger, and the legend is shorter", 8),
     "curves": Flag("", "curves.csv of compare"),
     "steps": Flag("1000", "with --curves: steps of the runs"),
-    "commit": Flag("", "with docs/curves.csv: only rows of this commit"),
+    "labels": Flag("", "with --curves: what the picture calls the objectives, separated by commas"),
+    "title": Flag("bytes in a hole", "with --curves: of the picture"),
 }
 B = 8
 TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat, home\n"
@@ -172,22 +173,23 @@ def read_runs(flags, names):  # -> {name: {seed: metrics}} of the runs with this
     rows = {name: {} for name in names}
     try:
         with open(flags.curves, encoding="utf-8", newline="") as f:
-            for row, steps, seed, metric, value in csv.reader(f):
-                name = row.removesuffix(f" ({flags.commit})")
-                if steps == flags.steps and name in rows and (name != row or not flags.commit):
+            for name, steps, seed, metric, value in csv.reader(f):
+                if steps == flags.steps and name in rows:
                     rows[name].setdefault(seed, {})[metric] = float(value)
     except (OSError, ValueError) as e:
         fail(f"--curves {flags.curves}: cannot be read ({e}). Try curves.csv of compare")
-    return {name: {seed: run | summarize(run) for seed, run in seeds.items()} for name, seeds in rows.items()}
+    labels = flags.labels.split(",") if flags.labels else names
+    return {label: {seed: run | summarize(run) for seed, run in seeds.items()}
+            for label, seeds in zip(labels, rows.values())}
 
 
-def holes_panel(rows):  # bits over the length of a hole
+def holes_panel(rows, title):  # bits over the length of a hole
     lines = {}
     for (name, seeds), m in itertools.product(rows.items(), HOLE_LENGTHS):
         values = [*values_by_seed(seeds, f"hole_{m}").values()]
         if values:
             lines.setdefault(label(name, seeds, "hole"), {})[m] = values
-    return Panel(Metric("bytes in a hole", 2, BITS, False), "length of the hole", HOLE_LENGTHS, lines)
+    return Panel(Metric(title, 2, BITS, False), "bytes in the hole", HOLE_LENGTHS, lines)
 
 
 def main(argv=None):  # -> exit code
@@ -196,7 +198,7 @@ def main(argv=None):  # -> exit code
     if not set(names) <= set(OBJECTIVES):
         fail(f"--objectives {flags.objectives}: has an unknown name. Try some of {','.join(OBJECTIVES)}")
     if flags.curves:
-        flags.out = draw_panels([holes_panel(read_runs(flags, names))], flags.out, (10, 5.6), 100, 16)
+        flags.out = draw_panels([holes_panel(read_runs(flags, names), flags.title)], flags.out, (10, 4.4), 100, 15)
     else:
         draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)
     print(flags.out)

@@ -40,12 +40,12 @@ def test_the_picture_is_drawn(tmp_path):
     assert os.path.getsize(tmp_path / "rows.png") > 5000
 
 
-def test_results_are_those_of_one_length_and_commit(tmp_path):
+def test_results_are_those_of_one_length_of_training(tmp_path):
     path = tmp_path / "curves.csv"
-    path.write_text("clm (abc),9,1,left_4,1\nclm (abc),9,2,left_4,3\nclm,9,1,left_4,5\nclm (abc),8,1,left_4,7\n")
-    for commit, bits in ("abc", [1.0, 3.0]), ("", [5.0]):
-        rows = figures.read_runs(Namespace(curves=str(path), steps="9", commit=commit), ["clm", "mlm"])
-        assert figures.holes_panel(rows).lines == {"clm (left side)": {4: bits}}
+    path.write_text("clm,9,1,left_4,1\nclm,9,2,left_4,3\nmtp,9,1,left_4,5\nclm,8,1,left_4,7\n")
+    for labels, name in ("", "clm"), ("GPT,BERT", "GPT"):
+        rows = figures.read_runs(Namespace(curves=str(path), steps="9", labels=labels), ["clm", "mlm"])
+        assert figures.holes_panel(rows, "a title").lines == {f"{name} (left side)": {4: [1.0, 3.0]}}
 
 
 def test_unknown_objectives_are_refused(refuses):

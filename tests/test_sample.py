@@ -958,9 +958,11 @@ def test_what_looks_like_a_hole_is_text_in_a_text_to_correct(flag, runs, capsys)
 
 
 def test_a_run_of_an_objective_that_this_program_lacks_is_refused(runs, refuses):
-    changed_run("clm", "new", config={"objective": "clm:.5,new:.5"})
-    for program, flags in ((sample, []), (train, ["--init_from", "out/new"])):
-        refuses("has no objective new:.5. Try a script that imports it", program.main, ["--out_dir", "out/new", *flags])
+    ckpt = load_checkpoint("out/clm")
+    ckpt["config"]["objective"] = "clm:.5,new:.5"
+    torch.save(ckpt, "new.pt")
+    for program, flag in ((sample, "--out_dir"), (train, "--init_from")):
+        refuses("has no objective new:.5. Try a script that imports it", program.main, [flag, "new.pt"])
 
 
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
