@@ -69,6 +69,13 @@ def check(program, flags):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_code_of_pages_is_not_cut_on_a_screen(page):
+    width = 80 if page == "README.md" else 100
+    blocks = Path(ROOT, page).read_text("utf-8").split("```")[1::2]
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > width]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_of_pages_parse(page):
     found = [*page_commands(page)]
     assert found or page.endswith(("PARITY.md", "ablations.md")), "no command was recognized"
