@@ -355,19 +355,6 @@ def test_an_untrained_model_is_at_chance(name):
         assert float(figures["nll"].detach()) == pytest.approx(math.log(objective.n_outputs), abs=1e-5)
 
 
-@every
-def test_nats_equal_loops_over_positions_with_a_target(name):
-    objective, net, batch, hp = case(name, B=8)
-    _, figures = objective.loss(net, batch, hp)
-    if "nll" not in figures:
-        pytest.skip("has other figures, which other tests check")
-    h = net(batch["inp"], batch["prefix"], positions=batch.get("positions"), mask=batch.get("mask"))
-    logp = net.logits(h).detach().double().log_softmax(-1)
-    nats = [-float(batch["weight"][b, t] * logp[b, t, batch["tgt"][b, t]])
-            for b, t in itertools.product(range(8), range(T)) if batch["tgt"][b, t] != IGNORE_INDEX]
-    assert float(figures["nll"].detach()) == pytest.approx(sum(nats))
-
-
 def test_all_targets_of_a_head_weigh_the_same_unless_corrupt_says_otherwise():
     tgt = torch.tensor([[5, 6, IGNORE_INDEX], [7, IGNORE_INDEX, IGNORE_INDEX]])
     future = torch.stack((tgt, tgt.flip(1), torch.full_like(tgt, IGNORE_INDEX)), dim=2)
@@ -480,32 +467,6 @@ def read_forks():  # -> {name: code} of the objectives in README.md and docs/EXT
     return forks
 
 
-@pytest.mark.parametrize("name", read_forks())
-@mock.patch.dict(OBJECTIVES)
-def test_the_custom_objectives_of_the_pages_pass_the_generic_tests(name):
-    exec(read_forks()[name], dict(vars(O)))
-    for test in {*GENERIC} - {test_on_random_bytes_no_likelihood_falls_below_the_entropy}:      # it trains: see below
-        with contextlib.suppress(pytest.skip.Exception):
-            test(name)
-
-
-@pytest.mark.slow
-def test_the_custom_objectives_of_the_pages_pass_the_tests_that_the_page_names(tmp_path):
-    forks = read_forks()
-    shutil.copytree(pathlib.Path(O.__file__).parent, tmp_path, ignore=shutil.ignore_patterns(".*", "out"),
-                    dirs_exist_ok=True)
-    with open(tmp_path / "objectives.py", "a", encoding="utf-8") as f:
-        f.write("\n\n" + "\n\n".join(forks.values()))
-    tests = re.findall(r"```python\n(def test_.*?)```", (tmp_path / "docs/EXTENDING.md").read_text("utf-8"), re.DOTALL)
-    assert tests
-    with open(tmp_path / "tests/test_objectives.py", "a", encoding="utf-8") as f:
-        f.write("\n\n" + "\n\n".join(tests))
-    for selected in [f"[{name}]" for name in forks] + re.findall(r"def (test_\w+)", "".join(tests)):
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests", "-k", selected], cwd=tmp_path,
-                              capture_output=True, text=True)
-        assert done.returncode == 0 and " passed" in done.stdout, done.stdout
-
-
 def mdlm_that_masks_too_little(x, g, hp):
     batch = O.mdlm(x, g, hp)
     stays = torch.rand(x.shape, generator=g, device=g.device) < 0.3
@@ -551,15 +512,42 @@ def independent_masks(x, g, hp):  # mdlm as in the paper: even the number of mas
                 weight=masked / t / x.numel())
 
 
-@pytest.mark.parametrize("corrupt, bpb", [(random_noise, None), (independent_masks, "bound")])
+VISIBLE = {  # objectives whose targets are partly visible
+    "visible_noise": dict(corrupt=random_noise),
+    "independent_masks": dict(corrupt=independent_masks, bpb="bound")}
+
+
+@pytest.mark.parametrize("name", [*read_forks(), *VISIBLE])
 @mock.patch.dict(OBJECTIVES)
-def test_objectives_with_visible_targets_pass_the_generic_tests(corrupt, bpb):
-    loss = O.weighted_loss(lambda logits, tgt: F.cross_entropy(logits.mT, tgt, reduction="none", ignore_index=-1))
-    OBJECTIVES["fork"] = dataclasses.replace(OBJECTIVES["mlm"], name="fork", corrupt=corrupt, bpb=bpb, flags={},
-                                             loss=loss)
-    for test in GENERIC:
+def test_custom_objectives_pass_the_generic_tests(name):
+    """Those of the pages, except the test that trains: see the next test."""
+    tests = {*GENERIC}
+    if name in VISIBLE:
+        loss = O.weighted_loss(lambda logits, tgt: F.cross_entropy(logits.mT, tgt, reduction="none", ignore_index=-1))
+        OBJECTIVES[name] = dataclasses.replace(OBJECTIVES["mlm"], name=name, loss=loss, flags={}, **VISIBLE[name])
+    else:
+        exec(read_forks()[name], dict(vars(O)))
+        tests.remove(test_on_random_bytes_no_likelihood_falls_below_the_entropy)
+    for test in tests:
         with contextlib.suppress(pytest.skip.Exception):
-            test("fork")
+            test(name)
+
+
+@pytest.mark.slow
+def test_the_custom_objectives_of_the_pages_pass_the_tests_that_the_page_names(tmp_path):
+    forks = read_forks()
+    shutil.copytree(pathlib.Path(O.__file__).parent, tmp_path, ignore=shutil.ignore_patterns(".*", "out"),
+                    dirs_exist_ok=True)
+    with open(tmp_path / "objectives.py", "a", encoding="utf-8") as f:
+        f.write("\n\n" + "\n\n".join(forks.values()))
+    tests = re.findall(r"```python\n(def test_.*?)```", (tmp_path / "docs/EXTENDING.md").read_text("utf-8"), re.DOTALL)
+    assert tests
+    with open(tmp_path / "tests/test_objectives.py", "a", encoding="utf-8") as f:
+        f.write("\n\n" + "\n\n".join(tests))
+    for selected in [f"[{name}]" for name in forks] + re.findall(r"def (test_\w+)", "".join(tests)):
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests", "-k", selected], cwd=tmp_path,
+                              capture_output=True, text=True)
+        assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
 
 def spoiled(corrupt, change):  # -> a corrupt that changes keys of the batch: change(batch) returns them
@@ -795,25 +783,13 @@ def test_spans_have_the_position_numbers_of_their_hole(name, mean, reserved_by_m
     assert (batch["positions"] != torch.arange(100)).any(1).sum() >= 30, "all rows except S"
 
 
-@pytest.mark.parametrize("name, changes, pieces, m, want", [    # settings, texts around holes of m bytes, the prompt
-    ("span", {}, [[65], [90]], 4, ([65, SENTINEL, 90, SENTINEL + 1, SEP, SENTINEL], 5)),
-    ("span", {}, [[65], [90], []], 4, ([65, SENTINEL, 90, SENTINEL + 1, SEP, SENTINEL], 5)),
-    ("ul2", {}, [[65], [90]], 16, ([MODE_R, 65, SENTINEL, 90, SENTINEL + 1, SEP, SENTINEL], 6)),
-    ("ul2", {}, [[65], [90]], 17, ([MODE_X, 65, SENTINEL, 90, SENTINEL + 1, SEP, SENTINEL], 6)),
-    ("fim", dict(fim_spm_rate=0.01), [[65], [90]], 4, ([PRE, SUF, 90, MID, 65], 0)),
-    ("fim", dict(fim_spm_rate=0.0), [[65], [90]], 4, ([PRE, 65, SUF, 90, MID], 0))])
-def test_a_hole_is_laid_out_as_the_settings_trained_it(name, changes, pieces, m, want):
-    """If a text does not end in a hole, one more sentinel follows, so that the last answer ends with a sentinel."""
-    use = find_use(OBJECTIVES[name], "infill")
-    assert use.prompt(pieces, m, settings(name, T, **changes)) == want
-    assert use.stop_ids[:2] == ((EOT,) if name == "fim" else (SENTINEL + 1, SENTINEL + 2))
-
-
 @pytest.mark.parametrize("rate, spm_rate", [(1.0, 0.0), (0.5, 0.5)])
 def test_fim_rows_can_be_put_together_again_and_have_thirds(rate, spm_rate):
     """PSM: PRE prefix SUF suffix MID middle EOT. SPM, the paper's second variant: PRE SUF suffix MID prefix middle EOT,
     as PSM with an empty prefix."""
-    x, batch, _ = make("fim", B=2000, T=33, fim_rate=rate, fim_spm_rate=spm_rate)
+    x, batch, hp = make("fim", B=2000, T=33, fim_rate=rate, fim_spm_rate=spm_rate)
+    prompt = find_use(OBJECTIVES["fim"], "infill").prompt([[65], [90]], 4, hp)
+    assert prompt == ([PRE, SUF, 90, MID, 65] if spm_rate else [PRE, 65, SUF, 90, MID], 0)
     assert torch.equal(batch["inp"][:, 1:], batch["tgt"][:, :-1])
     z = torch.cat((batch["inp"], batch["tgt"][:, -1:]), dim=1)
     n = x.size(1) - 4
@@ -821,9 +797,7 @@ def test_fim_rows_can_be_put_together_again_and_have_thirds(rate, spm_rate):
     assert torch.equal(z[~moved], x[~moved])
     sizes = []
     for raw, other, row in zip(x[moved].tolist(), x.roll(1, 0)[moved].tolist(), z[moved].tolist()):
-        s = row.index(SUF)
-        m = row.index(MID)
-        e = row.index(EOT)
+        s, m, e = map(row.index, (SUF, MID, EOT))
         assert row[0] == PRE and sum(i >= 256 for i in row) == 3
         text = row[1:s] + row[m + 1:e] + row[s + 1:m]
         assert text == raw[:len(text)]
