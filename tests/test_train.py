@@ -430,11 +430,17 @@ def test_validation_keeps_documents_apart_as_training_does(text):
 
 
 # ---- a step as a CUDA graph
-def check_replay(text, *flags):
+@pytest.mark.parametrize("more", [[], ["--optimizer", "adamw", "--accum", "2"]], ids=" ".join)
+@pytest.mark.parametrize("name, own", [
+    *((name, []) for name in [*OBJECTIVES, MIXTURE]), ("mtp", ["--mtp_kind", "sequential"])])
+def test_a_recorded_step_can_be_replayed(name, own, more, text):
     """Records the first step of each member. Later steps only call load_step_inputs and replay the recording, and equal
     eager steps bit for bit. Rates differ in each step."""
     write("nul.txt", Path(text).read_bytes().replace(b"\n", b"\0"))
-    flags = ["--data", "nul.txt", "--max_iters", "8", "--warmup_iters", "3", "--weight_decay", "0.1", *flags]
+    flags = ["--data", "nul.txt", "--objective", name, "--n_layer", "1", "--max_iters", "8", "--warmup_iters", "3",
+             "--weight_decay", "0.1", *own, *more]
+    if more and all(OBJECTIVES[member].supports_doc_mask for member in member_weights(name)):
+        flags.append("--doc_mask")
     eager = start(*flags)
     graphed = start(*flags)
     recordings = {}                             # {member: recording of its step}
@@ -442,24 +448,14 @@ def check_replay(text, *flags):
     for step in range(2 + len(eager.members)):
         want = take(eager, step)
         m = load_inputs(graphed, step)
-        name = m.objective.name
-        if name in recordings:
-            recordings[name].replay()
+        member = m.objective.name
+        if member in recordings:
+            recordings[member].replay()
         else:
-            recordings[name] = Recording()
-            with recordings[name]:
-                results[name] = train.training_step(graphed, m)
-        assert_close((results[name], state_of(graphed)), (want, state_of(eager)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name, more", [
-    *((name, "") for name in [*OBJECTIVES, MIXTURE]), ("mtp", "--mtp_kind sequential")])
-def test_a_recorded_step_can_be_replayed(name, more, text):
-    flags = ["--objective", name, "--n_layer", "1", *more.split()]
-    check_replay(text, *flags)
-    members = [OBJECTIVES[part] for part in member_weights(name)]
-    documents = ["--doc_mask"] if all(m.supports_doc_mask for m in members) else []
-    check_replay(text, *flags, "--optimizer", "adamw", "--accum", "2", *documents)
+            recordings[member] = Recording()
+            with recordings[member]:
+                results[member] = train.training_step(graphed, m)
+        assert_close((results[member], state_of(graphed)), (want, state_of(eager)), rtol=0, atol=0)
 
 
 @NEEDS_CUDA
@@ -477,17 +473,6 @@ def test_steps_on_a_gpu_never_wait_for_it_and_give_the_same_losses_eager_compile
     take(s, 0)
     torch.cuda.set_sync_debug_mode("error")
     take(s, 1)
-
-
-@NEEDS_CUDA
-def test_a_captured_run_on_a_gpu_resumes(text, monkeypatch):
-    load = train.load_step_inputs
-    fit(text, "whole", *ON_GPU, "--cuda_graph")
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(train, "load_step_inputs", lambda s, m, step: die() if step == 15 else load(s, m, step))
-        fit(text, "killed", *ON_GPU, "--cuda_graph")
-    resume("killed")
-    assert losses("killed") == pytest.approx(losses("whole"), rel=1e-4)
 
 
 # ---- what a run prints and saves
