@@ -42,12 +42,10 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
     ("--max_iters 5", dict(max_passes=0.0)), ("--data a:1 b:2 --data c:3", dict(data=["a:1", "b:2", "c:3"])),
     ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
     ("--objective bd3lm", dict(block_size=512, batch_size=16)),
-    ("--objective mlm", dict(mask_rate=0.3)),
     ("--objective electra", dict(attn_scale=2.0)),
     ("--objective contrastive", dict(batch_size=32, n_head=4)),
     ("--objective rotation", dict(block_size=64, batch_size=64)),
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
-    ("--objective rotation --block_size 96", dict(block_size=96, batch_size=64)),
     # in a mixture, the defaults of its objectives do not apply
     ("--objective mlm,electra", dict(attn_scale=1.0)),
     ("--objective bart,clm", dict(attn_scale=1.0, n_head=2, block_size=256, batch_size=16))])
@@ -142,17 +140,6 @@ def test_a_folder_holds_one_run_at_a_time_where_there_are_locks(text, refuses, m
     resume("a", "--max_iters", "2")
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(38, "not implemented")))
     run.open_metrics("a", 0).close()
-
-
-def test_inference_loads_best_pt_of_a_folder_or_the_given_file(text):
-    fit(text, "a", "--max_iters", "2")
-    for name, value in (("ckpt.pt", 1.0), ("best.pt", 2.0)):
-        ckpt = load_checkpoint(f"a/{name}")
-        ckpt["model"]["embed.weight"].fill_(value)
-        save_checkpoint(f"a/{name}", ckpt)
-    for path, value in (("a", 2.0), ("a/ckpt.pt", 1.0)):
-        net, hp, ckpt = run.load_run(path, "cpu", "float32")
-        assert float(net.embed.weight[0, 0]) == value and not net.training
 
 
 def recipes(heading):  # -> the blocks of code of a section of docs/EXTENDING.md
