@@ -240,7 +240,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     total.backward()
     want = [p.grad for p in net.parameters() if p.grad is not None]
     length = float(torch.stack([w.norm() for w in want]).norm())
-    assert (float(loss), float(norm)) == pytest.approx((float(total.detach()), length), rel=1e-4)
+    why = "set compares_rows=True if rows are compared; otherwise weigh by the batch's weight or row_weight"
+    assert (float(loss), float(norm)) == pytest.approx((float(total.detach()), length), rel=1e-4), why
     scale = min(1.0, clip / length) if clip else 1.0
     assert_close(grads, [w * scale for w in want], rtol=1e-3, atol=1e-5 * length * scale)
 
