@@ -18,8 +18,11 @@ def test_canaries_are_added_as_whole_lines_far_from_the_held_out_end():
 
 
 def test_a_canary_is_recited_only_if_all_its_letters_are_predicted():
-    bits, share, recited = memorize.measure(randomized(), CANARIES)
+    net = randomized().requires_grad_(False)
+    bits, share, recited = memorize.measure(net, CANARIES)
     assert bits > 4 and share < 0.2 and recited == 0
+    net.head.weight[:, 256:] *= 9               # special ids do not compete with the letters
+    assert memorize.measure(net, CANARIES)[0] == bits
 
     class Knows(torch.nn.Module):               # predicts all but the last letter of the first canary
         def forward(self, x, prefix):
@@ -29,13 +32,6 @@ def test_a_canary_is_recited_only_if_all_its_letters_are_predicted():
         logits = torch.nn.Identity()
     assert memorize.measure(Knows(), CANARIES) == (pytest.approx(100 / 144 / 0.6931, rel=1e-3),
                                                    pytest.approx(143 / 144), 2)
-
-
-def test_special_ids_do_not_compete_with_the_letters():
-    net = randomized().requires_grad_(False)
-    bits, *_ = memorize.measure(net, CANARIES)
-    net.head.weight[:, 256:] *= 9
-    assert memorize.measure(net, CANARIES)[0] == bits
 
 
 @pytest.mark.slow
