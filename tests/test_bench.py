@@ -6,8 +6,9 @@ import torch
 from experiments import bench
 from run import get_config
 
-SMALL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4",
-         "--repeats", "1", "--steps", "1", "--new", "8", "--ngram_rows", "64", "--dtype", "float32", "--device", "cpu"]
+MODEL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4",
+         "--ngram_rows", "64", "--dtype", "float32", "--device", "cpu"]
+SMALL = [*MODEL, "--repeats", "1", "--steps", "1", "--new", "8"]
 
 
 def test_programs_run_in_turns_and_the_first_round_is_not_timed():
@@ -25,8 +26,7 @@ def test_programs_run_in_turns_and_the_first_round_is_not_timed():
 
 @pytest.mark.parametrize("flags", [[], ["--doc_mask"], ["--objective", "electra"]])
 def test_counted_flops_are_those_of_a_training_step(flags):
-    words = [*SMALL[:10], "--ngram_rows", "64", "--dtype", "float32", "--device", "cpu", "--optimizer", "adamw"]
-    hp = get_config([*flags, *words])           # AdamW multiplies no matrices; Muon would
+    hp = get_config([*MODEL, *flags, "--optimizer", "adamw"])       # AdamW multiplies no matrices; Muon would
     step = bench.make_step(hp)
     with bench.FlopCounterMode(display=False) as counter:
         step()
