@@ -42,12 +42,10 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
     ("--max_iters 5", dict(max_passes=0.0)), ("--data a:1 b:2 --data c:3", dict(data=["a:1", "b:2", "c:3"])),
     ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
     ("--objective bd3lm", dict(block_size=512, batch_size=16)),
-    ("--objective electra", dict(attn_scale=2.0)),
     ("--objective contrastive", dict(batch_size=32, n_head=4)),
     ("--objective rotation", dict(block_size=64, batch_size=64)),
     ("--objective rotation --batch_size 5", dict(block_size=64, batch_size=5)),
     # in a mixture, the defaults of its objectives do not apply
-    ("--objective mlm,electra", dict(attn_scale=1.0)),
     ("--objective bart,clm", dict(attn_scale=1.0, n_head=2, block_size=256, batch_size=16))])
 def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
     hp = get_config(["--device", "cpu", *flags.split()])
