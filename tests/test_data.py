@@ -44,9 +44,6 @@ def test_the_last_tenth_of_a_file_or_of_each_of_few_documents_is_validation(mapp
     assert data.to_bytes(s["val"]) == b"AAAAA\0CCCC\0" and s["size"] == 83 + 11
 
 
-HELD_OUT = 6, 18, 25, 26                        # of 30 documents, those whose crc32 ends in 9
-
-
 def test_a_folder_keeps_each_text_once_and_holds_out_documents_by_their_checksum(tmp_path, capsys):
     for folder in (".git", "run/sub", "b"):
         (tmp_path / folder).mkdir(parents=True)
@@ -61,8 +58,9 @@ def test_a_folder_keeps_each_text_once_and_holds_out_documents_by_their_checksum
     assert capsys.readouterr().out.endswith(
         ': 4 of 30 documents held out; 3 files or lines skipped: empty, binary, duplicate, unreadable, behind a link, '
         'or without a "text"\n')
-    assert data.to_bytes(s["val"]) == b"".join(b"document %d\0" % i for i in HELD_OUT)
-    assert data.to_bytes(s["train"]) == b"".join(b"document %d\0" % i for i in range(30) if i not in HELD_OUT)
+    held_out = 6, 18, 25, 26                    # the documents whose crc32 ends in 9
+    assert data.to_bytes(s["val"]) == b"".join(b"document %d\0" % i for i in held_out)
+    assert data.to_bytes(s["train"]) == b"".join(b"document %d\0" % i for i in range(30) if i not in held_out)
 
 
 def document(n, is_held_out):  # -> n bytes whose crc32 ends in the digit 9, or does not

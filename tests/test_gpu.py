@@ -25,15 +25,13 @@ def test_fast_attention_equals_a_dense_mask_forward_and_backward(dtype, toleranc
     B = 64
     q_pos = torch.arange(T, device="cuda")
     g = make_rng("attention", "cuda")
-    prefix = torch.randint(0, T, (B,), generator=g, device="cuda") if rule == "each row" else rule
-    mask = None
-    if rule == "mask":
-        prefix = 0
-        mask = (torch.rand(B, T, T, generator=g, device="cuda") < 0.5) | torch.eye(T, dtype=torch.bool, device="cuda")
-    allowed = dense_mask(prefix, q_pos, T) if mask is None else mask
+    prefix = torch.randint(0, T, (B,), generator=g, device="cuda")
+    mask = (torch.rand(B, T, T, generator=g, device="cuda") < 0.5) | torch.eye(T, dtype=torch.bool, device="cuda")
+    how = {"each row": dict(prefix=prefix), "mask": dict(prefix=0, mask=mask)}.get(rule, dict(prefix=rule))
+    allowed = how.get("mask", dense_mask(how["prefix"], q_pos, T))
     *qkv, out_grad = torch.randn(B, T, 4, H, D, generator=g, device="cuda").to(dtype).permute(2, 0, 3, 1, 4)
     fast = [t.detach().requires_grad_() for t in qkv]           # not contiguous, as in a block
-    y = choose_attention(prefix, q_pos, T, ModelConfig(1, H, H * D), dtype, mask)(*fast)
+    y = choose_attention(q_pos=q_pos, T_k=T, config=ModelConfig(1, H, H * D), dtype=dtype, **how)(*fast)
     y.backward(out_grad)
     dense = [t.double().requires_grad_() for t in qkv]
     att = dense[0] @ dense[1].mT * D ** -0.5

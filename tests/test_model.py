@@ -75,12 +75,6 @@ def each_device(request, monkeypatch):
         monkeypatch.setattr(M, "choose_attention", choose_on_gpu)
 
 
-def scaled():
-    net = randomized()
-    net.config.attn_scale = SCALE
-    return net
-
-
 def same(net, states, want):  # are they equal, and their gradients, too?
     near(states, want)
     direction = torch.randn(want.shape, generator=make_rng("direction"))
@@ -95,7 +89,8 @@ PREFIXES = {"causal": 0, "bidirectional": LONG, "prefix 3": 3, "prefixes 0": tor
 
 @pytest.mark.parametrize("name", PREFIXES)
 def test_every_form_of_attention_follows_the_rule_of_each_block(name, each_device):
-    net = scaled()
+    net = randomized()
+    net.config.attn_scale = SCALE
     x = ids(shape=(B, LONG))
     prefix = PREFIXES[name]
     rules = [by_rule(i, prefix) for i in range(2)]
@@ -112,7 +107,8 @@ def test_every_form_of_attention_follows_the_rule_of_each_block(name, each_devic
 
 @pytest.mark.parametrize("rows", [1, B])
 def test_a_mask_replaces_the_prefix(rows, each_device):
-    net = scaled()
+    net = randomized()
+    net.config.attn_scale = SCALE
     x = ids(shape=(B, LONG))
     mask = torch.rand(rows, LONG, LONG, generator=make_rng("mask")) < 0.5
     mask = (mask | torch.eye(LONG, dtype=torch.bool)).expand(B, -1, -1)

@@ -1,7 +1,5 @@
-"""The generic tests run on every objective in OBJECTIVES, so a new one is tested as soon as it is added.
-
-They know no objective by name. What they may assume is a field of Objective.
-"""
+"""The generic tests run on every objective in OBJECTIVES, so a new one is tested as soon as it is added. They know no
+objective by name. What they may assume is a field of Objective."""
 import contextlib
 import copy
 import dataclasses
@@ -221,15 +219,11 @@ def test_the_mask_of_documents_is_the_rule_within_each(prefix):
 
 
 # ---- generic: on random bytes no likelihood falls below the entropy
-SMALL_T = 32
-ENTROPY = math.log(255)                         # nats of a byte that is drawn uniformly from 1..255
-
-
 def check_entropy(name, **changes):
     """A figure that is log V for an untrained model is assumed to be a likelihood, or a bound on one. After training,
     it must not be below the entropy. The loss of an objective with bits per byte is one, and predicts all bytes of a
     text; of others, only hidden targets count. Nor may a loss that depends on labels be below their entropy."""
-    hp = settings(name, SMALL_T, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
+    hp = settings(name, 32, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
                                         max_iters=50, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     data = torch.randint(1, 256, (200_000,), generator=make_rng("corpus"), dtype=torch.uint8)
@@ -263,7 +257,7 @@ def check_entropy(name, **changes):
         train.load_step_inputs(s, m, step)
         train.training_step(s, m)
     after = figures()
-    limit = ENTROPY
+    limit = math.log(255)                       # bytes are drawn uniformly from 1..255
     if likelihoods and not of_text:             # no fixed prediction of the same bytes is better than their frequencies
         tgt = torch.cat([batch["tgt"].flatten() for batch in batches])
         weight = torch.cat([batch["weight"].flatten() for batch in batches]).double()
@@ -348,8 +342,7 @@ def test_all_targets_of_a_head_weigh_the_same_unless_corrupt_says_otherwise():
     future = torch.stack((tgt, tgt.flip(1), torch.full_like(tgt, IGNORE_INDEX)), dim=2)
     batch = dict(inp=torch.ones_like(tgt), tgt=tgt, future_tgt=future)
     weighed = O.add_weights(batch)
-    third = 1 / 3
-    want = torch.tensor([[third, third, 0], [third, 0, 0]])
+    want = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]) / 3
     torch.testing.assert_close(weighed["weight"], want)
     torch.testing.assert_close(weighed["future_weight"], torch.stack((want, want.flip(1), 0 * want), dim=2))
     assert weighed["row_weight"].tolist() == [0.5, 0.5] and "weight" not in batch
@@ -1000,10 +993,7 @@ def test_nsp_reads_its_answer_at_cls():
     torch.testing.assert_close(loss, figures["nll"] + figures["nsp"])
     torch.testing.assert_close(figures["nsp"], F.binary_cross_entropy_with_logits(follows, batch["labels"].float()))
     assert figures["accuracy"] == 0.5
-
-
-def test_scalar_heads_start_at_chance():  # of nsp and electra, and of rotation
-    assert not any(p.any() for p in O.ScalarHead(ModelConfig(1, 1, 8)).parameters())
+    assert not objective.heads(net.config, hp)["nsp"].weight.any(), "an untrained head is not at chance"
 
 
 @torch.no_grad()

@@ -29,11 +29,9 @@ from objectives import OBJECTIVES, document_mask
 from run import SETTINGS, build, draw_losses, get_config, get_members, load_checkpoint, load_run, member_weights
 from run import save_checkpoint
 
-HOME = os.path.dirname(train.__file__)
-ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HOME}                  # as torchrun's processes
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(train.__file__)}     # as under torchrun
 MIXTURE = "clm:.5,mlm:.5"
 INDEPENDENT = [name for name, objective in OBJECTIVES.items() if not objective.compares_rows]
-ON_GPU = ["--device", "cuda", "--max_iters", "20", "--eval_interval", "10"]
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 
 
@@ -463,7 +461,8 @@ def test_a_recorded_step_can_be_replayed(name, own, more, text):
 @pytest.mark.parametrize("name", [*OBJECTIVES, MIXTURE])
 def test_steps_on_a_gpu_never_wait_for_it_and_give_the_same_losses_eager_compiled_and_captured(name, text):
     # a compiled model drops other lookups
-    flags = [*ON_GPU, "--data", text, "--objective", name, "--n_embd", "64", "--ngram_drop", "0"]
+    flags = ["--device", "cuda", "--max_iters", "20", "--data", text, "--objective", name, "--n_embd", "64",
+             "--ngram_drop", "0"]
     fit(text, "eager", *flags)
     for way in ["--cuda_graph"], ["--compile"], ["--compile", "--cuda_graph"]:
         out = "run" + "".join(way)
