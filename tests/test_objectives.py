@@ -224,7 +224,7 @@ def check_entropy(name, **changes):
     it must not be below the entropy. The loss of an objective with bits per byte is one, and predicts all bytes of a
     text; of others, only hidden targets count. Nor may a loss that depends on labels be below their entropy."""
     hp = settings(name, 32, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
-                                        max_iters=50, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
+                                   max_iters=50, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     data = torch.randint(1, 256, (200_000,), generator=make_rng("corpus"), dtype=torch.uint8)
     corpus = [dict(name="random", weight=1.0, train=data[:100_000], val=data[100_000:], size=200_000, crc=0, split="")]
@@ -479,7 +479,7 @@ def random_noise(x, g, hp, leaks=False):  # most targets are visible, and the ro
 @pytest.mark.parametrize("name", [*read_forks(), "visible_noise"])
 @mock.patch.dict(OBJECTIVES)
 def test_custom_objectives_pass_the_generic_tests(name):
-    """Those of the pages, except the test that trains: see the next test."""
+    """Those of the pages, except the test that trains, which is in the next test, and one with visible targets."""
     for code in read_forks().values():
         exec(code, dict(vars(O)))
     loss = O.weighted_loss(lambda logits, tgt: F.cross_entropy(logits.mT, tgt, reduction="none"))
