@@ -25,7 +25,8 @@ PAGES = ["README.md", *(os.path.join("docs", name) for name in sorted(os.listdir
 
 def page_commands(page):  # -> (program, flags) of commands in code blocks and in backticks, even across lines
     for i, text in enumerate(Path(ROOT, page).read_text("utf-8").split("```")):
-        texts = text.replace("\\\n", " ").splitlines() if i % 2 else re.findall(r"`([^`]+)`", text)
+        text = text.replace("\\\n", " ")         # a command goes on in the next line
+        texts = text.splitlines() if i % 2 else re.findall(r"`([^`]+)`", text)
         for each in texts:
             yield from cut_commands(" ".join(each.split("\n")))
             if page.endswith("EXERCISES.md") and not i % 2 and re.match("--(budgets|sweep|objectives) ", each):
