@@ -109,21 +109,22 @@ def die(*args):
 
 
 # ---- frozen bits
-FROZEN = {  # losses of steps 0, 4, 8, then the validation loss after 12 steps
-    "clm": [5.54518, 5.22378, 4.42932, 4.13806], "mlm": [5.54518, 5.04161, 4.20611, 3.87152],
-    "span": [6.23833, 6.04171, 5.29285, 5.01205], "mdlm": [5.54518, 4.92732, 4.07731, 3.79327],
-    "hybrid": [5.54518, 5.27827, 4.4826, 4.18991]}
+FROZEN = {  # losses of steps 0, 8, 16, then the validation loss after 24 steps
+    "clm": [5.545177, 4.303634, 3.110652, 2.796622], "mlm": [5.545177, 4.130235, 3.003245, 2.780056],
+    "span": [6.238325, 5.043033, 3.571822, 3.164323], "mdlm": [5.545177, 3.956165, 2.895681, 2.685100],
+    "hybrid": [5.545177, 4.337475, 3.143755, 2.804459]}
 
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_the_bits_of_training_are_frozen(name, text):
     """Weights, windows, corruption, optimizers and schedules are those with which the figures of the pages were
-    measured. Rounding differs between CPUs and versions of torch, by less than the tolerance."""
-    write("squares.txt", "".join(f"{i} * {i} = {i * i}\n" for i in range(900)).encode())
-    fit("squares.txt", "a", "--objective", name, "--max_iters", "12", "--warmup_iters", "3", "--log_interval", "4")
+    measured. The text is read more than once, so the n-gram drop rate counts. Rounding differs between CPUs and
+    versions of torch, by less than the tolerance: errors of 2e-7 in all weights change these losses by 2e-7."""
+    write("squares.txt", "".join(f"{i} * {i} = {i * i}\n" for i in range(150)).encode())
+    fit("squares.txt", "a", "--objective", name, "--max_iters", "24", "--warmup_iters", "3", "--log_interval", "8")
     found = [*losses("a"), losses("a", split="val")[-1]]
     why = f"{name} no longer trains as it did: {found}. Then the figures of README.md and of docs/ are false"
-    assert found == pytest.approx(FROZEN[name], rel=1e-4), why
+    assert found == pytest.approx(FROZEN[name], rel=1e-5), why
 
 
 # ---- optimizers
