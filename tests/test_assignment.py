@@ -77,10 +77,18 @@ def test_an_assignment_fails_until_it_is_solved_and_grades_submissions(tmp_path,
 
 @pytest.mark.parametrize("flags, hint", [
     (["--functions", "mln"], "Try mlm"), (["--functions", "mlm,Objective"], "--functions Objective: "),
-    (["--functions", "nsp_loss"], "shows its code"), (["--grade", "text.txt"], "is not an assignment"),
+    (["--grade", "text.txt"], "is not an assignment"),
     (["--functions", "mlm"], "--out_dir .: exists"), (["--functions", "mlm", "--out_dir", "text.txt"], "exists")])
 def test_bad_flags_are_refused(flags, hint, text, refuses):
     refuses(hint, assignment.main, flags)
+
+
+def test_a_function_whose_code_a_page_shows_is_refused(tmp_path, refuses, monkeypatch):
+    for file in assignment.FILES:
+        shutil.copy(assignment.ROOT / file, tmp_path)
+    (tmp_path / "README.md").write_text("def mlm(x, g, hp):\n", "utf-8")
+    monkeypatch.setattr(assignment, "ROOT", tmp_path)
+    refuses("README.md shows its code", assignment.main, ["--functions", "mlm", "--out_dir", str(tmp_path / "new")])
 
 
 @pytest.mark.parametrize("outcomes", [{}, {"a": set()}])
