@@ -390,11 +390,9 @@ def difference_lines(rows, baseline):  # -> lines of a table: every two of up to
 
 
 def pairs_lines(rows):  # -> lines of a table: the share of minimal pairs that a row gets right
-    points = {}                                 # {row: {seed: (N,) points of the pairs}}
-    for name, seeds in rows.items():
-        by_seed = values_by_seed(seeds, "points")
-        points |= {name: {seed: torch.tensor(p).double() for seed, p in by_seed.items()}} if by_seed else {}
-    found = {name: share_and_error(torch.stack([*by_seed.values()])) for name, by_seed in points.items()}
+    points = {name: {seed: torch.tensor(p).double() for seed, p in values_by_seed(seeds, "points").items()}
+              for name, seeds in rows.items()}  # {row: {seed: (N,)}}
+    found = {name: share_and_error(torch.stack([*by_seed.values()])) for name, by_seed in points.items() if by_seed}
     best = max(found, key=found.get, default="")
     lines = [["", "right pairs", "less than the best row", "score", "seeds"]]
     for name, (share, error) in found.items():
@@ -533,6 +531,8 @@ def make_estimator(runs):  # -> on_record of train.main, which prints once how l
 
     def on_record(record):
         if record.get("split") == "train" and len(records) < 2:
+            if records and record["step"] <= records[0]["step"]:                    # a run before this one had only one
+                records.clear()
             records.append(record)
             if len(records) == 2:
                 seconds, steps = (records[1][key] - records[0][key] for key in ("seconds", "step"))

@@ -16,6 +16,14 @@ from objectives import OBJECTIVES
 from run import load_checkpoint
 
 
+CODE = common.read_code()
+
+
+@pytest.fixture(autouse=True)
+def read_code_once(monkeypatch):  # to save time
+    monkeypatch.setattr(compare, "read_code", lambda: CODE)
+
+
 def run(*words):  # compares on the text of the folder, with runs of two steps
     return compare.main(tiny("--data", "text.txt", "--out_dir", "out", "--budgets", "2", *words))
 
@@ -139,10 +147,9 @@ def test_a_killed_run_is_resumed(text):
 
 
 def edit_code(monkeypatch, file, old, new):  # as if this file of the repository had been edited
-    code = common.read_code()
     source = (common.ROOT / file).read_text("utf-8")
     assert old in source
-    monkeypatch.setattr(compare, "read_code", lambda: code | {file: common.read_statements(source.replace(old, new))})
+    monkeypatch.setattr(compare, "read_code", lambda: CODE | {file: common.read_statements(source.replace(old, new))})
 
 
 def test_runs_and_figures_belong_to_the_code_that_made_them(text, capsys, refuses, monkeypatch):
@@ -214,6 +221,10 @@ def test_work_is_traced_once_for_all_seeds_and_time_is_estimated_early(text, cap
     run("--objectives", "clm", "--seeds", "1,2", "--warmup_iters", "7")
     out = capsys.readouterr().out
     assert len(traced) == 1
+    estimate = compare.make_estimator([argparse.Namespace(hp=argparse.Namespace(max_iters=100))] * 3)
+    for step, seconds in (0, 1.0), (0, 1.0), (10, 5.0), (20, 99.0):                 # the first run has a single record
+        estimate({"split": "train", "step": step, "seconds": seconds})
+    assert capsys.readouterr().out == "3 runs, about 2 min, and the time to measure them\n", "not 3 * 100 * .4 s"
     assert out.count("2 runs, about 1 min") == 1 and out.index("2 runs, about") < out.index("measuring")
 
 

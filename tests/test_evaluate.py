@@ -12,6 +12,7 @@ import data
 from data import EOT, MASK, from_bytes, make_rng, open_corpus, to_bytes
 from experiments import evaluate
 from objectives import OBJECTIVES, Predict, find_use
+from run import get_members
 
 SENTENCES = from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
 
@@ -275,3 +276,16 @@ def test_writing_keeps_the_prompt_and_reads_nothing_else(name, order):
     assert written.shape == x.shape and (written[:, :32] == x[:, :32]).all() and (written < 256).all()
     again = evaluate.write(*args, F.pad(x[:, :32], (0, 44), value=7), make_rng("a"), steps=3)
     assert torch.equal(written, again), "bytes after the prompt are read"
+
+
+def test_of_a_mixture_each_figure_is_of_the_first_member_that_has_it(monkeypatch):
+    """All figures of the own task are of one member."""
+    found = {"eval_task": {"clm": {"task": 1}, "mlm": {"task": 2, "ends": 2}},
+             "eval_infilling": {"clm": {"left_4": 1}, "mlm": {"left_4": 2, "infill_4": 2}},
+             "eval_filling_in_order": {"clm": {}, "mlm": {"left_by_filling": 2}}}
+    for name in (*found, "eval_corruption", "eval_corrections", "eval_replaced"):
+        figures = found.get(name, {})
+        monkeypatch.setattr(evaluate, name, lambda model, objective, hp, text, f=figures: f.get(objective.name, {}))
+    hp = settings("clm,mlm", 128)
+    metrics = evaluate.measure(None, get_members(hp), hp, None, {})
+    assert metrics == {"task": 1, "left_4": 1, "infill_4": 2, "left_by_filling": 2}
