@@ -46,7 +46,7 @@ import torch
 from tqdm import tqdm
 
 FLAGS = {
-    "objectives": Flag("", "names separated by commas; default: all, or the first that has the setting of --sweep"),
+    "objectives": Flag("", "names or mixtures, with commas between; default: all, or the first with --sweep's setting"),
     "seeds": Flag("1", "separated by commas; all runs with the same seed have the same initial weights and data"),
     "budgets": Flag("1000", "numbers of steps, separated by commas; each is a separate run with its own schedule"),
     "data": Flag("stdlib", "corpus; the probes run only on stdlib, since they need Python files"),
