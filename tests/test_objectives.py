@@ -603,17 +603,25 @@ def test_impossible_rows_are_refused_in_one_line(name, T, changes, hint, refuses
     refuses(hint, get_members, settings(name, T, **changes))
 
 
+def assert_rows(found, want, what):  # (B, ...) each; says where they first differ
+    for b, (one, other) in enumerate(zip(found, want, strict=True)):
+        different = (one != other).nonzero().tolist()
+        where = f"row {b}, position {different[0]}" if different and different[0] else f"row {b}"
+        assert not different, f"{where}: {what} is {one.tolist()}, {other.tolist()} was expected"
+
+
 # ---- clm, mlm, prefix, hybrid
 def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
     chosen = batch["tgt"] != IGNORE_INDEX
-    assert (chosen.sum(1) == k).all()
-    assert torch.equal(batch["tgt"][chosen], x[chosen])
-    assert torch.equal(batch["inp"][~chosen], x[~chosen])
+    assert_rows(chosen.sum(1), torch.full((len(x),), k), "the number of targets")
+    assert_rows(batch["tgt"].where(chosen, x), x, "the target of a chosen byte")
+    assert_rows(batch["inp"].where(~chosen, x), x, "the input where nothing is predicted")
     changed = batch["inp"][chosen]
     assert ((changed == MASK) | ((changed >= 1) & (changed < 256))).all(), "a random byte is a special id"
     n = len(changed)
     for share, seen in ((mask, changed == MASK), (left, changed == x[chosen])):
-        assert abs(float(seen.float().mean()) - share) <= 5 * (share * (1 - share) / n) ** 0.5
+        found = float(seen.float().mean())
+        assert abs(found - share) <= 5 * (share * (1 - share) / n) ** 0.5, f"a share is {found:.3f}, not {share:.3f}"
 
 
 @pytest.mark.parametrize("name, T, rate, k, masked, random", [
@@ -632,8 +640,10 @@ def test_prefix_has_loss_only_on_the_suffix(share, longest):
     P = batch["prefix"]
     suffix = torch.arange(T) >= P[:, None] - 1
     tgt = x[:, 1:].where(suffix, IGNORE_INDEX)
+    assert_rows(batch["inp"], x[:, :-1], "inp")
+    assert_rows(batch["tgt"], tgt, "tgt")
     assert equal(batch, O.add_weights(dict(inp=x[:, :-1], tgt=tgt, prefix=P)))
-    assert (int(P.min()), int(P.max())) == (1, longest)
+    assert (int(P.min()), int(P.max())) == (1, longest), "the shortest and the longest prefix"
 
 
 @pytest.mark.parametrize("rate, k, ratio, n", [(0.3, 14, 0.25, 100), (1.0, T - 1, 0.0, 1), (0.3, 14, 1.0, 399)])
@@ -671,7 +681,8 @@ def check_spans(rows, sizes):  # rows: [(clean bytes, (source, target))]; sizes:
     """With its spans, which are numbered, not empty, and do not touch, the source is the text. Full rows have the exact
     numbers of noise bytes and of spans. About one row in eight is truncated, perhaps inside a span."""
     short = []                                  # sources of truncated rows
-    for raw, (source, target) in rows:
+    for b, (raw, (source, target)) in enumerate(rows):
+        where = f"row {b}: source {source}, target {target} of the bytes {raw}"
         spans = []
         for i in target:
             if i >= SENTINEL:
@@ -679,14 +690,14 @@ def check_spans(rows, sizes):  # rows: [(clean bytes, (source, target))]; sizes:
             else:
                 spans[-1].append(i)
         numbers = [*range(SENTINEL, SENTINEL + len(spans))]
-        assert [i for i in source if i >= SENTINEL] == numbers == [i for i in target if i >= SENTINEL]
-        assert all(spans) and not any(a >= SENTINEL <= b for a, b in itertools.pairwise(source))
+        assert [i for i in source if i >= SENTINEL] == numbers == [i for i in target if i >= SENTINEL], where
+        assert all(spans) and not any(a >= SENTINEL <= b for a, b in itertools.pairwise(source)), where
         text = [byte for i in source for byte in (spans[i - SENTINEL] if i >= SENTINEL else [i])]
-        assert text == raw[:len(text)] and len(text) >= 8 and spans
+        assert text == raw[:len(text)] and len(text) >= 8 and spans, where
         if len(text) < sizes[0]:
             short.append(source)
         else:
-            assert (len(text), sum(map(len, spans)), len(spans)) == sizes
+            assert (len(text), sum(map(len, spans)), len(spans)) == sizes, f"bytes, noise bytes, spans of {where}"
     assert 1 / 20 < len(short) / len(rows) < 1 / 5
     assert len({*map(len, short)}) > 5, "their lengths do not vary"
     assert 0 < sum(source[-1] >= SENTINEL for source in short) < len(short), "all are cut inside a span, or none is"
@@ -746,7 +757,7 @@ def test_fim_rows_can_be_put_together_again_and_have_thirds(rate, spm_rate):
         s, m, e = map(row.index, (SUF, MID, EOT))
         assert row[0] == PRE and sum(i >= 256 for i in row) == 3
         text = row[1:s] + row[m + 1:e] + row[s + 1:m]
-        assert text == raw[:len(text)]
+        assert text == raw[:len(text)], f"the row {row} is no order of the bytes {raw}"
         assert row[e + 1:] == other[len(text):n], "another row's text follows EOT"
         sizes.append([s - 1, e - m - 1, m - s - 1])
     sizes = torch.tensor(sizes).float()
