@@ -604,6 +604,8 @@ def test_impossible_rows_are_refused_in_one_line(name, T, changes, hint, refuses
 
 
 def assert_rows(found, want, what):  # (B, ...) each; says where they first differ
+    if torch.equal(found, want):
+        return
     for b, (one, other) in enumerate(zip(found, want, strict=True)):
         different = (one != other).nonzero().tolist()
         where = f"row {b}, position {different[0]}" if different and different[0] else f"row {b}"
