@@ -160,6 +160,7 @@ def test_the_recipes_of_the_page_run_in_its_order(text, monkeypatch):
     for name in ("clm", "mlm", "contrastive"):
         fit(text, f"out/{name}", "--objective", name, "--max_iters", "9")
     main = train.main
+    monkeypatch.setattr(train, "learning_rate", train.learning_rate)       # the page replaces it
     monkeypatch.setattr(train, "main", lambda argv, **how: main(tiny("--data", text, *argv, "--max_iters", "2"), **how))
     found = {}
     for recipe in recipes("Use from Python"):
