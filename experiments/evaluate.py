@@ -39,10 +39,7 @@ PROMPT = 32                                     # bytes of a prompt
 CHAIN_WINDOWS = 16                              # windows filled byte by byte; few, since each byte costs a pass
 MIN_BLOCK = 128                                 # positions that infilling, replaced bytes and written lines need
 CLASSES = {"NAME": 2, "STRING": 3, "FSTRING": 3, "COMMENT": 4, "NUMBER": 5, "OP": 6}        # of tokens; a keyword is 1
-COMPRESSORS = {"bz2": bz2.compress, "lzma": lzma.compress}
 N_PACKAGES = 10                                 # the packages with the most files are told apart
-LEFT_TO_RIGHT = "left to right"                 # an order of writing, in addition to those of sample.unmask
-PIECE = 16                                      # MASKs filled at a time by models that were not trained on all MASKs
 
 
 def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long
@@ -172,22 +169,19 @@ def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores
 
         scores .1 .4 .4 .8, labels 0 0 1 1: the pairs score 1, .5, 1, 1; the result is 3.5 / 4 = .875
     """
-    ones = scores[labels == 1][:, None]
-    zeros = scores[labels == 0]
-    n_pairs = len(ones) * len(zeros)
-    return (int((ones > zeros).sum()) + int((ones == zeros).sum()) / 2) / n_pairs if n_pairs else 0.5
+    above = scores[labels == 1][:, None] - scores[labels == 0]
+    return float((above.sign() + 1).double().mean()) / 2 if above.numel() else 0.5
 
 
 # ---- tasks: what sample.py uses the model for, beside a trivial baseline; {} if the task cannot be measured
 def eval_second_half(model, objective, hp, text):
-    """Bits per byte of a window's second half, given the first. Baseline: bz2 or lzma on the text as one stream."""
+    """Bits per byte of a window's second half, given the first. Baseline: the better of bz2 and lzma, on one stream."""
     n = hp.block_size // 2 - 2                  # leaves space for special ids around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
     stream = to_bytes(text[:train.COMPRESSED_BYTES])
-    size, better = min((len(compress(stream)), name) for name, compress in COMPRESSORS.items())
+    size = min(len(bz2.compress(stream)), len(lzma.compress(stream)))
     return {"task": bits_per_byte(middle_logits(left_logits, model, objective, hp, x, n, n), x[:, n:]),
-            "task_baseline": 8 * size / len(stream),
-            "task_heading": f"bits per byte of the second half of a window ({better})"}
+            "task_baseline": 8 * size / len(stream)}
 
 
 def eval_tokenizable_lines(model, objective, hp, text):
@@ -206,38 +200,29 @@ def eval_tokenizable_lines(model, objective, hp, text):
 
 
 def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # windows (N, n) -> (N, n)
-    """Keeps the first PROMPT bytes of each window and writes the rest, left to right or by filling MASKs.
-
-    If the objective is trained with up to 100% MASKs, fills all of them in `steps` passes, with sample.py's default
-    sampling. Otherwise fills PIECE MASKs at a time, one byte per pass."""
+    """Keeps the first PROMPT bytes of each window and writes the rest: "left to right" at this temperature, in other
+    orders by filling all MASKs in `steps` passes, with sample.py's default sampling."""
     n = x.size(1)
     ids = x[:, :PROMPT]
-    if order == LEFT_TO_RIGHT:
+    if order == "left to right":
         use = find_use(objective, "continue")
         row = torch.tensor([[*use.left_ids, *prompt, *use.right_ids] for prompt in ids.tolist()])
         prefix = row.size(1) if use.both_ways else 0
         written = sample.generate(model, row, n - PROMPT, hp.block_size, g, prefix, temperature=temperature)
         ids = torch.cat((ids, torch.stack(list(written), dim=1)), dim=1)
         return F.pad(ids, (0, n - ids.size(1)), value=EOT)      # shorter if all rows have ended
+    sampling = sample.DIFFUSION_SAMPLING | {"order": order}
     use = find_use(objective, "continue_blocks")
     if use:
         T = objective.n_bytes(hp.block_size, hp)
-        sampling = sample.DIFFUSION_SAMPLING | {"order": order}
         block = min(use.length(hp), T)
         rows = []
         for prompt in ids.tolist():
             written = sample.generate_blocks(model, prompt, n - PROMPT, T, block, g, **sampling)
             rows.append(F.pad(ids.new_tensor([*prompt, *written]), (0, n), value=EOT)[:n])
         return torch.stack(rows)
-    use = find_use(objective, "fill")
-    piece = PIECE
-    sampling = dict(temperature=temperature)
-    if use.trained_at_any_rate:
-        piece = n
-        sampling = sample.DIFFUSION_SAMPLING | {"steps": steps}
-    while ids.size(1) < n:
-        row = F.pad(ids, (0, min(piece, n - ids.size(1))), value=MASK).to(hp.device)
-        *_, ids = sample.unmask(model, row, g, use, order=order, **sampling)
+    row = F.pad(ids, (0, n - PROMPT), value=MASK).to(hp.device)
+    *_, ids = sample.unmask(model, row, g, find_use(objective, "fill"), steps, **sampling)
     return ids.cpu()
 
 
@@ -329,8 +314,7 @@ def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds 
 
 
 def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES, error_rate=sample.ERROR_RATE):
-    """Of windows with a typo each: the share whose typo is the most suspicious byte, the share whose typo is corrected,
-    and the number of right bytes that are changed, per window."""
+    """Of windows with a typo each. METRICS says what the figures are."""
     use = find_use(objective, "correct")
     if not use:
         return {}
@@ -338,10 +322,9 @@ def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES
     odds, corrected = correct_rows(model, use, hp, x, passes, error_rate)
     is_first = odds.argmax(1, keepdim=True) == typo
     is_wrong = corrected != clean
-    n_damaged = (is_wrong & (x == clean)).sum(1).float()
     return {"typos_first": float(is_first.float().mean()),
             "typos_corrected": 1 - float(is_wrong.gather(1, typo).float().mean()),
-            "typos_damaged": float(n_damaged.mean())}
+            "typos_damaged": float((is_wrong & (x == clean)).sum(1).float().mean())}
 
 
 def eval_replaced(model, objective, hp, text, passes=sample.CORRECTION_PASSES):
@@ -411,8 +394,6 @@ def eval_task(model, objective, hp, text):  # -> metrics of the objective's firs
 
 # ---- linear probes on frozen states: which kind of token does a byte belong to, which package a passage?
 PROBE_TRAIN, PROBE_VAL, PROBE_TEST = range(3)
-
-
 # x (N, n) bytes; label: classes of windows (N,), or of bytes (N, n), else IGNORE_INDEX; part: as label, of PROBE_...
 ProbeData = namedtuple("ProbeData", "x label part")
 
@@ -430,19 +411,14 @@ def spaced_windows(documents, n):  # -> x (N, n), label (N, n), part (N,)
 
 
 def byte_probe(n):  # -> ProbeData of windows of n bytes: the class of each byte
-    """Reads the standard library. PROBE_TEST are the documents that data.py holds out, with up to 9 windows each; the
-    others have up to 3. About 8,000 bytes of the other documents train the probe and select its layer."""
+    """Reads the standard library. PROBE_TEST are the documents that data.py holds out. About 8,000 bytes of the others
+    train the probe and select its layer."""
+    special = {9: (PROBE_TEST, 9), 0: (PROBE_VAL, 3), 5: (PROBE_VAL, 3)}            # {i % 10: part, number of windows}
     documents = []
     for i, text in enumerate(read_stdlib().values()):
         classes = byte_classes(text)
-        if classes is None:
-            continue
-        if i % 10 == 9:
-            documents.append((text, classes, PROBE_TEST, 9))
-        elif i % 5 == 0:
-            documents.append((text, classes, PROBE_VAL, 3))
-        else:
-            documents.append((text, classes, PROBE_TRAIN, 3))
+        if classes is not None:
+            documents.append((text, classes, *special.get(i % 10, (PROBE_TRAIN, 3))))
     x, label, part = spaced_windows(documents, n)
     part = part[:, None].expand_as(label)
     rate = torch.where(part == PROBE_TEST, 0.4, 8000 / float((part != PROBE_TEST).sum()))
@@ -451,9 +427,8 @@ def byte_probe(n):  # -> ProbeData of windows of n bytes: the class of each byte
 
 
 def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
-    """Reads the largest packages of the standard library: up to 6 windows of each file. Every third file of a package
-    is PROBE_TEST. The models have read most of these files in training, but without labels. Leaves out `encodings`,
-    whose files are nearly equal tables."""
+    """Reads the largest packages of the standard library. The models have read most of these files in training, but
+    without labels. Leaves out `encodings`, whose files are nearly equal tables."""
     files = {}                                  # {package: [text]}
     for path, text in read_stdlib().items():
         package, _, rest = os.path.relpath(path, sysconfig.get_paths()["stdlib"]).partition(os.sep)
@@ -482,10 +457,9 @@ def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None whe
             # for a character such as $, Python before 3.12 gives an ERRORTOKEN, later versions a plain OP
             if kind == "ERRORTOKEN" or token.exact_type == tokenize.OP:
                 return None
-            if kind == "OP" and token.string in "([{":
-                depth += 1
-            if kind == "OP" and token.string in ")]}":
-                depth -= 1
+            if kind == "OP":
+                depth += token.string in "([{"
+                depth -= token.string in ")]}"
             if kind in CLASSES:
                 first = starts[token.start[0] - 1] + token.start[1]
                 end = starts[token.end[0] - 1] + token.end[1]

@@ -112,14 +112,9 @@ def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_in_the_text(mo
 
 
 def test_auc_is_the_share_of_pairs_in_the_right_order():
-    scores = torch.randint(0, 6, (60,), generator=make_rng("s")).float()
-    labels = torch.randint(0, 2, (60,), generator=make_rng("l"))
-    ones = scores[labels == 1][:, None]
-    zeros = scores[labels == 0]
-    want = (ones > zeros).double().mean() + 0.5 * (ones == zeros).double().mean()
-    assert float(evaluate.auc(scores, labels)) == pytest.approx(float(want))
-    assert float(evaluate.auc(torch.zeros(60), labels)) == 0.5
-    assert float(evaluate.auc(scores, torch.zeros(60))) == 0.5, "one class is missing"
+    scores = torch.tensor([0.1, 0.4, 0.4, 0.8, 0.9])
+    assert evaluate.auc(scores, torch.tensor([0, 0, 1, 1, 0])) == 3.5 / 6, "a tie counts half"
+    assert evaluate.auc(scores, torch.zeros(5)) == 0.5, "one class is missing"
 
 
 # ---- tasks
@@ -267,8 +262,7 @@ def test_packages_are_scored_on_other_files_than_those_that_fit_the_classifier(m
 
 
 # ---- written text
-@pytest.mark.parametrize("name, order", [("clm", "left to right"), ("ul2", "left to right"), ("hybrid", "left"),
-                                         ("nsp", "confident"), ("mdlm", "ancestral")])
+@pytest.mark.parametrize("name, order", [("clm", "left to right"), ("ul2", "left to right"), ("mdlm", "ancestral")])
 def test_writing_keeps_the_prompt_and_reads_nothing_else(name, order):
     x = ids(3, 76)
     args = randomized(), OBJECTIVES[name], settings(name, 80), order
