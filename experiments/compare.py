@@ -19,7 +19,6 @@ missing. Flags that are not listed below are train.py's. One of only some object
 """
 import contextlib
 import csv
-import functools
 import itertools
 import json
 import math
@@ -32,7 +31,7 @@ from argparse import Namespace
 from collections import namedtuple
 from pathlib import Path
 
-from data import Flag, check_sizes, fail, make_rng, open_corpus
+from data import Flag, check_sizes, fail, open_corpus
 from experiments import evaluate
 from experiments.evaluate import BITS, HOLE_LENGTHS, METRICS, Metric
 from experiments.common import measuring_checksum, parse_with_train_flags, read_code, read_json, to_words
@@ -40,7 +39,7 @@ from experiments.common import training_checksums, write_json
 from experiments.score import check_pairs, choose_scored, read_pairs, score_pairs, share_and_error
 import train
 from objectives import OBJECTIVES
-from run import SETTINGS, SHARED_FLAGS, VERSION, flag_specs, get_config, get_members, load_checkpoint, load_run
+from run import SHARED_FLAGS, VERSION, flag_specs, get_config, get_members, load_checkpoint, load_run
 from run import member_weights, parent_settings, parse, run_program
 import torch
 from tqdm import tqdm
@@ -177,14 +176,16 @@ def list_runs(cell, crcs, out_dir):  # cell, checksums of the corpora -> [Run], 
 
 
 def run_folder(hp, crcs, out_dir):  # settings, checksums of the corpora -> folder of the run
-    """Depends only on settings that the objective reads. If a default of another objective changes, the run keeps its
-    name. The device is left out, since a run may be resumed on another one, and so is the interval of evaluations."""
-    groups = [*SETTINGS.values(), *(m.objective.flags for m in get_members(hp))]
-    names = {flag for group in groups for flag in group} - {"device", "eval_interval"}
-    settings = {flag: value for flag, value in vars(hp).items() if flag in names}
-    tag = zlib.crc32(json.dumps([VERSION, crcs, settings], sort_keys=True).encode())
+    """If a default of another objective changes, the run keeps its name."""
+    tag = zlib.crc32(json.dumps([VERSION, crcs, read_settings(hp)], sort_keys=True).encode())
     objective = hp.objective.replace(",", "+").replace(":", "_")
     return os.path.join(out_dir, "runs", f"{objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}")
+
+
+def read_settings(hp):  # -> {flag: value} of those that the objective reads
+    """Without the device, since a run may be resumed on another one, and without the interval of evaluations."""
+    names = (SHARED_FLAGS | own_flags(hp.objective)) - {"device", "eval_interval"}
+    return {flag: value for flag, value in vars(hp).items() if flag in names}
 
 
 def weights_of(run):
@@ -284,16 +285,12 @@ def values_by_seed(seeds, metric):  # {seed: metrics} -> {seed: number}, of the 
     return {seed: metrics[metric] for seed, metrics in seeds.items() if metrics.get(metric) is not None}
 
 
-def sees_left_only(seeds):  # of holes
-    return bool(values_by_seed(seeds, "left_4")) and not values_by_seed(seeds, "infill_4")
-
-
 def is_bound(seeds):  # are the bits left to right an upper bound?
     return bool(values_by_seed(seeds, "bound")) and not values_by_seed(seeds, "left_to_right")
 
 
 def label(name, seeds, metric):  # the name of a row, and what else its figures of this metric are
-    if metric.startswith("hole") and sees_left_only(seeds):
+    if metric.startswith("hole") and values_by_seed(seeds, "left_4") and not values_by_seed(seeds, "infill_4"):
         return f"{name} (left side)"
     return f"{name} (bound)" if metric == "bits" and is_bound(seeds) else name
 
@@ -326,24 +323,10 @@ def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that 
     return {name for name, (mean, half) in found.items() if sign * mean > half}
 
 
-@functools.cache
-def stars_by_chance(n_rows, n_seeds):  # -> stars in a column of rows that differ by chance alone, on average
-    """Simulates 2,000 columns. Chance also makes one row the best, so more than one star in 40 rows is expected."""
-    x = torch.randn(2000, n_rows, n_seeds, generator=make_rng("stars"), dtype=torch.double)
-    best = x.mean(2).argmin(1)
-    pairs = x - x[range(len(x)), best][:, None]
-    is_worse = pairs.mean(2) > STUDENT_T_975.get(n_seeds, 2.3) * pairs.std(2) / n_seeds ** 0.5
-    return float(is_worse.sum(1).double().mean())
-
-
-# lines: [[heading, ...], [cell, ...], ...]; chance: how many stars are expected if all rows are equal
-Table = namedtuple("Table", "lines chance left_out")
-
-
-def make_table(rows, metrics, n_columns=99):  # -> Table, without empty columns; the last column lists the seeds
+def make_table(rows, metrics, n_columns=99):  # -> lines [[heading, ...], [cell, ...], ...], metrics without a column
+    """Leaves out empty columns. The last column lists the seeds."""
     columns = [["", *rows]]
-    chance = 0.0
-    left_out = []                               # metrics for which there is no column
+    left_out = []
     for key, metric in metrics.items():
         values = {name: values_by_seed(seeds, key) for name, seeds in rows.items()}
         bounds = {name for name, seeds in rows.items() if key == "bits" and is_bound(seeds)}
@@ -359,17 +342,15 @@ def make_table(rows, metrics, n_columns=99):  # -> Table, without empty columns;
             error = f" ± {statistics.stdev(by_seed.values()):.{metric.digits}f}" if len(by_seed) > 1 else ""
             cells.append("<= " * (name in bounds and mean != "") + mean + error + "*" * (name in worse))
         columns.append([heading_of(metric), *cells])
-        n_seeds = [len(by_seed) for name, by_seed in values.items() if len(by_seed) > 1 and name not in bounds]
-        if n_seeds and metric.more_is_better is not None:
-            chance += stars_by_chance(len(n_seeds), max(n_seeds))
     columns.append(["seeds"])
     for seeds in rows.values():
         columns[-1].append(" ".join(f"{seed}" if metrics else f"{seed} diverged" for seed, metrics in seeds.items()))
-    return Table([*zip(*columns)], chance, left_out)
+    return [*zip(*columns)], left_out
 
 
 def first_table(rows):
-    return make_table({label(name, seeds, "hole"): seeds for name, seeds in rows.items()}, SUMMARY)
+    lines, _ = make_table({label(name, seeds, "hole"): seeds for name, seeds in rows.items()}, SUMMARY)
+    return lines
 
 
 def difference_lines(rows, baseline):  # -> lines of a table: every two of up to four rows, or all minus the baseline
@@ -413,9 +394,8 @@ def explain(metrics, headings):  # {metric: Metric}, headings of a table -> a li
 
 
 def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
-    """The first table, the differences, the rest with more rows for reference, the minimal pairs."""
     first = first_table(rows)
-    rest = make_table(rows | references, REST, N_COLUMNS)
+    rest, left_out = make_table(rows | references, REST, N_COLUMNS)
     remarks = {}                                # {remark: {name: None}}
     for name, seeds in rows.items():
         for metrics in seeds.values():
@@ -427,31 +407,27 @@ def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
             "(\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
     if max(map(len, rows.values())) > 1:
         note = ("Means over seeds ± their standard deviation. *: worse than the best of the column (95%, Student's t, "
-                "differences paired by seed). If all rows were equal, chance alone would give about "
-                f"{first.chance:.1f} stars in this table and {rest.chance:.1f} in the second. Two seeds show large "
-                "differences alone; try five.\n")
-    text = ["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first.lines),
-            explain(SUMMARY, first.lines[0]) + of_rows, note]
+                "differences paired by seed). With three seeds, chance alone gives about 0.4 stars in a column of 6 "
+                "equal rows, and 1.7 in one of 17. Two seeds show large differences alone; try five.\n")
+    text = ["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first),
+            explain(SUMMARY, first[0]) + of_rows, note]
     further = {"Differences, with 95% intervals (paired by seed, Student's t)": difference_lines(rows, baseline),
                "Minimal pairs: the share whose better text has the higher score, ± its standard error over pairs and "
                "seeds; differences are paired by pair and by seed": pairs_lines(rows)}
     for title, lines in further.items():
         text += [f"{title}:\n", markdown(lines)] if lines else []
-    text += ["The rest:\n", markdown(rest.lines), explain(REST, rest.lines[0])]
-    if rest.left_out:
-        text.append(f"{curves} also has {', '.join(rest.left_out)}.\n")
+    text += ["The rest:\n", markdown(rest), explain(REST, rest[0])]
+    if left_out:
+        text.append(f"{curves} also has {', '.join(left_out)}.\n")
     return "\n".join(text)
 
 
 def differing_settings(cells):  # -> Markdown: the settings that the rows do not share, or ""
-    flags = [flag for flag in flag_specs() if flag not in RESERVED | {"device", "eval_interval"}]
-    read = {}                                   # {row: {flag: value}}
-    for cell in cells:
-        known = SHARED_FLAGS | own_flags(cell.hp.objective)
-        read[cell.row] = {flag: getattr(cell.hp, flag) for flag in flags if flag in known}
-    differing = [flag for flag in flags if len({settings.get(flag) for settings in read.values()}) > 1]
+    rows = {cell.row: read_settings(cell.hp) for cell in cells}
+    flags = [flag for flag in flag_specs() if flag not in RESERVED]
+    differing = [flag for flag in flags if len({settings.get(flag) for settings in rows.values()}) > 1]
     text = "\nSettings that differ:\n\n"
-    for row, settings in read.items():
+    for row, settings in rows.items():
         words = [f"{flag} {settings[flag]}" for flag in differing if flag in settings]
         text += f"- {row}: {', '.join(words) or 'none of these'}\n"
     return text if differing else ""
@@ -463,7 +439,6 @@ Panel = namedtuple("Panel", "metric xlabel xs lines")
 
 
 def write_curves(budgets, path, first_column):
-    """Writes the numbers behind the tables and the picture, one a line. A run that diverged has none."""
     with open(path, "w", encoding="utf-8", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow([first_column, "steps", "seed", "metric", "value"])
@@ -558,7 +533,6 @@ def check_flags(flags, cells, sources, pairs):  # fails if something would fail 
 
 
 def main(argv=None):  # -> exit code
-    """Trains what is not finished, measures it, writes the tables. Ctrl-C saves the run in progress."""
     flags, rest = parse_with_train_flags("python -m experiments.compare", __doc__, FLAGS, RESERVED, argv)
     setting = flags.sweep.partition("=")[0]
     cells = plan_cells(flags, rest)
@@ -616,12 +590,12 @@ def write_report(path, budgets, flags, references, settings=""):  # path: withou
     curves = path + ".csv" if setting else os.path.join(os.path.dirname(path), "curves.csv")
     text = tables(rows, references, flags.baseline, os.path.basename(curves))
     for steps in sorted(budgets)[:-1]:
-        both = first_table(budgets[steps]).lines, make_table(budgets[steps], REST, N_COLUMNS).lines
-        text += f"\nAfter {steps} steps:\n\n" + "\n".join(map(markdown, both))
+        rest, _ = make_table(budgets[steps], REST, N_COLUMNS)
+        text += f"\nAfter {steps} steps:\n\n{markdown(first_table(budgets[steps]))}\n{markdown(rest)}"
     with open(path + ".md", "w", encoding="utf-8") as f:
         f.write(text + settings)
     write_curves(budgets, curves, setting or "objective")
-    left_out = make_table(rows, REST, N_COLUMNS).left_out
+    _, left_out = make_table(rows, REST, N_COLUMNS)
     panels = [make_panel(key, metric, budgets) for key, metric in (SUMMARY | REST).items()
               if metric.more_is_better is not None and key not in left_out]
     picture = draw_panels(panels, path + ".png")

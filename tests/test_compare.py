@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import statistics
 
 import pytest
 import torch
@@ -33,15 +34,18 @@ def all_runs():  # -> {folder: settings}, oldest first
     return {folder: load_checkpoint(folder)["config"] for folder in folders}
 
 
-def load_metrics(folder):
-    with open(f"{folder}/measured.json") as f:
-        return json.load(f)["metrics"]
+def load_metrics(folder, file="measured.json"):
+    return common.read_json(os.path.join(folder, file))["metrics"]
+
+
+@pytest.fixture
+def few_windows(monkeypatch):  # for rows of 128 positions, which have all figures
+    monkeypatch.setattr(evaluate, "ROWS", 4)
+    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
 
 
 # ---- cells
-def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "ROWS", 4)
-    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
+def test_each_run_is_trained_and_measured_once(text, few_windows, capsys, monkeypatch):
     names = "mtp", "mdlm", "span", "rotation"
     words = ["--objectives", ",".join(names), "--block_size", "128", "--n_layer", "1"]
     assert run(*words) == 0
@@ -66,14 +70,11 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     assert ": measuring" not in again and again.endswith(out[out.index("\n\n"):]), "a run was measured again"
 
 
-def test_tasks_only_measures_losses_and_tasks(text, monkeypatch):
-    monkeypatch.setattr(evaluate, "ROWS", 4)
-    monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
+def test_tasks_only_measures_losses_and_tasks(text, few_windows):
     words = ["--objectives", "clm", "--block_size", "128", "--n_layer", "1"]
     run(*words, "--tasks_only")
     [folder] = all_runs()
-    with open(f"{folder}/measured_tasks.json") as f:
-        few = json.load(f)["metrics"]
+    few = load_metrics(folder, "measured_tasks.json")
     assert "loss" in few and "task" in few and "left_4" not in few and "replaced_auc" not in few
     run(*words)
     many = load_metrics(folder)
@@ -96,18 +97,10 @@ def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkey
     assert len(all_runs()) == 6, "a default of clm has changed; one of mlm does not matter"
 
 
-def test_a_sweep_has_a_row_for_each_value_and_a_plus_stands_for_a_comma(text, capsys):
-    run("--sweep", "bart_noise=mask,mask+permute")
-    out = capsys.readouterr().out
-    assert "| bart_noise=mask |" in out and "| bart_noise=mask,permute |" in out
-    assert os.path.exists("out/sweep-bart_noise-bart.md")
-    assert {config["bart_noise"] for config in all_runs().values()} == {"mask", "mask,permute"}
-
-
 def test_replay_measures_both_corpora_before_and_after(text, tmp_path, capsys):
     (tmp_path / "new.txt").write_text("int main() { return 0; }\n" * 400)
     run("--new_data", "new.txt", "--sweep", "replay=0,.25,scratch")
-    assert "| replay=.25 |" in capsys.readouterr().out
+    assert "| replay=.25 |" in capsys.readouterr().out and os.path.exists("out/sweep-replay-clm.md")
     before, *others = all_runs()
     assert [[config["init_from"], *config["data"]] for config in all_runs().values()] == [
         ["", "text.txt"], [before, "new.txt:1"], [before, "new.txt:0.75", "text.txt:0.25"], ["", "new.txt:1"]]
@@ -135,7 +128,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(text, capsys, monkeypatch)
     assert run("--objectives", "mlm") == 1
 
 
-def test_a_killed_run_is_resumed(text):
+def test_a_killed_run_is_resumed_and_one_without_weights_is_refused(text, refuses):
     run("--objectives", "clm")                  # then pretend that it was killed after the first of two steps
     [folder] = all_runs()
     with open(f"{folder}/metrics.jsonl", "rb") as f:
@@ -144,6 +137,9 @@ def test_a_killed_run_is_resumed(text):
     os.remove(f"{folder}/measured.json")
     run("--objectives", "clm")
     assert list(all_runs()) == [folder] and load_checkpoint(folder)["step"] == 2
+    os.remove(f"{folder}/ckpt.pt")
+    os.remove(f"{folder}/measured.json")
+    refuses(f"{folder}: has best.pt, but neither ckpt.pt", run, "--objectives", "mlm,clm")
 
 
 def edit_code(monkeypatch, file, old, new):  # as if this file of the repository had been edited
@@ -175,7 +171,7 @@ def test_runs_and_figures_belong_to_the_code_that_made_them(text, capsys, refuse
     assert "own task, trained by an unknown version of the code\n" in capsys.readouterr().out
 
 
-def test_figures_outlive_the_weights(text, capsys, refuses, monkeypatch):
+def test_figures_outlive_the_weights(text, capsys, monkeypatch):
     run("--objectives", "mlm", "--sweep", "start=none,clm")
     capsys.readouterr()
     with monkeypatch.context() as m:
@@ -190,10 +186,6 @@ def test_figures_outlive_the_weights(text, capsys, refuses, monkeypatch):
         run("--objectives", "mlm", "--sweep", "start=none,clm")
         assert capsys.readouterr().out.count("task, measured by older code, since the weights are deleted\n") == 2
     run("--objectives", "clm")
-    folder = max((os.path.join("out/runs", name) for name in os.listdir("out/runs")), key=os.path.getmtime)
-    os.remove(f"{folder}/ckpt.pt")
-    os.remove(f"{folder}/measured.json")
-    refuses(f"{folder}: has best.pt, but neither ckpt.pt", run, "--objectives", "mlm,clm")
 
 
 def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it(text, capsys):
@@ -207,8 +199,8 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
     mlm, clm = (record for record in records if record.get("split") == "val" and record["step"] == 4)
     metrics = evaluate.logged_metrics(mixture)
     assert metrics["loss"] == mlm["loss"] and metrics["left_to_right"] == clm["bpb"] and "bound" not in metrics
-    with open(f"{mixture}/measured_tasks.json") as f:
-        assert "second half" in json.load(f)["metrics"]["task_heading"], "rows of 32 have no task of mlm"
+    heading = load_metrics(mixture, "measured_tasks.json")["task_heading"]
+    assert "second half" in heading, "rows of 32 have no task of mlm"
     parts = [evaluate.count_flops(argparse.Namespace(**load_checkpoint(mixture)["config"] | {"objective": each}))
              for each in ("mlm", "clm")]
     assert metrics["tflop"] == pytest.approx(sum(parts) / 2 * 4 / 1e12)
@@ -228,19 +220,26 @@ def test_work_is_traced_once_for_all_seeds_and_time_is_estimated_early(text, cap
     assert out.count("2 runs, about 1 min") == 1 and out.index("2 runs, about") < out.index("measuring")
 
 
+def plan(*words):  # -> cells
+    return compare.plan_cells(*compare.parse_with_train_flags("", "", compare.FLAGS, set(), words))
+
+
 def test_a_flag_goes_to_the_objectives_that_have_it(text):
     words = ["--objectives", "clm,mlm,mdlm", "--mask_rate", ".4", "--uniform_from", "1", "--data", text]
     for more, interval in ([], 200), (["--eval_interval", "7"], 7):
-        cells = compare.plan_cells(*compare.parse_with_train_flags("", "", compare.FLAGS, set(), [*words, *more]))
+        cells = plan(*words, *more)
         assert [(cell.hp.mask_rate, cell.hp.uniform_from) for cell in cells[:3]] == [(0.3, 0.7), (0.4, 0.7), (0.3, 1)]
         assert cells[0].hp.eval_interval == interval, "not a fifth of the run"
 
 
-def test_a_switch_can_be_swept():
-    flags = compare.parse_with_train_flags("", "", compare.FLAGS, set(), ["--objectives", "clm,mlm"])
-    flags[0].sweep = "doc_mask=True,False"
-    cells = compare.plan_cells(*flags)
-    assert [(cell.row, cell.hp.doc_mask) for cell in cells[:2]] == [("doc_mask=True", True), ("doc_mask=False", False)]
+def test_values_of_a_sweep_are_rows():
+    """A switch has the values True and False. A + in a value stands for a comma."""
+    cells = plan("--objectives", "clm", "--sweep", "doc_mask=True,False")
+    assert [(cell.row, cell.hp.doc_mask) for cell in cells] == [("doc_mask=True", True), ("doc_mask=False", False)]
+    cells = plan("--sweep", "bart_noise=mask,mask+permute")
+    assert [cell.hp.bart_noise for cell in cells] == ["mask", "mask,permute"]
+    assert [cell.row for cell in cells] == ["bart_noise=mask", "bart_noise=mask,permute"]
+    assert {(cell.table, cell.hp.objective) for cell in cells} == {("sweep-bart_noise-bart", "bart")}
 
 
 @pytest.mark.parametrize("flags, hint", [
@@ -278,11 +277,14 @@ def test_a_star_marks_what_is_worse_than_the_best_by_more_than_chance():
     assert "| five raw bytes | 0.500 | - |" in out and "Try --seeds" not in out
 
 
-def test_headings_name_the_unit():
+def test_headings_name_the_unit_and_columns_that_do_not_fit_are_named():
     out = compare.tables({"nsp_weight=0": {1: {"loss": 2.0, "left_4": 3.0, "left_16": 3.0, "tflop": 1.0}}}, {})
     assert "| own loss (nats) | from the left: 4 (bits/byte) | from the left: 16 (bits/byte) | training: w" in out
     assert out.count("\n- from the left: ") == 1 and "Try --seeds" in out, "not one line for columns of a kind"
     assert all(metric.meaning for metric in compare.METRICS.values() if compare.heading_of(metric) in out)
+    second = compare.tables({"clm": {1: dict.fromkeys(compare.METRICS, 1.0)}}, {}).partition("The rest:\n")[2]
+    assert second.splitlines()[1].count("|") == 9 and " own task's baseline |" in second.splitlines()[1]
+    assert "\ncurves.csv also has typos_corrected, typos_first, " in second and "tflop, seconds.\n" in second
 
 
 CURVES = {n: {"clm": {1: {"left_to_right": 1 + 1 / n, "left_4": 3.0}, 2: {}}, "mlm": {1: {"infill_4": 2.0, "task": n}},
@@ -304,28 +306,14 @@ def test_the_tables_show_the_largest_budget_and_then_the_others(tmp_path, monkey
     assert ["clm", "10", "1", "left_to_right", "1.1"] in lines
 
 
-def test_the_second_table_has_eight_columns_and_names_the_rest():
-    metrics = {key: 1.0 for key in compare.METRICS}
-    out = compare.tables({"clm": {1: metrics}}, {}, curves="curves.csv")
-    second = out.partition("The rest:\n")[2]
-    assert second.splitlines()[1].count("|") == 9 and " own task's baseline |" in second.splitlines()[1]
-    assert "\ncurves.csv also has typos_corrected, typos_first, " in second and "tflop, seconds.\n" in second
-
-
-# ---- what chance does, and differences
-def test_stars_by_chance_count_the_choice_of_the_best():
-    found = [compare.stars_by_chance(n_rows, 3) for n_rows in (3, 6, 17)]
-    assert found == pytest.approx([0.1, 0.4, 1.7], abs=0.15), "of an earlier simulation"
-    g = make_rng("equal rows")
-    stars = 0
-    for _ in range(300):
-        values = torch.randn(6, 3, generator=g).tolist()
-        stars += len(compare.find_worse({i: dict(enumerate(row)) for i, row in enumerate(values)}, False))
-    assert stars / 300 == pytest.approx(found[1], abs=0.15)
-    rows = {name: {seed: {"probe": 1.0, "loss": 1.0} for seed in (1, 2, 3)} for name in "abcdef"}
-    table = compare.make_table(rows | {"reference": {"-": {"probe": 1.0}}}, compare.REST)
-    assert table.chance == found[1], "a loss has no stars, nor has a row with one seed"
-    assert f"about 0.0 stars in this table and {found[1]:.1f} in the second" in compare.tables(rows, {})
+@pytest.mark.parametrize("n_rows, stars, error", [(6, 0.4, 0.15), (17, 1.7, 0.5)])
+def test_chance_gives_as_many_stars_as_the_note_says(n_rows, stars, error):
+    """Also because it makes one of the rows the best."""
+    found = []
+    for values in torch.randn(1800 // n_rows, n_rows, 3, generator=make_rng("equal rows")).tolist():
+        rows = {name: dict(enumerate(by_seed)) for name, by_seed in enumerate(values)}
+        found.append(len(compare.find_worse(rows, False)))
+    assert statistics.fmean(found) == pytest.approx(stars, abs=error)
 
 
 def test_differences_are_paired_by_seed(monkeypatch):
