@@ -5,19 +5,18 @@
     python -m experiments.gpu_check --minutes 600                   time enough for all steps
     python -m experiments.gpu_check --device cpu --small            tests this program itself on a CPU, in minutes
 
-Each step is a command that runs in its own process. Its output is kept in --out_dir. If you run the same command again,
-it runs the steps that have not finished yet, or all if the code has changed. Please send report.txt to the authors.
+Each step is a command that runs in its own process. Its output is kept in --out_dir. Please send report.txt to the
+authors.
 """
 import os
 import subprocess
 import sys
 import time
-import zlib
 from collections import namedtuple
 from pathlib import Path
 
 from data import Flag
-from experiments.common import ROOT, parse_own_flags
+from experiments.common import parse_own_flags
 from objectives import OBJECTIVES, find_use
 from run import resolve_device, run_program
 from torch.utils.collect_env import get_pretty_env_info
@@ -63,30 +62,21 @@ def list_steps(flags):  # -> [Step], the most useful first: tests, speed, traini
     ]
     words = ["--budgets", "4"] if flags.small else ["--budgets", "20000"]
     long_rows = SIZE_384.replace("--block_size 256", "--block_size 512")
-    out = os.path.join(flags.out_dir, f"compare-{code_version()}")                  # compare refuses runs of other code
+    out = os.path.join(flags.out_dir, "compare")
     steps.append(Step("every objective", command("compare", long_rows, "--out_dir", out, *words)))
     # compiles every objective, which can take a quarter of an hour
     return [*steps, Step("every objective, compiled and captured", [*tests, "(gpu or cuda) and never_wait"])]
 
 
-def code_version():  # -> checksum of all files of the program and of the tests
-    paths = sorted(path for folder in ("", "experiments", "tests") for path in (ROOT / folder).glob("*.py"))
-    return f"{zlib.crc32(b''.join(path.read_bytes() for path in paths)):08x}"
-
-
-def run_step(step, path, seconds):  # -> verdict
-    """Writes the output to path + ".part", and renames that file to path when the step has ended by itself."""
+def run_step(step, path, seconds):  # writes the output to path -> verdict
     begin = time.perf_counter()
-    with open(path + ".part", "w", encoding="utf-8") as f:
+    with open(path, "w", encoding="utf-8") as f:
         try:
             done = subprocess.run([sys.executable, *step.words], stdout=f, stderr=subprocess.STDOUT, timeout=seconds)
         except subprocess.TimeoutExpired:
             return "stopped: out of time"
-        verdict = "passed" if done.returncode == 0 else f"FAILED with exit code {done.returncode}"
-        verdict += f", {time.perf_counter() - begin:.0f} s"
-        f.write(f"\nverdict: {verdict}\n")
-    os.replace(path + ".part", path)
-    return verdict
+    verdict = "passed" if done.returncode == 0 else f"FAILED with exit code {done.returncode}"
+    return f"{verdict}, {time.perf_counter() - begin:.0f} s"
 
 
 def main(argv=None):  # -> exit code
@@ -95,26 +85,18 @@ def main(argv=None):  # -> exit code
     machine = get_pretty_env_info()
     os.makedirs(flags.out_dir, exist_ok=True)
     report = os.path.join(flags.out_dir, "report.txt")
-    version = code_version()
     steps = list_steps(flags)
     deadline = time.perf_counter() + 60 * flags.minutes
     verdicts = dict.fromkeys(range(len(steps)), "not run")
     outputs = ""
     for i, step in enumerate(steps):
-        # the name depends on the command and on the code: a step is run again if one of them has changed
-        tag = zlib.crc32(" ".join([version, *step.words]).encode())
-        path = os.path.join(flags.out_dir, f"{i + 1:02d}-{tag:08x}.txt")
+        path = os.path.join(flags.out_dir, f"{i + 1:02d}.txt")
         left = deadline - time.perf_counter()
-        if os.path.exists(path):
-            before = Path(path).read_text("utf-8", "replace").rpartition("verdict: ")[2]
-            verdicts[i] = f"{before.strip()} (in an earlier call)"
-        elif left > 1:
+        if left > 1:
             verdicts[i] = run_step(step, path, left)
+            outputs += f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n"
+            outputs += Path(path).read_text("utf-8", "replace")
         print(f"{i + 1}/{len(steps)} {step.name}: {verdicts[i]}", flush=True)
-        for file in (path, path + ".part"):
-            if os.path.exists(file):
-                outputs += f"\n\n==== {i + 1}. {step.name}\npython {' '.join(step.words)}\n"
-                outputs += Path(file).read_text("utf-8", "replace")
         with open(report, "w", encoding="utf-8") as f:          # after each step: this program may be killed
             summary = [f"{k + 1}. {each.name}: {verdicts[k]}" for k, each in enumerate(steps)]
             f.write("\n".join([machine, "", *summary]) + outputs + "\n")
