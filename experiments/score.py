@@ -68,14 +68,11 @@ def score_exact(model, data, T, stride):  # (n,) uint8 -> bits, left to right
 
 @torch.inference_mode()
 def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left to right
-    """Scores a text with a model that fills MASKs, by the chain rule: predicts each byte from the bytes before it in
-    its window, while it and all bytes after it are MASKs. A window holds up to T bytes and scores the last T / 2 of
-    them, so that every byte has at least T / 2 bytes of context, except at the start of the text. For T = 4, these are
-    the windows of a text of 8 bytes, with the scored bytes in brackets:
+    """As score_exact with stride T / 2, by the chain rule: predicts each byte from the bytes before it in its window,
+    while it and all bytes after it are MASKs, so that a window holds only T bytes with those that it scores. For T = 4:
 
         0 [1 2]     1 2 [3 4]     3 4 [5 6]     4 5 6 [7]
-
-    The first byte of the text counts as 8 bits."""
+    """
     bits = 8.0
     for first in tqdm(range(1, len(data), T // 2), disable=None, leave=False):      # first: the first scored byte
         end = min(first + T // 2, len(data))
