@@ -3,7 +3,7 @@
     python -m experiments.bench                         training and decoding at the default size
     python -m experiments.bench --parts train --compile --cuda_graph --objectives clm   eager, compiled, captured, both
     python -m experiments.bench --parts decode --n_layer 6 --n_head 6 --n_embd 384 --nanogpt ../nanoGPT
-    python -m experiments.bench --parts decode --run out/mtp --compile                  plain, compiled, drafted, both
+    python -m experiments.bench --parts decode --run out/mtp --compile                  plain, drafted; both compiled
 
 Every number is the median of --repeats runs. The programs that are compared run in turns, so that a machine whose speed
 drifts slows all of them. Training reads random bytes. --nanogpt also measures a checkout of karpathy/nanoGPT with its
@@ -252,13 +252,9 @@ def bench_decode(flags, hp):
         g = make_rng(f"decode,{i}")
         written = sample.generate_drafted(model, draft, prompt, *n_and_T, g, stats, compile, temperature=0.8)
         return sum(1 for _ in written)
-    programs = {"plain": plain}
+    programs = {"plain": plain} | ({"drafted": drafted} if draft else {})
     if flags.compile:
-        programs["compiled"] = functools.partial(plain, compile=True)
-    if draft:
-        programs["drafted"] = drafted
-    if draft and flags.compile:
-        programs["both"] = functools.partial(drafted, compile=True)
+        programs |= {f"{name} compiled": functools.partial(each, compile=True) for name, each in programs.items()}
     if flags.nanogpt:
         nanogpt, context = nanogpt_model(flags.nanogpt, hp)
         nanogpt.eval()
