@@ -26,7 +26,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from data import Flag, fail
-from experiments.common import parse_own_flags
+from experiments.common import ROOT, parse_own_flags
 from run import run_program
 
 FLAGS = {"functions": Flag("", "names of the functions to write, separated by commas"),
@@ -34,7 +34,6 @@ FLAGS = {"functions": Flag("", "names of the functions to write, separated by co
          "tests": Flag([], "files of tests to choose from; by default those of the files that hold the functions"),
          "grade": Flag([], "submissions: files, or folders with the files in which functions are missing"),
          "limit": Flag(900, "with --grade: seconds for each submission", 1)}
-ROOT = Path(__file__).parents[1]
 FILES = "data.py", "model.py", "objectives.py", "run.py", "train.py", "sample.py"
 COPIED = {*FILES, "README.md", "LICENSE", "requirements.txt", "pyproject.toml", "docs", "experiments", "tests"}
 # the last two would fail in a solved assignment: pages quote functions to the letter, and a copy has bodies missing

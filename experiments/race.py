@@ -21,7 +21,7 @@ import time
 
 from data import Flag, fail
 from experiments.bench import load_nanogpt
-from experiments.common import parse_with_train_flags
+from experiments.common import ROOT, parse_with_train_flags
 from run import load_run, parse, run_program
 import torch
 import torch.nn.functional as F
@@ -75,11 +75,6 @@ def nanogpt_loss(folder, out_dir, text):  # -> nats per byte of the checkpoint t
     return mean_nats(lambda x: model(x, x)[0], ids)             # with targets it returns the logits of all positions
 
 
-def our_loss(out_dir, text):  # -> nats per byte of the latest weights
-    model, _, _ = load_run(os.path.join(out_dir, "ckpt.pt"), "cpu", "float32")
-    return mean_nats(lambda x: model.logits(model(x)), torch.tensor([*text.encode()]))
-
-
 def main(argv=None):
     flags, rest = parse_with_train_flags("python -m experiments.race", __doc__, FLAGS, RESERVED, argv)
     path = os.path.join(flags.nanogpt, "data", "shakespeare_char", "input.txt")
@@ -87,7 +82,6 @@ def main(argv=None):
         fail(f"--nanogpt {flags.nanogpt}: its text is not prepared. Try python data/shakespeare_char/prepare.py there")
     with open(path, encoding="ascii") as f:     # one character is one byte, so losses can be compared
         text = f.read()
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     seconds = {"nanoGPT": [], "nanoPretext": []}
     losses = {"nanoGPT": [], "nanoPretext": []}
     for i in range(flags.repeats):
@@ -99,8 +93,9 @@ def main(argv=None):
             argv = ["train.py", *OUR_FLAGS, *rest, "--data", os.path.abspath(path), "--out_dir", ours]
             for name in OUR_DEFAULTS.keys() - parse(rest).keys():
                 argv += [f"--{name}", OUR_DEFAULTS[name]]
-            seconds["nanoPretext"].append(run_timed(argv, here))
-            losses["nanoPretext"].append(our_loss(ours, text))
+            seconds["nanoPretext"].append(run_timed(argv, ROOT))
+            model, _, _ = load_run(os.path.join(ours, "ckpt.pt"), "cpu", "float32")
+            losses["nanoPretext"].append(mean_nats(lambda x: model.logits(model(x)), torch.tensor([*text.encode()])))
         for side in seconds:
             took = f"{seconds[side][-1]:7.1f} s, {losses[side][-1]:.4f} nats per byte"
             print(f"run {i + 1}: {side:12s} {took}", flush=True)
