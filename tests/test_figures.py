@@ -12,6 +12,7 @@ import sample
 import train
 from data import CLS, MODE_R, MODE_S, MODE_X, PRE
 from experiments import figures
+from experiments.common import TEXT_CALLS, is_text
 from objectives import IGNORE_INDEX, OBJECTIVES
 
 
@@ -52,28 +53,16 @@ def test_unknown_objectives_are_refused(refuses):
     refuses("unknown name", figures.main, ["--objectives", "clm,clmm"])
 
 
-def names_in_code(source):  # text of a program -> [(line, name)]
-    """Finds strings that are an objective's name, or several with commas between them. Prose does not count: comments,
-    docstrings, texts with other words in them, and what is passed to Flag and fail, which may give examples."""
-    prose = set()
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        is_message = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("Flag", "fail")
-        if is_docstring or is_message:
-            prose.update(ast.walk(node))
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
-            found += [(node.lineno, name) for name in node.value.split(",") if name in OBJECTIVES]
-    return found
-
-
 @pytest.mark.parametrize("path", [run.__file__, train.__file__, sample.__file__,
                                   *glob.glob(os.path.join(os.path.dirname(figures.__file__), "*.py"))])
 def test_no_objective_is_named_in_the_code(path):
-    """Otherwise a program would work for this objective only, and not for one that a fork adds."""
-    for line, name in names_in_code(Path(path).read_text("utf-8")):
-        assert name == "prefix", (
-            f'{path}, line {line} names the objective "{name}". Read a field of Objective, such as bpb or uses. '
-            "If the word does not mean an objective, give the new objective another name")
+    """Otherwise a program would work for this objective only, and not for one that a fork adds. Comments, docstrings
+    and what is passed to Flag, fail and print may give examples."""
+    prose = set()
+    for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):                 # a node comes before its parts
+        if is_text(node) or isinstance(node, ast.Call) and getattr(node.func, "id", "") in TEXT_CALLS:
+            prose.update(ast.walk(node))
+        elif isinstance(node, ast.Constant) and node not in prose and isinstance(node.value, str):
+            assert not {*node.value.split(",")} & {*OBJECTIVES} - {"prefix"}, (
+                f'{path}, line {node.lineno}: "{node.value}" names an objective. Read a field of Objective, such as '
+                "bpb or uses. If the word does not mean an objective, give the new objective another name")
