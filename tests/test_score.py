@@ -156,13 +156,6 @@ def test_a_byte_order_mark_is_not_a_part_of_the_first_pair(tmp_path):
         assert score.read_pairs(str(tmp_path / name))[0][1:] == (b"x", b"y")
 
 
-def test_the_error_adds_that_over_pairs_and_that_over_seeds():
-    points = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0]]).double()    # pairs .. 1, 0, .5, .5; seeds .75 and .25
-    share, error = score.share_and_error(points)
-    assert share == 0.5 and error == pytest.approx((0.125 / 4 + 0.125 / 2) ** 0.5)
-    assert score.share_and_error(points[:1]) == (0.75, pytest.approx((0.1875 / 4) ** 0.5))
-
-
 # ---- the program
 place = test_sample.place                       # fixtures: runs of every objective, and of two mixtures
 runs = test_sample.runs
