@@ -33,11 +33,6 @@ def page_commands(page):  # -> (program, flags) of commands in code blocks and i
                 yield "-m experiments.compare", each        # exercises give the flags alone
 
 
-def help_commands(doc):
-    for line in doc.splitlines():               # two spaces separate a command from its explanation
-        yield from cut_commands(re.split(r"(?<=\S)  +", line)[0])
-
-
 def cut_commands(line):  # "A && B # why" -> (program, flags) of A and of B
     for part in re.split(r" && |; ", line):
         match = re.search(PROGRAM, part)
@@ -87,7 +82,9 @@ def test_commands_of_pages_parse(page):
 def test_commands_of_help_texts_parse():
     names = ["train", "sample"]
     names += [f"experiments.{os.path.basename(path)[:-3]}" for path in glob.glob(f"{ROOT}/experiments/*.py")]
-    found = [command for name in names for command in help_commands(importlib.import_module(name).__doc__)]
+    lines = [line for name in names for line in importlib.import_module(name).__doc__.splitlines()]
+    # two spaces separate a command from its explanation
+    found = [command for line in lines for command in cut_commands(re.split(r"(?<=\S)  +", line)[0])]
     assert len(found) > 30
     for command in found:
         check(*command)
