@@ -413,28 +413,26 @@ def test_a_file_is_corrected_into_a_file(runs, capfdbinary, monkeypatch):
 
 
 # ---- infilling holes of unknown length
-def infill(script, pieces, max_new_tokens, block):  # by a model that writes the script -> bytes of each hole, ended?
+LONG_SCRIPT = [70] * 4 + [SENTINEL + 1] + [71] * 20
+
+
+@pytest.mark.parametrize("script, pieces, most, block, holes, ended", [
+    ([70, SENTINEL + 1, 71, 72, SENTINEL + 2, SENTINEL + 3], [[65], [66], [], []], 50, 99, [[70], [71, 72], []], True),
+    ([70, EOT, SENTINEL + 2], [[65], [66], []], 50, 99, [[70], []], True),          # EOT ends a span, too
+    # the source and the first sentinel take 8 of 16 positions, and the next sentinel takes one, but is no new byte
+    (LONG_SCRIPT, [[65], [66], [67]], 50, 16, [[70] * 4, [71] * 3], False),
+    (LONG_SCRIPT, [[65], [66], [67]], 9, 99, [[70] * 4, [71] * 5], False),
+    (LONG_SCRIPT, [[65], [66], [67]], 4, 99, [[70] * 4, []], False),
+    (LONG_SCRIPT, [[65], [66], [67]], 3, 99, [[70] * 3, []], False),
+    (LONG_SCRIPT, [[65], [66], [67]], 0, 99, [[], []], False),
+    ([70] * 20, [[65], [66], [67]], 50, 16, [[70] * 8, []], False)])
+def test_spans_are_split_at_sentinels_and_end_with_the_block_or_at_max_new_tokens(script, pieces, most, block, holes,
+                                                                                  ended):
     span = OBJECTIVES["span"]
     source, prefix = find_use(span, "infill").prompt(pieces, 4, None)
     model = scripted(*([i] for i in script))
-    return sample.infill(model, span, settings("span", block), source, prefix, len(pieces) - 1, max_new_tokens, rng())
-
-
-def test_spans_are_split_at_their_sentinels():
-    script = [70, SENTINEL + 1, 71, 72, SENTINEL + 2, SENTINEL + 3]
-    assert infill(script, [[65], [66], [], []], 50, 99) == ([[70], [71, 72], []], True)
-    assert infill([70, EOT, SENTINEL + 2], [[65], [66], []], 50, 99) == ([[70], []], True), "EOT ends a span, too"
-
-
-@pytest.mark.parametrize("block, most, space", [(16, 50, 8), (99, 9, 9), (99, 3, 3), (99, 0, 0)])
-@pytest.mark.parametrize("written", [1, 4, 7, 8, 11])
-def test_holes_end_with_the_block_or_at_max_new_tokens(written, block, most, space):
-    """The source and the first sentinel take 8 of 16 positions."""
-    script = [70] * written + [SENTINEL + 1] + [71] * 20
-    left = space - written - (block == 16)      # a sentinel takes a position, but is no new byte
-    first = [70] * min(written, space)
-    second = [71] * max(0, left)
-    assert infill(script, [[65], [66], [67]], most, block) == ([first, second], False)
+    found = sample.infill(model, span, settings("span", block), source, prefix, len(pieces) - 1, most, rng())
+    assert found == (holes, ended)
 
 
 @pytest.mark.parametrize("name", ["span", "ul2", "fim"])
@@ -517,11 +515,11 @@ def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sou
     assert [*sample.repair(None, OBJECTIVES["bart"], [EOT] * 40, hp, rng())] == [], "writes from nothing"
 
 
-@pytest.mark.parametrize("n, ended", [(2, True), (9, False)])
-def test_a_middle_that_was_trimmed_has_ended(n, ended, runs, capsys, monkeypatch):
+def test_a_middle_that_was_trimmed_has_ended(runs, capsys, monkeypatch):
     monkeypatch.setattr(sample, "infill", lambda *args, **how: ([[97] * 9], False))
-    monkeypatch.setattr(sample, "trim_to_suffix", lambda *args: [97] * n)
-    assert ("did not end by itself" in output(capsys, "fim", *SIDES).err) != ended
+    for n in (2, 9):
+        monkeypatch.setattr(sample, "trim_to_suffix", lambda *args, n=n: [97] * n)
+        assert ("did not end by itself" in output(capsys, "fim", *SIDES).err) == (n == 9)
 
 
 # ---- the command
@@ -587,6 +585,9 @@ def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, 
         _, heading, answer = out.partition("--- the model's answer:\n")
         assert heading and (answer.strip() or mode == "repair")                     # an untrained model may end at once
     assert out == stdout(capsys, "raw", *flags), "the same seed gave another text"
+    if mode == "search":                        # the searched text does not contain the query
+        texts = sample.demonstration("search", torch.arange(1, 100), 32)
+        assert bytes(texts["query"]) + texts["corpus"] == bytes(range(1, 100)) and len(texts["query"]) == 8
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert not has_control_characters(stdout(capsys, "raw", *flags))
 
@@ -741,10 +742,9 @@ def test_a_text_is_laid_out_as_in_training(run, flags, row, prefix, given, capsy
 
 
 # ---- what is printed
-@pytest.mark.parametrize("flags, expected", [
-    ("000000", "naïve"), ("000100", "na«ï»ve"), ("001000", "na«ï»ve"), ("000011", "naï«ve»")])
-def test_a_character_of_several_bytes_is_highlighted_as_a_whole(flags, expected):
-    assert sample.highlight([*"naïve".encode()], [flag == "1" for flag in flags], ("«", "»")) == expected
+def test_a_character_of_several_bytes_is_highlighted_as_a_whole():
+    for flags, expected in {"000000": "naïve", "000100": "na«ï»ve", "001000": "na«ï»ve", "000011": "naï«ve»"}.items():
+        assert sample.highlight([*"naïve".encode()], [flag == "1" for flag in flags], ("«", "»")) == expected
     assert sample.to_text([0xC3, 0xA9, 0xC3, MASK, EOT]) == "é\ufffd█"
 
 
@@ -766,16 +766,11 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
             assert capsys.readouterr() == (prompt + "B\n", border * terminal)
 
 
-QUESTIONS = [
+@pytest.mark.parametrize("name, flags", [
     ("clm", dict(prompt="def", temperature=0.7)), ("mlm", dict(prompt="i[MASK:2]t", show=True)),
     ("mlm", dict(prompt="retuen", correct=True)), ("mlm", dict(prompt="retué", fix=True)),
-    ("bart", dict(prompt="a")), ("electra", dict(prompt="a")), ("rotation", dict(prompt="a text")),
-    ("fim", dict(prefix="a", suffix="b")), ("mtp", dict(prompt="a", speculate=False)),
-    ("nsp", dict(prefix="a", suffix="b")), ("contrastive", dict(query="a", corpus="lines.txt")),
-    ("clm_.5+mlm_.5", dict(prompt="a", objective="clm"))]
-
-
-@pytest.mark.parametrize("name, flags", QUESTIONS, ids=str)
+    ("mtp", dict(prompt="a", speculate=False)), ("fim", dict(prefix="a", suffix="b")),
+    ("contrastive", dict(query="a", corpus="lines.txt")), ("clm_.5+mlm_.5", dict(prompt="a", objective="clm"))])
 def test_ask_returns_what_the_program_prints(name, flags, runs, capsys, monkeypatch):
     words = to_words(flags)
     want = stdout(capsys, name, *words).removesuffix("\n")
@@ -856,11 +851,6 @@ def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs,
     assert len(given) == 7 and max(len(rows) for rows, _ in given) <= sample.MAX_ROWS
 
 
-def test_a_demonstration_searches_a_text_that_does_not_contain_the_query(runs, capsys):
-    texts = sample.demonstration("search", torch.arange(1, 100), 32)
-    assert bytes(texts["query"]) + texts["corpus"] == bytes(range(1, 100)) and len(texts["query"]) == 8
-
-
 def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys, monkeypatch):
     """Of a model that writes in any order. What follows EOT is not printed."""
     content = torch.tensor([*b"..aa", EOT, *b"b" * 27])
@@ -885,12 +875,6 @@ def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, ca
     if run != "clm":
         hole = "<extra_id_0>" if run == "ul2" else "[MASK]"
         refuses(f"--prompt: {word} is read as text", sample.main, ["--out_dir", f"out/{run}", "--prompt", word + hole])
-
-
-@pytest.mark.parametrize("run, prompt", [("mlm", "a[MASK:3]"), ("fim", HOLE), ("bart", "[MASK]"), ("clm", "[MASK <a>"),
-                                         ("mlm", "x[mask] = [MASK]")])
-def test_a_hole_that_is_filled_and_other_text_are_not_noted(run, prompt, runs, capsys):
-    assert "is read as text" not in output(capsys, run, "--prompt", prompt).err
 
 
 def test_every_use_can_be_asked_for(runs, capsys):
@@ -942,11 +926,13 @@ def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
     assert not out
 
 
-@pytest.mark.parametrize("flag", ["--fix", "--correct"])
-def test_what_looks_like_a_hole_is_text_in_a_text_to_correct(flag, runs, capsys):
-    text = "a[MASK]b [MASK:2]"
-    out, err = output(capsys, "mlm", "--prompt", text, "--error_rate", "1e-6", flag)
-    assert text in out and "read as text" not in err
+@pytest.mark.parametrize("run, flags", [
+    ("mlm", ["a[MASK:3]"]), ("fim", [HOLE]), ("bart", ["[MASK]"]), ("clm", ["[MASK <a>"]), ("mlm", ["x[mask] [MASK]"]),
+    *(("mlm", ["a[MASK]b [MASK:2]", "--error_rate", "1e-6", flag]) for flag in ("--fix", "--correct"))])
+def test_a_hole_that_is_filled_and_other_text_are_not_noted(run, flags, runs, capsys):
+    """In a text to correct, what looks like a hole is text."""
+    out, err = output(capsys, run, "--prompt", *flags)
+    assert "is read as text" not in err and (len(flags) == 1 or flags[0] in out)
 
 
 def test_a_run_of_an_objective_that_this_program_lacks_is_refused(runs, refuses):
