@@ -5,14 +5,11 @@
     python -m experiments.assignment --out_dir ../assignment --grade ../ada ../bob/objectives.py
 
 The functions may be any at the top level of the six files. Each keeps its signature and docstring. The tests run in the
-copy, where those that fail are listed in graded.txt, and these here, where they must pass: in all a minute or more.
-HANDOUT.md in the copy tells students what to write.
+copy, where those that fail are listed in graded.txt, and these here, where they must pass. HANDOUT.md is for students.
 
-To grade, the file of a submission (or in its folder, the files in which functions are missing) goes into a fresh copy
-of this repository, and the graded tests run there, in a process of its own. A submission is right if each test that
-passes here passes there, and if a test that must fail does fail: one that replaces pytest or ends it early is not
-right. But this is no protection: submitted code runs with your rights. Use a container, or an account that may do
-nothing else.
+A submission is a file, or a folder of the files in which functions are missing. The graded tests run in a fresh copy of
+this repository with these files. It is right if each test passes that passes here, and one that must fail does fail, so
+it may not replace pytest or end it early. But submitted code runs with your rights: use a container or another account.
 """
 import ast
 import csv
@@ -46,8 +43,7 @@ Write the functions that raise "{MISSING}". The docstring of each says what it m
 
 Test your solution with pytest 8.2 or newer, all of it or what belongs to one objective:
 
-    python -m pytest -q @graded.txt
-    python -m pytest -q @graded.txt -k mlm -x
+    python -m pytest -q @graded.txt -k mlm
 """
 
 

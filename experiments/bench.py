@@ -9,8 +9,6 @@ Every number is the median of --repeats runs. The programs that are compared run
 drifts slows all of them. Training reads random bytes. --nanogpt also measures a checkout of karpathy/nanoGPT with its
 own model, optimizer and batches, as its README runs it: on a GPU compiled and in bfloat16, on a CPU not compiled and in
 float32. Other flags are train.py's, such as --n_layer 6 or --optimizer adamw.
-
-B rows, T positions
 """
 import contextlib
 import functools

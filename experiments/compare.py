@@ -3,7 +3,6 @@
     python -m experiments.compare --objectives clm,mlm,mdlm --data book.txt --seeds 1,2,3
     python -m experiments.compare                       all objectives, one seed: one to five hours on a laptop CPU
     python -m experiments.compare --objectives clm,mlm,clm:0.5+mlm:0.5 --pairs pairs.jsonl --seeds 1,2,3
-    python -m experiments.compare --budgets 500,1000,2000,4000,8000 --objectives clm,mlm --seeds 1,2,3
     python -m experiments.compare --sweep mask_rate=.1,.15,.3,.4 --objectives mlm --seeds 1,2,3
     python -m experiments.compare --sweep bart_noise=mask,infill+permute    a + inside a value stands for a comma
     python -m experiments.compare --sweep replay=scratch,0,.05      pre-train on Python, then train on C++ headers with
@@ -31,7 +30,7 @@ from argparse import Namespace
 from collections import namedtuple
 from pathlib import Path
 
-from data import Flag, check_sizes, fail, open_corpus
+from data import Flag, check_sizes, fail, make_rng, open_corpus
 from experiments import evaluate
 from experiments.evaluate import BITS, HOLE_LENGTHS, METRICS, Metric
 from experiments.common import measuring_checksum, parse_with_train_flags, read_code, read_json, to_words
@@ -323,6 +322,14 @@ def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that 
     return {name for name, (mean, half) in found.items() if sign * mean > half}
 
 
+def stars_by_chance(n_rows, n_seeds):  # -> stars in a column of rows that differ by chance alone, on average
+    """Simulates 2,000 columns. Chance also makes one row the best, so more than one star in 40 rows is expected."""
+    x = torch.randn(2000, n_rows, n_seeds, generator=make_rng("stars"))
+    pairs = x - x[range(2000), x.mean(2).argmin(1)][:, None]    # minus the best row
+    is_worse = pairs.mean(2) > STUDENT_T_975.get(n_seeds, 2.3) * pairs.std(2) / n_seeds ** 0.5
+    return float(is_worse.sum(1).float().mean())
+
+
 def make_table(rows, metrics, n_columns=99):  # -> lines [[heading, ...], [cell, ...], ...], metrics without a column
     """Leaves out empty columns. The last column lists the seeds."""
     columns = [["", *rows]]
@@ -405,10 +412,14 @@ def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
     of_rows = "".join(f"- {', '.join(names)}: {remark}\n" for remark, names in remarks.items())
     note = ("With one seed, differences of less than 0.05 bits from left to right and 0.1 bits in holes mean nothing "
             "(\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
-    if max(map(len, rows.values())) > 1:
+    n_seeds = max(map(len, rows.values()))
+    if n_seeds > 1:
+        ranked = {key for key, metric in (SUMMARY | REST).items() if metric.more_is_better is not None}
+        n_columns = len({key for seeds in rows.values() for metrics in seeds.values() for key in metrics} & ranked)
+        chance = n_columns * stars_by_chance(len(rows), n_seeds)
         note = ("Means over seeds ± their standard deviation. *: worse than the best of the column (95%, Student's t, "
-                "differences paired by seed). With three seeds, chance alone gives about 0.4 stars in a column of 6 "
-                "equal rows, and 1.7 in one of 17. Two seeds show large differences alone; try five.\n")
+                f"differences paired by seed). If all rows were equal, chance would give about {chance:.1f} stars in "
+                f"{n_columns} columns. Two seeds show large differences alone; try five.\n")
     text = ["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first),
             explain(SUMMARY, first[0]) + of_rows, note]
     further = {"Differences, with 95% intervals (paired by seed, Student's t)": difference_lines(rows, baseline),

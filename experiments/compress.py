@@ -6,9 +6,7 @@
 Shows that bits per byte are real: writes a file of about that size and restores the text from it. To decompress, you
 need the same weights, and a model that computes the same bits: the same machine, device and version of torch. The file
 holds the number of threads, on which these bits depend too, and checksums of the text and of the weights. The text is
-cut into S streams, which are coded at the same time.
-
-S streams; T = block_size positions of the model
+cut into S streams, which are coded at the same time. T = block_size positions of the model.
 """
 import os
 import struct

@@ -5,7 +5,6 @@
     python -m experiments.figures --objectives clm,hybrid,mlm --curves out/compare/curves.csv --out docs/results.png
 
 The rows are made by the objectives' own code. --curves draws bits per byte over the length of a hole.
-B rows, T positions
 """
 import csv
 import itertools

@@ -14,8 +14,6 @@ one first, with a tab between them. It prints the share of pairs whose better te
 half) and the standard error. The score is the exact log-probability, left to right after an EOT (1 pass for each text);
 for diffusion the bound, an estimate (16 passes), although bounds need not be in the order of probabilities; for other
 models that fill, the pseudo-log-likelihood (Salazar et al. 2020): each byte is masked alone (n passes for n bytes).
-
-N texts, n bytes, T = block_size positions of the model, V outputs of the byte head
 """
 import codecs
 import json
