@@ -38,7 +38,6 @@ NOT_COPIED = {"__pycache__", "test_pages.py", "test_assignment.py"}
 MISSING = "is not written yet"
 HANDOUT = f"""# Assignment
 Write the functions that raise "{MISSING}". The docstring of each says what it must do, mostly with an example:
-
 %s
 
 Test your solution with pytest 8.2 or newer, all of it or what belongs to one objective:
