@@ -541,7 +541,7 @@ def place(tmp_path_factory):  # a folder with a run of every objective, and of t
         for name, content in FILES.items():
             (path / name).write_bytes(content)
         for name in [*OBJECTIVES, "clm:.5,mlm:.5", "bart:.5,mlm:.5"]:
-            flags = tiny("--data", shutil.__file__, "--max_iters", "2", "--objective", name)
+            flags = tiny("--data", shutil.__file__, "--max_iters", "2", "--n_layer", "1", "--objective", name)
             assert train.main(flags, with_sample=False) == 0
     return path
 
