@@ -39,10 +39,10 @@ START_BYTES = 1 << 20                           # bytes at the start of a file t
 # first bytes of formats that are not text
 SIGNATURES = {
     b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip",
-    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5",
-    b"SQLite format 3": "SQLite", b"\x80\x02": "pickle", b"\x80\x03": "pickle", b"\x80\x04": "pickle",
-    b"\x80\x05": "pickle", b"%PDF-": "PDF", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "Word or Excel",
-    b"RIFF": "WAV or AVI", b"GIF8": "GIF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x7fELF": "ELF"}
+    b"PAR1": "Parquet", b"ARROW1\0": "Arrow", b"\xff\xff\xff\xff": "Arrow", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5",
+    b"SQLite format 3\0": "SQLite", b"\x80\x02": "pickle", b"\x80\x03": "pickle", b"\x80\x04": "pickle",
+    b"\x80\x05": "pickle", b"%PDF-": "PDF", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "Word", b"RIFF": "WAV or AVI",
+    b"GIF87a": "GIF", b"GIF89a": "GIF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x7fELF": "ELF"}
 DECOMPRESSORS = {"gzip": "zcat", "xz": "xzcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
@@ -62,10 +62,7 @@ class Flag:
 def choose_default(default, *keys):  # ({"cpu": 4, "cuda": 12}, "cuda") -> 12; without such a key, the first value
     if not isinstance(default, dict):
         return default
-    for key in keys:
-        if key in default:
-            return default[key]
-    return next(iter(default.values()))
+    return next((default[key] for key in keys if key in default), next(iter(default.values())))
 
 
 class UserError(Exception):
@@ -160,7 +157,7 @@ def has_json_lines(path):  # is each line of this file a JSON object? By its nam
         return path.lower().endswith((".jsonl", ".ndjson"))
     with contextlib.suppress(OSError), open(path, "rb") as f:
         first = next((line for line in f if line.strip()), b"")
-        return isinstance(parse_json(first), dict)
+        return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and isinstance(parse_json(first), dict)
     return False
 
 
@@ -172,20 +169,21 @@ def check_text(path, data, flag="data"):  # fails if data (N,), the contents of 
     if not len(data):
         fail(f"--{flag} {path}: is empty. Try another file (a pipe can be read only once; > empties a file)")
     start = data[:START_BYTES]
-    found = find_format(to_bytes(start[:64]))
+    found = "tar" if to_bytes(start[257:262]) == b"ustar" else find_format(to_bytes(start[:64]))
     if found in DECOMPRESSORS:
-        new = shlex.quote(os.path.splitext(path)[0])            # keeps the ending .jsonl of a .jsonl.gz
+        stem, ending = os.path.splitext(path)   # the new file keeps the ending .jsonl of a .jsonl.gz
+        new = shlex.quote(stem if ending in (".gz", ".xz", ".bz2", ".zst") else os.path.basename(path) + ".txt")
         fail(f"--{flag} {path}: is a {found} file. Try {DECOMPRESSORS[found]} {shlex.quote(path)} > {new}, then {new}")
     if found:
         fail(f"--{flag} {path}: is a {found} file. Try its text, or JSON lines (bytes are read, not ids of tokens)")
     has_utf16_mark = to_bytes(start[:2]) in (b"\xff\xfe", b"\xfe\xff")
-    if has_utf16_mark or int((start == EOT).sum()) > len(start) / 10:
-        fail(f"--{flag} {path}: is UTF-16, or binary (many NULs), such as ids of tokens. Try text in UTF-8, as from "
+    if has_utf16_mark or int((start < ord("\t")).sum()) > len(start) / 10:
+        fail(f"--{flag} {path}: is UTF-16 or binary (control characters), such as ids of tokens. Try UTF-8, as from "
              "iconv -f utf-16 -t utf-8")
 
 
 def check_json(path, data):  # fails if a .json file without JSON lines is an object or an array of objects
-    if path.lower().endswith(".json") and re.match(rb"\s*(\[\s*)?\{", to_bytes(data[:1024])):
+    if path.lower().endswith(".json") and re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", to_bytes(data[:1024])):
         fail(f'--data {path}: is JSON, but no object such as {{"text": "..."}} in each line. For an array of objects '
              f"try python -c 'import json; [print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
 
@@ -221,13 +219,17 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
     for path in paths:
         texts = {path: b""}
         with contextlib.suppress(OSError), open(path, "rb") as f:
-            if has_json_lines(path):
-                texts = {f"{path}:{i}": parse_line(line) for i, line in enumerate(f, 1)}
-            else:
-                texts = {path: f.read()}
+            texts = {path: f.read()}
+        if has_json_lines(path):
+            lines = texts[path].removesuffix(b"\n").split(b"\n")
+            lines = {f"{path}:{i}": parse_line(line) for i, line in enumerate(lines, 1)}
+            # in a folder, a .json file without a "text" is part of a code base, and text itself
+            if any(lines.values()) or path == source or not path.lower().endswith(".json"):
+                texts = lines
         n += len(texts)
         for name, text in texts.items():
-            if text and b"\0" not in text and not find_format(text):
+            is_array = path.lower().endswith(".json") and re.match(rb"\s*\[\s*\{", text)
+            if text and not is_array and b"\0" not in text and not find_format(text):
                 name_of.setdefault(text, name)
     if not name_of and has_json_lines(source):
         fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
@@ -251,9 +253,9 @@ def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is n
 
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, number of documents in val
-    """Holds out the documents whose checksum ends in the digit 9. So no document changes sides when others are added,
-    removed or renamed. If these are less than 2% or more than 30% of the bytes, holds out the last tenth of each
-    document, and returns 0."""
+    """Holds out the documents whose checksum ends in the digit 9. As long as this rule applies, no document changes
+    sides when others are added, removed or renamed. If these are less than 2% or more than 30% of the bytes, holds out
+    the last tenth of each document, and returns 0."""
     train = [document for document in documents if zlib.crc32(document) % 10 != 9]
     val = [document for document in documents if zlib.crc32(document) % 10 == 9]
     if 0.02 <= sum(map(len, val)) / sum(map(len, documents)) <= 0.3:

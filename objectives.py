@@ -1419,8 +1419,7 @@ OBJECTIVES["hybrid"] = Objective(
 # ---- other names: --objective refuses them, and suggests the objective
 ALIASES = dict(
     gpt="clm", causal_lm="clm", autoregressive="clm", next_token="clm", bert="mlm", roberta="mlm", masked_lm="mlm",
-    t5="span", byt5="span", mixture_of_denoisers="ul2", fill_in_the_middle="fim", santacoder="fim", starcoder="fim",
-    multi_token_prediction="mtp", rtd="electra", replaced_token_detection="electra", denoising_autoencoder="bart",
-    albert="nsp", next_sentence_prediction="nsp", sentence_order_prediction="nsp", sop="nsp", contriever="contrastive",
-    info_nce="contrastive", llada="mdlm", masked_diffusion="mdlm", score_entropy="sedd", block_diffusion="bd3lm",
-    permutation_language_modeling="xlnet", plm="xlnet", document_rotation="rotation", gpt_bert="hybrid")
+    t5="span", byt5="span", span_corruption="span", mixture_of_denoisers="ul2", fill_in_the_middle="fim",
+    multi_token="mtp", replaced_token_detection="electra", denoising="bart", albert="nsp", next_sentence="nsp",
+    sentence_order="nsp", contriever="contrastive", info_nce="contrastive", llada="mdlm", diffusion="mdlm",
+    masked_diffusion="mdlm", score_entropy="sedd", block_diffusion="bd3lm", permutation="xlnet", gpt_bert="hybrid")

@@ -460,6 +460,8 @@ def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, 
         if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
+    if not curves:
+        return
     try:
         from matplotlib.figure import Figure  # here, since it is optional
         axes = Figure().subplots()
@@ -623,7 +625,9 @@ def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal),
     try:
         tqdm.write(text)
         sys.stdout.flush()
-    except OSError:
+    except OSError as e:
+        if e.errno == errno.ENOSPC:
+            print(f"error: {e.strerror}, so the run stops. Try to free space", file=sys.stderr)
         discard_stdout()
         stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
 
@@ -649,9 +653,8 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
         if e.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         discard_stdout()
-        code = 141
-        if e.errno == errno.ENOSPC:
-            code = 1
+        code = 141 if e.errno == errno.EPIPE else 1
+        if code == 1:
             print(f"error: {e.strerror}. Try to free space", file=sys.stderr)
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

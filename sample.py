@@ -62,11 +62,11 @@ SAMPLING = "temperature", "top_k", "top_p"
 SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do
 
 FLAGS = {
-    "run": {"out_dir": Flag("", "run folder or checkpoint file; by default the latest run under out/")} | DEVICE_FLAGS,
-    "use": {
+    "run": {
+        "out_dir": Flag("", "run folder or checkpoint file; by default the latest run under out/"),
         "objective": Flag("", "member of a mixture to use; by default the first that fits the texts"),
         "seed": Flag(1, "random seed of the samples", 0, 2 ** 31),
-    },
+    } | DEVICE_FLAGS,
     "texts": {
         "prompt": Flag("", "text to continue, fill, repair or examine; --prompt=-x if it starts with a dash"),
         "prefix": Flag("", "text before a hole; nsp: the first text"),
@@ -282,14 +282,10 @@ def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=F
     """Fills the MASKs of ids (N, n), and yields ids after each pass. A pass predicts all MASKs, and keeps the sampled
     bytes of those that `choose_masks` chooses. steps: number of passes; 0: one for each MASK, or 64 in order ancestral.
     cache: in block diffusion, the blocks before ids; then `use` is ignored. may_end: EOT may be sampled."""
-    if not (ids == MASK).any():
-        yield ids
     if not steps:
-        steps = 64 if order == "ancestral" else int((ids == MASK).sum(1).max())
+        steps = 64 if order == "ancestral" else max(1, int((ids == MASK).sum(1).max()))
     for passes_left in range(steps, 0, -1):
         is_mask = ids == MASK
-        if not is_mask.any():
-            return
         if cache is None:
             logits = fill_logits(model, ids, use)               # (N, n, V)
         else:                                   # block diffusion
@@ -300,6 +296,8 @@ def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=F
         chosen = choose_masks(order, is_mask, logits, sampled, passes_left, g)
         ids = torch.where(is_mask & chosen, sampled, ids)
         yield ids
+        if not (ids == MASK).any():
+            return
 
 
 def default_order(use):  # of `unmask`. In order confident, a text that is written from nothing becomes white space
@@ -671,8 +669,7 @@ def infill_mode(model, objective, use, hp, args, g):
         half = (T - 8 - space) // 2             # 8: space for special ids
         near = [texts[0][-half:], texts[1][:half]]
         if near != texts:
-            note(f"reads only the last {len(near[0])} bytes before the hole and the first {len(near[1])} after it: the "
-                 f"row has {T} positions, and {space} of them are for the answer (--max_new_tokens)")
+            note(f"reads only {len(near[0])} bytes before the hole and {len(near[1])} after it: {space} are for it")
     # 3. the answers
     expected = args.max_new_tokens // n_holes if "max_new_tokens" in args.given else HOLE_BYTES
     prompt, prefix = use.prompt(near, expected, hp)
@@ -910,7 +907,7 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
     m, use, mode_name = choose_use(members, texts, switches)
     objective = m.objective
     mode = MODES[mode_name]
-    for flag in sorted(set(given) - {*FLAGS["run"], *FLAGS["use"], *mode.flags, *(SWITCHES - switches)}):
+    for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
         refuse_flag(flag, objective, mode, members)
     if objective.name != hp.objective:
         note(f"used as {objective.name}")
@@ -937,22 +934,25 @@ def ask(loaded, **flags):
         loaded = run.load_run("out/mlm")
         sample.ask(loaded, prompt="import [MASK:2], sys")       # "import os, sys"
 
-    flags: those of the program except out_dir, device and dtype. Raises a UserError if they cannot be used."""
+    flags: those of the program except out_dir, device and dtype. A text that begins with FILE: is read from that file.
+    Raises a UserError if they cannot be used. Not for several threads at once: it redirects sys.stdout."""
     words = []
     for name, value in flags.items():
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
-            words.append(f"--{name}={value}")
-    groups = {title: group for title, group in FLAGS.items() if title != "run"}
+            words.append(f"--{name}={os.fsdecode(value) if isinstance(value, bytes) else value}")
+    groups = FLAGS | {"run": {flag: FLAGS["run"][flag] for flag in ("objective", "seed")}}
     texts = []
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
     with contextlib.redirect_stdout(out):
         for print_sample in plan_samples(loaded, parse(words, groups)):
-            start = out.tell()
             print_sample()
             out.flush()
-            texts.append(out.buffer.getvalue()[start:].decode(errors="replace").removesuffix("\n"))
+            text = out.buffer.getvalue().decode(errors="surrogateescape")
+            texts.append(text if flags.get("fix") else text.removesuffix("\n"))
+            out.seek(0)
+            out.truncate()
     return texts if "num_samples" in flags else texts[0]
 
 

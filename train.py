@@ -257,8 +257,9 @@ def prepare(corpus, members, hp):  # -> State before the first step
 
 
 def find_new_splits(saved, sources):  # sources of a checkpoint, and of now -> names of those that are split differently
-    rules = {name: rule for name, _, _, _, *rule in saved}      # older checkpoints lack the rule
-    return [name for name, _, _, _, rule in sources if name in rules and "".join(rules[name]) != rule]
+    rules = {os.path.realpath(name): "".join(rule) for name, _, _, _, *rule in saved}             # older ones lack it
+    return [name for name, _, crc, _, rule in sources
+            if crc not in [x[2] for x in saved] and rules.get(os.path.realpath(name), rule) != rule]
 
 
 def member_of_step(members, step):  # -> the member that this step trains
@@ -484,8 +485,8 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
     print(f"{hp.device}, threads: {threads}, processes: {run.WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members, hp)
-        sizes = f"{len(source['train']):,} bytes to train on, {len(source['val']):,} to validate on"
-        print(f"--data {source['name']}: {sizes}; {source['weight']:.1%} of rows, {passes:.3g} passes")
+        print(f"--data {source['name']}: trains on {len(source['train']):,} bytes, validates on {len(source['val']):,};",
+              f"{source['weight']:.1%} of rows, {passes:.3g} passes")
     if status["step"] == 0:
         lines = []
         for member in s.members:
@@ -529,8 +530,7 @@ def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard 
     text = to_bytes(data[:COMPRESSED_BYTES].cpu())
     results = {"zlib": zlib.compress(text, 9), "bz2": bz2.compress(text), "lzma": lzma.compress(text)}
     bits = [f"{name} {8 * len(result) / len(text):.3f}" for name, result in results.items()]
-    part = "" if len(text) == len(data) else f" on the first {len(text):,} bytes"
-    return f"{', '.join(bits)} bits/byte as one stream{part}"
+    return f"{', '.join(bits)} bits/byte as one stream of {len(text):,} bytes"
 
 
 def finish(s):  # after training: prints what compressors reach on the validation text, and a sample of the model
@@ -593,7 +593,7 @@ def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
     status["val"] = loss
     if step > 0 and loss < s.best:              # best.pt never holds the weights that a run starts with
         s.best = loss
-        # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt, and saves both again
+        # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt
         save(s, "best.pt", status, metrics)
 
 
@@ -602,13 +602,12 @@ def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the
     if is_stopped:
         run.say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
                 f"{shlex.quote(out_dir)}", stop)
-        number = stop[0] if stop else signal.SIGTERM            # stop is empty if the signal went to another process
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        return 128 + number
-    if status["val"] > s.best:
+    elif status["val"] > s.best:
         print(f"{out_dir}/best.pt has the lowest validation loss, {s.best:.4f}; the last: {status['val']:.4f}")
-    return 0
+    if run.any_rank(signal.SIGINT in stop):
+        raise KeyboardInterrupt
+    number = stop[0] if stop else signal.SIGTERM                # stop is empty if the signal went to another process
+    return 128 + number if is_stopped else 0
 
 
 def train(s, status):  # s, status: of set_up -> exit code

@@ -113,6 +113,14 @@ def test_a_json_file_has_json_lines_if_its_first_line_that_is_not_blank_is_an_ob
     assert data.to_bytes(s["train"]).endswith(b"some word\0")
 
 
+def test_a_json_file_in_a_folder_is_text_unless_its_lines_hold_texts_or_it_is_an_array(tmp_path):
+    contents = {"a.json": b'{"name": "code"}', "b.json": b'[{"text": "one"}]', "c.json": b'{"text": "two"}\n'}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    documents, _ = data.read_folder(str(tmp_path))
+    assert documents == {str(tmp_path / "a.json"): contents["a.json"], str(tmp_path / "c.json:1"): b"two"}
+
+
 def test_in_a_folder_files_that_are_no_text_are_skipped(tmp_path, refuses):
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     refuses("iconv -f utf-16 -t utf-8", open_corpus, [str(tmp_path)])
@@ -142,7 +150,8 @@ REFUSED = [                                     # name, contents, part of the me
     *(("a.txt", ("жук" * 100).encode(encoding), "iconv -f utf-16 -t utf-8") for encoding in ("utf-16", "utf-32")),
     *(("a.jsonl", ('{"text": "жук"}\n' * 3).encode(encoding), '{"text": "..."}') for encoding in UTF16),
     *(("a.jsonl", content, '{"text": "..."}') for content in (b"", b"no JSON", b'{"body": "x"}\n' * 3)),
-    ("a.jsonl.gz", b"\x1f\x8b gzip", "a.jsonl.gz > "), ("book.txt.xz", b"\xfd7zXZ xz", "Try xzcat "),
+    ("a.jsonl.gz", b"\x1f\x8b gzip", "a.jsonl.gz > "), ("book", b"\x1f\x8b gzip", "> book.txt,"),
+    ("a.tar", b"name".ljust(257, b"x") + b"ustar", "a tar file"), ("book.txt.xz", b"\xfd7zXZ xz", "Try xzcat "),
     ("ids.npy", b"\x93NUMPY ids", "not ids of tokens"), ("train.bin", b"\x01\0\x02\0" * 99, "ids of tokens"),
     *(("a.json", json, '{"text": "..."}') for json in (b'{\n "text": "x"}', b'[{"text": "x"}]', b'{"body": "x"}'))]
 

@@ -782,6 +782,8 @@ def test_ask_returns_what_the_program_prints(name, flags, runs, capsys, monkeypa
 def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs, refuses):
     loaded = load_run("out/clm", "cpu", "float32")
     texts = sample.ask(loaded, prompt="a", num_samples=2, max_new_tokens=9)
+    assert sample.ask(load_run("out/mlm", "cpu"), prompt="a\n", fix=True) == "a\n", "the text's own line end"
+    assert sample.ask(loaded).startswith("held-out text:\n")
     assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
     for flags, hint in ((dict(temperature=-1), "less than"), (dict(device="cpu"), "device"), (dict(fix=True), "--fix")):
         refuses(hint, lambda flags=flags: sample.ask(loaded, prompt="a", **flags))
