@@ -485,8 +485,8 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
     print(f"{hp.device}, threads: {threads}, processes: {run.WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members, hp)
-        print(f"--data {source['name']}: trains on {len(source['train']):,} bytes, validates on {len(source['val']):,};",
-              f"{source['weight']:.1%} of rows, {passes:.3g} passes")
+        print(f"--data {source['name']}: trains on {len(source['train']):,} bytes, validates on {len(source['val']):,}"
+              f"; {source['weight']:.1%} of rows, {passes:.3g} passes")
     if status["step"] == 0:
         lines = []
         for member in s.members:
