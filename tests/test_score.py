@@ -134,7 +134,8 @@ def test_the_60_pairs_have_the_format_of_blimp():
 
 
 @pytest.mark.parametrize("name, content, hint", [
-    ("clm", b"a\tb\nc\n", "line 2"), ("clm", b"a\tb\tc", "line 1"), ("clm", b"a\t", "empty"), ("clm", b"a\t" + b"b" * 20 + b"\0", "NUL"),
+    ("clm", b"a\tb\nc\n", "line 2"), ("clm", b"a\tb\tc", "line 1"), ("clm", b"a\t", "empty"),
+    ("clm", b"a\t" + b"b" * 20 + b"\0", "NUL"),
     ("clm", b"a\t" + b"b" * 33, "longer than 32"), ("nsp", b"a\t" + b"b" * 31, "longer than 30"),
     ("clm", b"\xef\xbb\xbf", "--pairs bad.txt: holds no pair")])
 def test_bad_pairs_are_refused(name, content, hint, runs, refuses):

@@ -601,7 +601,8 @@ QUICK = "clm mlm prefix span ul2 fim mtp bart contrastive mdlm sedd bd3lm xlnet 
 def test_every_objective_learns_in_a_short_run(name, text):
     """Its loss falls below the unigram entropy of its targets or, if it predicts no bytes, below chance."""
     steps = 60 if name in QUICK else SLOW.get(name, 150)
-    size = ["--batch_size", "8", "--n_layer", "1", "--learning_rate", ".03"] if name in QUICK else ["--batch_size", "16"]
+    quick = ["--batch_size", "8", "--n_layer", "1", "--learning_rate", ".03"]
+    size = quick if name in QUICK else ["--batch_size", "16"]
     data = ["--data", "stdlib", "--block_size", "64"] if name == "nsp" else ["--data", text]
     s = start("--objective", name, *size, "--n_embd", "32", "--max_iters", str(steps), "--eval_iters", "3", *data)
     [first], _ = train.evaluate(s.model, s.members, s.corpus, s.hp)
