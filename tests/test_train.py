@@ -124,7 +124,7 @@ def test_the_bits_of_training_are_frozen(name, text):
     fit("squares.txt", "a", "--objective", name, "--max_iters", "24", "--warmup_iters", "3", "--log_interval", "8")
     found = [*losses("a"), losses("a", split="val")[-1]]
     why = f"{name} no longer trains as it did: {found}. Then the figures of README.md and of docs/ are false"
-    assert found == pytest.approx(FROZEN[name], rel=1e-5), why
+    assert found == pytest.approx(FROZEN[name], rel=1e-4), why
 
 
 # ---- optimizers
