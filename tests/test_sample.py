@@ -205,6 +205,8 @@ def test_speculation_keeps_a_perfect_draft_and_stops_at_the_end_of_the_document(
         stats = []
         assert drafted(counting, draft, ids(1) * 0 + 215, 99, 99, rng(), stats, **GREEDY) == [*range(216, 256), EOT]
         assert len(stats) == passes
+    for n in range(8):                          # no more than max_new_tokens
+        assert len(drafted(counting, draft, ids(1) * 0 + 65, n, 99, rng(), [], **GREEDY)) == n
 
 
 NEEDS_COMPILER = [pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")]
