@@ -1128,7 +1128,7 @@ def test_a_bound_equals_its_authors_integral_over_t(name, cost):
         logits = net.logits(net(batch["inp"], 3))[0, :, :256].double()
         for i in hidden[0].nonzero().flatten().tolist():
             authors += float((t ** m * (1 - t) ** (3 - m) * cost(logits[i], int(x[0, i]), t)).mean())
-    assert exact == pytest.approx(authors, rel=1e-3)
+    assert exact == pytest.approx(authors, rel=1e-4)
     batch = OBJECTIVES[name].corrupt(x.expand(3000, -1), make_rng("m"), settings(name, 3))
     bound, _ = OBJECTIVES[name].loss(net, batch, None)
     assert 3 * float(bound) == pytest.approx(authors, rel=0.03)

@@ -235,6 +235,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
 
     m = train.member_of_step(s.members, 0)
     batch = train.draw_batch(m, s.corpus, "train", batch_size * accum, f"{s.hp.seed},0", s.hp)
+    assert [len(train.micro_batch(batch, i, 3, s.hp)["inp"]) for i in range(3)] == [2, 3, 3], "rows are lost"
     total, _ = m.objective.loss(net, batch, s.hp)
     total.backward()
     want = [p.grad for p in net.parameters() if p.grad is not None]
@@ -402,7 +403,7 @@ def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(t
 
 def test_a_step_does_not_change_parameters_that_its_loss_does_not_depend_on(text):
     """Nor their momentum, moments and number of updates; nor do they decay."""
-    s = start("--data", text, "--objective", "clm,electra,nsp", "--weight_decay", "1")
+    s = start("--data", text, "--objective", "clm,electra,nsp", "--weight_decay", "1", "--gen_scale", "1")
     randomize(s.model)
     name_of = {p: name for name, p in s.model.named_parameters()}
     for step in range(12):
@@ -479,8 +480,10 @@ def test_steps_on_a_gpu_never_wait_for_it_and_give_the_same_losses_eager_compile
 # ---- what a run prints and saves
 def test_the_speed_is_that_of_the_steps_since_the_last_log(text):
     s = start("--data", text, "--max_iters", "30", "--batch_size", "3")
-    found = train.log_step(s, s.members[0], mock.MagicMock(), {"step": 9, "seconds": 52.0}, 19, 0.5, 1.0, 54.0)
+    log = mock.MagicMock()
+    found = train.log_step(s, s.members[0], log, {"step": 9, "seconds": 52.0}, 19, 0.5, math.inf, 54.0)
     assert found == (f"training loss 0.500, {5 * 3 * s.hp.block_size:,} positions/s", 2 / 60)
+    assert json.loads(log.write.call_args.args[0])["grad_norm"] is None, "JSON lacks infinity"
 
 
 def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys, monkeypatch):
