@@ -38,7 +38,7 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
 # ---- settings
 @pytest.mark.parametrize("flags, expected", [
     ("", dict(objective="clm", data=["stdlib"], resume="", n_layer=4, learning_rate=0.01, max_passes=8.0)),
-    ("--optimizer adamw", dict(learning_rate=0.003)),
+    ("--optimizer adamw", dict(learning_rate=0.003, weight_decay=0.0)),
     ("--max_iters 5", dict(max_passes=0.0)), ("--data a:1 b:2 --data c:3", dict(data=["a:1", "b:2", "c:3"])),
     ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
     ("--objective bd3lm", dict(block_size=512, batch_size=16)),
