@@ -1281,8 +1281,8 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
               3   . . x x | x x . .           3   . . . . | x x x x
 
     Before a noisy block, convolution and n-grams read clean bytes, as from the cache in sampling: with blocks of 2,
-    noisy 3 reads noisy 2, then clean 1 and clean 0. Every number of masked bytes is equally likely in all
-    steps: a constant rate at the start, as mdlm's, does not help small blocks.
+    noisy 3 reads noisy 2, then clean 1 and clean 0. In all steps, every number of masked bytes is equally likely: a
+    constant rate at the start, as mdlm's, does not help small blocks.
 
     If k of the m bytes of a block are masked, each has the weight m / k, divided by B * n. The loss is an upper bound
     on -log p(x): with one block it is mdlm's, with blocks of one byte exactly -log p(x), as clm's. Departures:

@@ -526,9 +526,9 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         # torch's own message says how to run the code in the file
         why = "it holds code" if isinstance(e, pickle.UnpicklingError) else first_line(e)
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another file or run")
-    for name in config["objective"].split(","):
-        if name.partition(":")[0].strip() not in OBJECTIVES:
-            fail(f"{path}: this program has no objective {name}. Try a script that imports it (docs/EXTENDING.md)")
+    unknown = {member.partition(":")[0].strip() for member in config["objective"].split(",")} - set(OBJECTIVES)
+    if unknown:
+        fail(f"{path}: this program has no objective {min(unknown)}. Try a script that imports it (docs/EXTENDING.md)")
     return ckpt | {"config": config}
 
 

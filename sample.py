@@ -558,8 +558,8 @@ def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
 
 
 def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that it yielded
-    """Prints the prompt, then each character as soon as all of its bytes are there. On a terminal, a line separates
-    them, but a pipe or a file gets only text."""
+    """Prints the prompt, then each character as soon as all of its bytes are there. The line between them goes to
+    standard error, so that a pipe or a file gets only text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(new):  # ids -> the characters that they complete
@@ -567,7 +567,7 @@ def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that
         print(printable(text), end="", flush=True)
         return text
     text = show(prompt)
-    if text and sys.stdout.isatty():
+    if text:
         note("the model continues:", start="" if text.endswith("\n") else "\n")
     written = []
     for i in ids:
@@ -669,7 +669,7 @@ def infill_mode(model, objective, use, hp, args, g):
         half = (T - 8 - space) // 2             # 8: space for special ids
         near = [texts[0][-half:], texts[1][:half]]
         if near != texts:
-            note(f"reads only {len(near[0])} bytes before the hole and {len(near[1])} after it: {space} are for it")
+            note(f"reads only the nearest {len(near[0])} bytes before the hole and {len(near[1])} bytes after it")
     # 3. the answers
     expected = args.max_new_tokens // n_holes if "max_new_tokens" in args.given else HOLE_BYTES
     prompt, prefix = use.prompt(near, expected, hp)
@@ -931,17 +931,18 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
 def ask(loaded, **flags):
     """Returns what the program prints to standard output: a str, or with num_samples a list with a str for each sample.
 
-        loaded = run.load_run("out/mlm")
-        sample.ask(loaded, prompt="import [MASK:2], sys")       # "import os, sys"
+        loaded = run.load_run("out/hybrid")
+        sample.ask(loaded, prompt="for i in ra[MASK:3](10):")
 
     flags: those of the program except out_dir, device and dtype. A text that begins with FILE: is read from that file.
-    Raises a UserError if they cannot be used. Not for several threads at once: it redirects sys.stdout."""
+    Raises a UserError if they cannot be used, and a TypeError if a value is None or a list. Notes still go to standard
+    error. Do not call it from several threads at once: it redirects sys.stdout."""
     words = []
     for name, value in flags.items():
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
-            words.append(f"--{name}={os.fsdecode(value) if isinstance(value, bytes) else value}")
+            words.append(f"--{name}={value if isinstance(value, (int, float)) else os.fsdecode(value)}")
     groups = FLAGS | {"run": {flag: FLAGS["run"][flag] for flag in ("objective", "seed")}}
     texts = []
     out = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
@@ -962,8 +963,8 @@ def parse(argv, groups=FLAGS):  # -> {name: value} of the flags that were given
 
 def main(argv=None):
     given = parse(sys.argv[1:] if argv is None else argv)
-    run_dir = given.get("out_dir") or newest_run()
-    loaded = _, hp, ckpt = load_run(run_dir, given.get("device", "auto"), given.get("dtype", "auto"))
+    loaded = load_run(given.get("out_dir") or newest_run(), given.get("device", "auto"), given.get("dtype", "auto"))
+    _, hp, ckpt = loaded
     note(f"{ckpt['path']}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
     samples = plan_samples(loaded, given)
     for i, print_sample in enumerate(samples):

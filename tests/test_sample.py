@@ -751,7 +751,7 @@ def test_a_character_of_several_bytes_is_highlighted_as_a_whole():
 
 
 def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys, monkeypatch):
-    """On a terminal, a line marks where the model's text begins, except after an empty prompt."""
+    """A line on standard error marks where the model's text begins, except after an empty prompt."""
     printed = []
 
     def steps():
@@ -765,7 +765,7 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
         for prompt, border in (("", ""), ("a", "\n--- the model continues:\n"), ("a\n", "--- the model continues:\n")):
             sample.stream([*prompt.encode()], iter([66]))
-            assert capsys.readouterr() == (prompt + "B\n", border * terminal)
+            assert capsys.readouterr() == (prompt + "B\n", border)
 
 
 @pytest.mark.parametrize("name, flags", [
@@ -789,6 +789,8 @@ def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs
     assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
     for flags, hint in ((dict(temperature=-1), "less than"), (dict(device="cpu"), "device"), (dict(fix=True), "--fix")):
         refuses(hint, lambda flags=flags: sample.ask(loaded, prompt="a", **flags))
+    with pytest.raises(TypeError):              # not the text "None"
+        sample.ask(loaded, prompt=None)
 
 
 @pytest.mark.parametrize("name, prompt", [("clm", RAW), ("mlm", RAW + "[MASK]"), ("fim", RAW + "<extra_id_0>")])
@@ -856,13 +858,15 @@ def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs,
 
 
 def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys, monkeypatch):
-    """Of a model that writes in any order. What follows EOT is not printed."""
+    """Of a model that writes in any order. What follows EOT is not printed. A line on standard error marks where the
+    model's text begins."""
     content = torch.tensor([*b"..aa", EOT, *b"b" * 27])
     monkeypatch.setattr(sample, "fill_logits", lambda model, ids, *args: certain(content[:ids.size(1)])[None])
     able = [name for name, o in OBJECTIVES.items() for use in o.uses if "fill" in use.modes and use.trained_at_any_rate]
     assert able
     for name in able:
-        assert stdout(capsys, name, "--prompt", "é", "--max_new_tokens", "9") == "éaa\n"
+        out, err = output(capsys, name, "--prompt", "é", "--max_new_tokens", "9")
+        assert out == "éaa\n" and err.endswith("\n--- the model continues:\n")
         out = stdout(capsys, name, "--prompt", "..[MASK:6]", "--temperature", "0")
         assert out == "..aa\x01bbb\n", "of the other bytes the first is taken: all are equally likely"
 
@@ -944,10 +948,10 @@ def test_a_run_of_an_objective_that_this_program_lacks_is_refused(runs, refuses)
     ckpt["config"]["objective"] = "clm:.5,new:.5"
     torch.save(ckpt, "new.pt")
     for program, flag in ((sample, "--out_dir"), (train, "--init_from")):
-        refuses("has no objective new:.5. Try a script that imports it", program.main, [flag, "new.pt"])
+        refuses("has no objective new. Try a script that imports it", program.main, [flag, "new.pt"])
 
 
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
     command = f"{sys.executable} {sample.__file__} --out_dir out/clm --prompt a | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout == "a" and done.stderr == "--- out/clm/best.pt: clm, step 2 of 2\n"
+    assert done.stdout == "a" and done.stderr == "--- out/clm/best.pt: clm, step 2 of 2\n\n--- the model continues:\n"
