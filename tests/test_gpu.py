@@ -1,12 +1,14 @@
-"""Tests for a GPU, and of a training step on a CPU that pretends to be one."""
+"""Tests for a GPU, and of a training step that must not mix devices, for which no GPU is needed."""
+from unittest import mock
+
 import pytest
 import torch
 from conftest import NEEDS_CUDA, NoWaiting, randomized, settings, tensors_in
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from test_model import choose_on_gpu
 
+import model
 import train
-from data import from_bytes, make_rng
+from data import make_rng
 from experiments import gpu_check
 from model import ModelConfig, choose_attention, dense_mask
 from objectives import NOISES, OBJECTIVES
@@ -50,67 +52,20 @@ def test_a_model_computes_the_same_on_the_gpu_and_on_the_cpu():
     torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-3)
 
 
-# ---- a training step on a CPU that pretends to be a GPU
-def on_gpu(t):  # is this tensor marked as one of the GPU? The mark is on its memory, so its views have it, too
-    return getattr(t.untyped_storage(), "on_gpu", False)
-
-
-class Operations(NoWaiting):
-    """Runs each operation on the CPU, and marks the results that would be on the GPU. In a step, fails if an operation
-    runs on the CPU, reads a tensor of the CPU that is not a single number, or waits for the device."""
-    in_step = False
-    call_has_gpu = False                        # has the call that contains this operation a tensor of the GPU?
-
+# ---- a training step on torch's device "meta", which computes no numbers
+class OnlyMeta(NoWaiting):
+    """Fails if an operation runs on the CPU, reads a tensor of the CPU that is not a single number, or waits."""
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        given = tensors_in((args, kwargs))
-        device = kwargs.get("device")
-        if device is None:
-            result_on_gpu = self.call_has_gpu or any(map(on_gpu, given))
-        else:
-            result_on_gpu = self.call_has_gpu or "cuda" in str(device)
-            kwargs["device"] = torch.device("cpu")
-        if self.in_step:
-            on_cpu = [t for t in given if t.dim() and not on_gpu(t)]
-            assert result_on_gpu and not on_cpu, f"{func} reads or makes a tensor of the CPU"
+        kwargs = kwargs or {}
+        out = None
+        if "fused_adamw" not in func.name():    # changes its arguments in place; has no version for this device
             out = super().__torch_dispatch__(func, types, args, kwargs)
-        else:
-            out = func(*args, **kwargs)
-        old = {t.untyped_storage()._cdata for t in given}
-        for t in tensors_in(out):
-            if t.untyped_storage()._cdata not in old:           # in new memory
-                t.untyped_storage().on_gpu = result_on_gpu
+        used = [t for t in tensors_in((args, kwargs)) if t.dim()] + tensors_in(out)
+        assert all(t.is_meta for t in used), f"{func} reads or makes a tensor of the CPU"
         return out
 
 
-class FakeGpu(TorchFunctionMode):
-    """Tensors on "cuda" are in the memory of the CPU, but their device is cuda:0, and they have a mark. torch does not
-    call this class in hooks of a backward pass: a .cpu() in a hook is not noticed, but mixed devices are."""
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        target = str([*args[1:2], kwargs.get("device")]) if func is Tensor.to else ""
-        to_gpu = "cuda" in target
-        # clip_grad_norm_ moves a 0-D tensor to the device of the gradients, which is the CPU here
-        to_cpu = func in (Tensor.cpu, Tensor.tolist) or "cpu" in target and args[0].dim() > 0
-        generator = kwargs.get("generator")
-        if generator is not None:
-            assert generator.device.type == torch.device(kwargs.get("device", "cpu")).type, f"{func}: another device"
-        if func is Tensor.pin_memory or to_gpu and on_gpu(args[0]):
-            return args[0]
-        if to_gpu or to_cpu and on_gpu(args[0]):
-            assert not Operations.in_step, f"{func} copies between the devices in a step"
-            copy = args[0].clone()
-            copy.untyped_storage().on_gpu = to_gpu
-            return copy if to_gpu else func(copy)
-        if func == Tensor.is_cuda.__get__:
-            return on_gpu(args[0])
-        if func == Tensor.device.__get__ and on_gpu(args[0]):
-            return torch.device("cuda", 0)
-        Operations.call_has_gpu = "device" not in kwargs and any(map(on_gpu, tensors_in((args, kwargs))))
-        return func(*args, **kwargs)
-
-
-class FakeGenerator(torch.Generator):  # one of the CPU, whose `device` is the requested one
+class MetaGenerator(torch.Generator):  # one of the CPU, whose `device` is the requested one
     def __new__(cls, device="cpu"):
         g = super().__new__(cls)
         g.requested = torch.device(device)
@@ -124,19 +79,18 @@ class FakeGenerator(torch.Generator):  # one of the CPU, whose `device` is the r
     {"name": "clm", "weight_decay": 0.1, "dtype": "bfloat16"},
     *({"name": name, "accum": 2, "doc_mask": True} for name, o in OBJECTIVES.items() if o.supports_doc_mask)], ids=str)
 def test_a_step_on_a_gpu_mixes_no_devices_and_reads_nothing_back(flags, monkeypatch):
-    monkeypatch.setattr(torch, "Generator", FakeGenerator)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    with FakeGpu(), Operations():
-        text = from_bytes(b"\0abc defg. hijk\n" * 99).to("cuda")
-        corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0, split="")]
-        hp = settings(T=64, device="cuda", n_layer=1, n_embd=16, max_iters=4, **flags)
-        s = train.prepare(corpus, get_members(hp), hp)
-        for step in range(2):
-            m = train.member_of_step(s.members, step)
-            train.load_step_inputs(s, m, step)
-            with monkeypatch.context() as inside:
-                inside.setattr(Operations, "in_step", True)
-                train.training_step(s, m)
+    """With the form of attention that is chosen on a GPU."""
+    monkeypatch.setattr(torch, "Generator", MetaGenerator)
+    monkeypatch.setattr(model, "choose_attention", choose_on_gpu)
+    text = torch.zeros(1500, dtype=torch.uint8, device="meta")
+    corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0, split="")]
+    hp = settings(T=64, device="meta", n_layer=1, n_embd=16, max_iters=4, **flags)
+    s = train.prepare(corpus, get_members(hp), hp)
+    for step in range(len(s.members)):
+        m = train.member_of_step(s.members, step)
+        train.load_step_inputs(s, m, step)
+        with OnlyMeta(), mock.patch.object(MetaGenerator, "__new__", None):      # makes no generators
+            train.training_step(s, m)
 
 
 # ---- experiments.gpu_check

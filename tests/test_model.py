@@ -61,12 +61,13 @@ class Gpu(str):  # a CPU that calls itself a GPU, to test without a GPU what is 
 
 
 class OnGpu(torch.Tensor):
-    device = property(lambda self: Gpu("cpu"))
+    device = property(lambda self: Gpu(torch.Tensor.device.__get__(self)))
 
 
 def choose_on_gpu(prefix, q_pos, *args, choose=M.choose_attention, **kwargs):
     attend = choose(prefix, q_pos.as_subclass(OnGpu), *args, **kwargs)
-    return lambda q, k, v: attend(q, k, v).as_subclass(torch.Tensor)
+    masks = {name: t.as_subclass(torch.Tensor) for name, t in attend.keywords.items() if isinstance(t, torch.Tensor)}
+    return functools.partial(attend, **masks)
 
 
 @pytest.fixture(params=["cpu", "faked gpu"])
