@@ -142,11 +142,22 @@ def test_edit_distance_is_levenshteins():
         assert evaluate.edit_distance(a, b) == evaluate.edit_distance(b, a) == want
 
 
-@pytest.mark.parametrize("repair, left", [(list, 1), (lambda noisy: [97] * len(noisy), 0)])
-def test_copying_repairs_nothing_and_the_clean_text_everything(repair, left, monkeypatch):
-    monkeypatch.setattr(evaluate.sample, "repair", lambda model, objective, noisy, *rest, **how: repair(noisy))
-    found = measure(evaluate.eval_repairs, "bart", text=from_bytes(b"a" * 999), bart_noise="replace")
-    assert found == {"task": left, "task_baseline": 1}
+@pytest.mark.parametrize("name, evaluation, T, metric", [
+    ("bart", "eval_repairs", 64, "task"), ("bart", "eval_replaced", 256, "replaced_left"),
+    ("mlm", "eval_replaced", 256, "replaced_left")])
+@pytest.mark.parametrize("is_repaired, left", [(False, 1.0), (True, 0.0)])
+def test_copying_repairs_nothing_and_the_clean_text_everything(
+        name, evaluation, T, metric, is_repaired, left, monkeypatch):
+    def repair(model, objective, noisy, *args, **how):
+        assert 0 < sum(byte != ord("a") for byte in noisy) < 20
+        return [ord("a")] * len(noisy) if is_repaired else noisy
+
+    def correct_rows(model, fill, hp, x, *args):
+        return None, torch.tensor([repair(model, None, row) for row in x.tolist()])
+    monkeypatch.setattr(evaluate.sample, "repair", repair)
+    monkeypatch.setattr(evaluate, "correct_rows", correct_rows)
+    found = measure(getattr(evaluate, evaluation), name, T, text=from_bytes(b"a" * 999), bart_noise="replace")
+    assert found[metric] == left and found.get("task_baseline", 1) == 1
 
 
 def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
@@ -170,20 +181,6 @@ def test_holes_of_all_objectives_are_in_texts_of_the_same_length(name, T, monkey
     monkeypatch.setattr(evaluate, "middle_logits", middle_logits)
     monkeypatch.setattr(evaluate, "bits_per_byte", lambda logits, ids: 0.0)
     assert "infill_64" in measure(evaluate.eval_infilling, name, T)
-
-
-@pytest.mark.parametrize("name", ["mlm", "bart"])
-@pytest.mark.parametrize("is_repaired, left", [(False, 1.0), (True, 0.0)])
-def test_replaced_bytes_that_are_left(name, is_repaired, left, monkeypatch):
-    def repair(model, objective, noisy, hp, g, temperature):
-        assert 0 < sum(byte != ord("a") for byte in noisy) < 20
-        return [ord("a")] * len(noisy) if is_repaired else noisy
-
-    def correct_rows(model, fill, hp, x, passes, error_rate):
-        return None, torch.tensor([repair(model, None, row, hp, None, 0) for row in x.tolist()])
-    monkeypatch.setattr(evaluate.sample, "repair", repair)
-    monkeypatch.setattr(evaluate, "correct_rows", correct_rows)
-    assert measure(evaluate.eval_replaced, name, 256, text=from_bytes(b"a" * 999)) == {"replaced_left": left}
 
 
 @pytest.mark.parametrize("name, chance", [("nsp", 1 / 2), ("rotation", 1 / 32)])
