@@ -6,6 +6,7 @@ import math
 import os
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,16 +39,19 @@ def load_metrics(folder, file="measured.json"):
     return common.read_json(os.path.join(folder, file))["metrics"]
 
 
-@pytest.fixture
-def few_windows(monkeypatch):  # for rows of 128 positions, which have all figures
+# ---- cells
+def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
+    """In rows of 128 positions, which have all figures. With --tasks_only few of them are measured."""
     monkeypatch.setattr(evaluate, "ROWS", 4)
     monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
-
-
-# ---- cells
-def test_each_run_is_trained_and_measured_once(text, few_windows, capsys, monkeypatch):
     names = "mtp", "mdlm", "span", "rotation"
-    words = ["--objectives", ",".join(names), "--block_size", "128", "--n_layer", "1"]
+    size = ["--block_size", "128", "--n_layer", "1"]
+    words = ["--objectives", ",".join(names), *size]
+    run("--objectives", "mtp", *size, "--tasks_only")
+    [folder] = all_runs()
+    few = load_metrics(folder, "measured_tasks.json")
+    assert {"loss", "task"} <= few.keys() and not {"left_4", "replaced_auc"} & few.keys()
+    capsys.readouterr()
     assert run(*words) == 0
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
@@ -55,10 +59,11 @@ def test_each_run_is_trained_and_measured_once(text, few_windows, capsys, monkey
         assert f"{name}: own task: {metrics[name]['task_heading']}\n" in out
         assert f"| {metrics[name]['task']:.3f} | 1 |" in out
     assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "loss"]
-    assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out and out.count(" min left\n") == 4
+    assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out and out.count(" min left\n") == 3
     assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
     assert {objective.uses[0].modes[0] for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
-    assert {"left_4", "left_16", "replaced_auc", "tflop"} <= set(metrics["mtp"])
+    assert {"left_4", "left_16", "replaced_auc", "tflop"} <= metrics["mtp"].keys()
+    assert metrics["mtp"]["task"] == few["task"]
     assert {"typos_first", "typos_corrected", "typos_damaged", "replaced_left"} <= set(metrics["mdlm"])
     assert {"infill_4", "infill_16", "distinct"} <= set(metrics["mdlm"]) and "infill_4" not in metrics["mtp"]
     bits = metrics["mtp"]["left_to_right"], *(metrics["mdlm"][m] for m in ("bound", "left_by_filling"))
@@ -70,24 +75,17 @@ def test_each_run_is_trained_and_measured_once(text, few_windows, capsys, monkey
     assert ": measuring" not in again and again.endswith(out[out.index("\n\n"):]), "a run was measured again"
 
 
-def test_tasks_only_measures_losses_and_tasks(text, few_windows):
-    words = ["--objectives", "clm", "--block_size", "128", "--n_layer", "1"]
-    run(*words, "--tasks_only")
-    [folder] = all_runs()
-    few = load_metrics(folder, "measured_tasks.json")
-    assert "loss" in few and "task" in few and "left_4" not in few and "replaced_auc" not in few
-    run(*words)
-    many = load_metrics(folder)
-    assert "left_4" in many and many["task"] == few["task"]
-
-
 def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkeypatch):
-    run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1")
+    """The time is estimated early. The work of a step is traced once for all seeds."""
+    traced = []
+    count_flops = evaluate.count_flops
+    monkeypatch.setattr(evaluate, "count_flops", lambda hp: traced.append(hp) or count_flops(hp))
+    run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1", "--warmup_iters", "7")
     out = capsys.readouterr().out
-    assert "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 steps" in out
+    assert "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 steps" in out and len(traced) == 1
+    assert out.count("4 runs, about 1 min") == 1 and out.index("4 runs, about") < out.index("measuring")
     assert len({evaluate.logged_metrics(folder)["loss"] for folder in all_runs()}) == len(all_runs()) == 4
-    with open(text, "ab") as f:
-        f.write(b"# more\n")
+    Path(text).write_bytes(Path(text).read_bytes() + b"# more\n")
     run("--objectives", "clm")
     assert len(all_runs()) == 5, "the text of the file has changed"
     monkeypatch.setitem(OBJECTIVES, "clm", dataclasses.replace(OBJECTIVES["clm"], flag_defaults={"warmup_iters": 1}))
@@ -131,8 +129,8 @@ def test_a_run_that_diverges_does_not_stop_the_others(text, capsys, monkeypatch)
 def test_a_killed_run_is_resumed_and_one_without_weights_is_refused(text, refuses):
     run("--objectives", "clm")                  # then pretend that it was killed after the first of two steps
     [folder] = all_runs()
-    with open(f"{folder}/metrics.jsonl", "rb") as f:
-        state = {"step": 1, "metrics_bytes": sum(map(len, f.readlines()[:3]))}
+    lines = Path(folder, "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    state = {"step": 1, "metrics_bytes": sum(map(len, lines[:3]))}
     torch.save(torch.load(f"{folder}/ckpt.pt", weights_only=True) | state, f"{folder}/ckpt.pt")
     os.remove(f"{folder}/measured.json")
     run("--objectives", "clm")
@@ -194,8 +192,7 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
     assert f"| {name} (left side) |" not in capsys.readouterr().out
     mixture = next(folder for folder, config in all_runs().items() if config["objective"] == name.replace("+", ","))
     assert os.path.basename(mixture).startswith("mlm_0.5+clm_0.5-4-seed1-")
-    with open(f"{mixture}/metrics.jsonl") as f:
-        records = [json.loads(line) for line in f]
+    records = map(json.loads, Path(mixture, "metrics.jsonl").read_text().splitlines())
     mlm, clm = (record for record in records if record.get("split") == "val" and record["step"] == 4)
     metrics = evaluate.logged_metrics(mixture)
     assert metrics["loss"] == mlm["loss"] and metrics["left_to_right"] == clm["bpb"] and "bound" not in metrics
@@ -206,18 +203,11 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
     assert metrics["tflop"] == pytest.approx(sum(parts) / 2 * 4 / 1e12)
 
 
-def test_work_is_traced_once_for_all_seeds_and_time_is_estimated_early(text, capsys, monkeypatch):
-    traced = []
-    count_flops = evaluate.count_flops
-    monkeypatch.setattr(evaluate, "count_flops", lambda hp: traced.append(hp) or count_flops(hp))
-    run("--objectives", "clm", "--seeds", "1,2", "--warmup_iters", "7")
-    out = capsys.readouterr().out
-    assert len(traced) == 1
+def test_the_time_is_estimated_from_the_first_two_records_of_a_run(capsys):
     estimate = compare.make_estimator([argparse.Namespace(hp=argparse.Namespace(max_iters=100))] * 3)
     for step, seconds in (0, 1.0), (0, 1.0), (10, 5.0), (20, 99.0):                 # the first run has a single record
         estimate({"split": "train", "step": step, "seconds": seconds})
     assert capsys.readouterr().out == "3 runs, about 2 min, and the time to measure them\n", "not 3 * 100 * .4 s"
-    assert out.count("2 runs, about 1 min") == 1 and out.index("2 runs, about") < out.index("measuring")
 
 
 def plan(*words):  # -> cells
@@ -300,8 +290,7 @@ def test_the_tables_show_the_largest_budget_and_then_the_others(tmp_path, monkey
     assert "| clm (left side) | 1.010 | 3.00 |" in first and "1.100" not in first
     assert others.splitlines()[4:6] == ["| clm (left side) | 1.100 | 3.00 |  | 1 2 diverged |",
                                         "| mlm |  | 2.00 | 10.000 | 1 |"]
-    with open(tmp_path / "curves.csv", newline="") as f:
-        head, *lines = csv.reader(f)
+    head, *lines = csv.reader((tmp_path / "curves.csv").read_text().splitlines())
     assert head == ["objective", "steps", "seed", "metric", "value"] and len(lines) == 10
     assert ["clm", "10", "1", "left_to_right", "1.1"] in lines
 
@@ -342,8 +331,8 @@ def test_shares_of_minimal_pairs_and_their_errors():
 
 
 def test_pairs_are_scored_once_for_a_file_and_its_code(text, capsys, refuses, monkeypatch):
-    with open("pairs.txt", "w") as f:
-        f.write("a b\ta b\nx = 1\tx 1 =\n")
+    pairs = "a b\ta b\nx = 1\tx 1 =\n"
+    Path("pairs.txt").write_text(pairs)
     scored = []
     score_pairs = compare.score_pairs
     monkeypatch.setattr(compare, "score_pairs", lambda *args, **how: scored.append(args) or score_pairs(*args, **how))
@@ -351,16 +340,13 @@ def test_pairs_are_scored_once_for_a_file_and_its_code(text, capsys, refuses, mo
     run(*words)
     out = capsys.readouterr().out
     assert len(scored) == 2 and "| pseudo-log-likelihood | 1 |" in out and "--pairs FILE" not in out
-    with open("out/curves.csv") as f:
-        assert sum(",pairs,0." in line or ",pairs,1" in line for line in f) == 2
+    assert len(re.findall(",pairs,0.|,pairs,1", Path("out/curves.csv").read_text())) == 2
     run(*words)
     assert len(scored) == 2 and ": measuring" not in capsys.readouterr().out
-    with open("pairs.txt", "a") as f:
-        f.write("yes\tno\n")
+    Path("pairs.txt").write_text(pairs + "yes\tno\n")
     run(*words)
     assert len(scored) == 4 and ": measuring" not in capsys.readouterr().out
-    with open("pairs.txt", "a") as f:
-        f.write("a\t" + "b" * 31)
+    Path("pairs.txt").write_text(pairs + "a\t" + "b" * 31)
     refuses("longer than 30", run, "--objectives", "clm,mlm,nsp", "--pairs", "pairs.txt")
     assert len(os.listdir("out/runs")) == 3, "mlm was trained before the refusal"
     run("--objectives", "clm")
