@@ -75,14 +75,6 @@ def test_an_assignment_fails_until_it_is_solved_and_grades_submissions(tmp_path,
     assert len((out / "grades.csv").read_text("utf-8").splitlines()) == 1 + len(SUBMISSIONS)
 
 
-@pytest.mark.parametrize("flags, hint", [
-    (["--functions", "mln"], "Try mlm"), (["--functions", "mlm,Objective"], "--functions Objective: "),
-    (["--grade", "text.txt"], "is not an assignment"),
-    (["--functions", "mlm"], "--out_dir .: exists"), (["--functions", "mlm", "--out_dir", "text.txt"], "exists")])
-def test_bad_flags_are_refused(flags, hint, text, refuses):
-    refuses(hint, assignment.main, flags)
-
-
 def test_a_function_whose_code_a_page_shows_is_refused(tmp_path, refuses, monkeypatch):
     for file in assignment.FILES:
         shutil.copy(assignment.ROOT / file, tmp_path)

@@ -68,9 +68,3 @@ def test_decoding_without_a_run_has_random_weights_and_ngrams():
     model, _, _ = bench.load_decoder(Namespace(run=""), hp)
     for p in model.parameters():
         assert 0.02 < float(p.float().std()) < 0.1, "as initialized, samples would end at once"
-
-
-@pytest.mark.parametrize("flags, hint", [(["--parts", "fly"], "train,decode"),
-                                         (["--nanogpt", "nowhere"], "model.py")])
-def test_bad_flags_are_refused(flags, hint, refuses):
-    refuses(hint, bench.main, [*SMALL, *flags])

@@ -1,8 +1,8 @@
-"""Checksums of code tell what can change a figure from what cannot."""
+"""Checksums of code tell what can change a figure from what cannot. Also what small programs refuse."""
 import pytest
 
 import experiments.compare  # noqa: F401  all modules that it uses are loaded
-from experiments import common
+from experiments import assignment, bench, common, figures, race
 
 CODE = '''"""A module."""
 import os
@@ -58,3 +58,13 @@ def test_of_objectives_only_what_a_run_uses_counts():
     assert changed_by("first = len(fill.left_ids)", "first = 1 + len(fill.left_ids)") == ([], True), "only measures"
     assert changed_by("MOMENTUM = 0.9 ", "MOMENTUM = 0.8 ", "train.py") == (NAMES, False)
     assert changed_by("PROMPT = 32", "PROMPT = 16", "experiments/evaluate.py") == ([], True)
+
+
+@pytest.mark.parametrize("program, flags, hint", [
+    (bench, "--parts fly", "train,decode"), (bench, "--nanogpt nowhere", "model.py"),
+    (figures, "--objectives clm,clmm", "unknown name"), (race, "--nanogpt .", "not prepared"),
+    (assignment, "--functions mln", "Try mlm"), (assignment, "--functions mlm,Objective", "--functions Objective: "),
+    (assignment, "--grade text.txt", "is not an assignment"), (assignment, "--functions mlm", "--out_dir .: exists"),
+    (assignment, "--functions mlm --out_dir text.txt", "exists")])
+def test_bad_flags_are_refused(program, flags, hint, text, refuses):
+    refuses(hint, program.main, flags.split())

@@ -49,10 +49,6 @@ def test_results_are_those_of_one_length_of_training(tmp_path):
         assert figures.holes_panel(rows, "a title").lines == {f"{name} (left side)": {4: [1.0, 3.0]}}
 
 
-def test_unknown_objectives_are_refused(refuses):
-    refuses("unknown name", figures.main, ["--objectives", "clm,clmm"])
-
-
 @pytest.mark.parametrize("path", [run.__file__, train.__file__, sample.__file__,
                                   *glob.glob(os.path.join(os.path.dirname(figures.__file__), "*.py"))])
 def test_no_objective_is_named_in_the_code(path):
