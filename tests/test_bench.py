@@ -2,12 +2,12 @@ from argparse import Namespace
 
 import pytest
 import torch
+from conftest import tiny
 
 from experiments import bench
 from run import get_config
 
-MODEL = ["--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4",
-         "--ngram_rows", "64", "--dtype", "float32", "--device", "cpu"]
+MODEL = tiny("--n_layer", "1", "--block_size", "64")
 SMALL = [*MODEL, "--repeats", "1", "--steps", "1", "--new", "8"]
 
 

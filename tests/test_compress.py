@@ -1,5 +1,6 @@
 import os
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from experiments import compress
 T = 32
 MODEL = randomized(n_outputs=256).eval().requires_grad_(False)
 RANDOM = to_bytes(torch.randint(0, 256, (900,), generator=make_rng("random")).byte())
-with open(compress.__file__, "rb") as source:
-    CODE = source.read()
+CODE = Path(compress.__file__).read_bytes()
 
 
 @pytest.mark.parametrize("text", [b"", b"a", b"\0\0\0\0", RANDOM, CODE[:277], CODE[:1601]],

@@ -83,36 +83,24 @@ def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_sta
 
 
 # ---- minimal pairs
-def slow_score(net, text, is_causal):  # bytes -> the score of a text, with a pass for each byte
-    logp = 0.0
-    for i, byte in enumerate(text):
-        row = [EOT, *text[:i]] if is_causal else [*text[:i], MASK, *text[i + 1:]]
-        logits = net.logits(net(torch.tensor([row]), 0 if is_causal else len(row)))[0, i, :256].double()
-        if not is_causal:                       # pseudo-log-likelihoods are of the bytes that occur in a text
-            logits[EOT] = -torch.inf
-        logp += float(logits.log_softmax(-1)[byte])
-    return logp
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_batches_do_not_change_a_score(is_causal, monkeypatch):
     monkeypatch.setattr(score, "MAX_ROWS", 3)
     net = randomized().requires_grad_(False)
+
+    def slow_score(text):  # with a pass for each byte
+        logp = 0.0
+        for i, byte in enumerate(text):
+            row = [EOT, *text[:i]] if is_causal else [*text[:i], MASK, *text[i + 1:]]
+            logits = net.logits(net(torch.tensor([row]), 0 if is_causal else len(row)))[0, i, :256].double()
+            if not is_causal:                   # pseudo-log-likelihoods are of the bytes that occur in a text
+                logits[EOT] = -torch.inf
+            logp += float(logits.log_softmax(-1)[byte])
+        return logp
     score_batch = score.exact_scores if is_causal else lambda net, x: score.pseudo_scores(net, x, Fill())
     texts = [bytes(ids(n, seed=seed)[0].tolist()) for n in (1, 2, 7, T) for seed in range(4)]
     scores = score.score_texts(lambda x: score_batch(net, x), texts, "cpu")
-    assert scores == pytest.approx({text: slow_score(net, text, is_causal) for text in texts}, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ABLE)
-def test_pairs_are_compared_for_every_objective_that_scores_a_text(name, runs, capsys):
-    objective = OBJECTIVES[name]
-    Path("pairs.txt").write_bytes(b"a b\ta b\nx = 1\tx 1 =\nof\tfo\n")
-    out = output(capsys, name, "--pairs", "pairs.txt", file="").out
-    assert ("exact log-probability" in out) == (objective.bpb in ("loss", "causal"))
-    assert (f"{name}'s bound, estimated in 16 passes" in out) == (objective.bpb == "bound")
-    assert ("pseudo-log-likelihood" in out) == (objective.bpb is None)
-    assert re.search(r" 3   0\.[1-9]\d\d   0\.\d\d\d  all pairs$", out), "a tie, so more than 0"
+    assert scores == pytest.approx({text: slow_score(text) for text in texts}, rel=1e-5)
 
 
 def blimp(*pairs):  # (UID, better text, worse text) each -> text of a .jsonl file
@@ -164,7 +152,7 @@ def output(capsys, run, *flags, file="book.txt"):
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkeypatch):
+def test_bits_per_byte_and_shares_of_pairs_are_printed_for_every_objective(name, runs, capsys, monkeypatch):
     monkeypatch.setattr(score, "FILLED_BYTES", 100)
     objective = OBJECTIVES[name]
     fills = any("fill" in use.modes for use in objective.uses)
@@ -175,6 +163,12 @@ def test_bits_per_byte_are_printed_beside_compressors(name, runs, capsys, monkey
     assert ("left to right by filling MASKs, the first 100 bytes, windows of " in out) == fills
     assert (f"{name}'s upper bound" in out) == (objective.bpb == "bound")
     assert err == f"--- {Path('out') / name / 'ckpt.pt'}: {name}, step 2 of 2\n"
+    Path("pairs.txt").write_bytes(b"a b\ta b\nx = 1\tx 1 =\nof\tfo\n")
+    out = output(capsys, name, "--pairs", "pairs.txt", file="").out
+    assert ("exact log-probability" in out) == (objective.bpb in ("loss", "causal"))
+    assert (f"{name}'s bound, estimated in 16 passes" in out) == (objective.bpb == "bound")
+    assert ("pseudo-log-likelihood" in out) == (objective.bpb is None)
+    assert re.search(r" 3   0\.[1-9]\d\d   0\.\d\d\d  all pairs$", out), "a tie, so more than 0"
 
 
 def test_scores_are_computed_in_the_given_type_by_default_in_float32(runs, capsys, monkeypatch):
