@@ -32,19 +32,7 @@ SUBMISSIONS = {  # what replaces the body of newton_schulz: what is printed of i
     "wrong": ("    return X", "not right"),
     "endless": ("    while True:\n        pass", "stopped after 40 seconds"),
     "leaves": ("    return X\n\n\nimport os\nos._exit(0)", "no result"),
-    "patches": ("""    return X
-
-
-from _pytest.runner import CallInfo
-call = CallInfo.from_call
-def passing(f, when, reraise=None):
-    def quiet():
-        try:
-            return f()
-        except Exception:
-            pass
-    return call(quiet, when, reraise)
-CallInfo.from_call = passing""", "refused")}
+    "patches": ("    return X\n\nfrom _pytest.python import Function\nFunction.runtest = lambda self: None", "refused")}
 
 
 @pytest.mark.slow

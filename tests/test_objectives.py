@@ -217,8 +217,10 @@ def test_the_mask_of_documents_is_the_rule_within_each(prefix):
 
 
 # ---- generic: on random bytes no likelihood falls below the entropy
-def check_entropy(name, **changes):
-    """A figure that is log V for an untrained model is assumed to be a likelihood, or a bound on one. After training,
+@every
+def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name, **changes):
+    """Random bytes cannot be predicted. A model that predicts them has read them, whatever the layout of the row.
+    A figure that is log V for an untrained model is assumed to be a likelihood, or a bound on one. After training,
     it must not be below the entropy. The loss of an objective with bits per byte is one, and predicts all bytes of a
     text; of others, only hidden targets count. Nor may a loss that depends on labels be below their entropy."""
     hp = settings(name, 32, **dict(batch_size=16, n_layer=2, n_head=2, n_embd=32, ngram_rows=0, attn_scale=2.0,
@@ -275,15 +277,9 @@ def check_entropy(name, **changes):
                 assert after[key] > entropy - 0.05, f"{key} is {after[key]:.3f}, {why}"
 
 
-@every
-def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name):
-    """Random bytes cannot be predicted. A model that predicts them has read them, whatever the layout of the row."""
-    check_entropy(name)
-
-
 @pytest.mark.parametrize("name, changes", [("mtp", dict(mtp_kind="sequential")), ("nsp", dict(nsp_negatives="swap"))])
 def test_on_random_bytes_no_likelihood_of_other_settings_falls_below_the_entropy(name, changes):
-    check_entropy(name, **changes)
+    test_on_random_bytes_no_likelihood_falls_below_the_entropy(name, **changes)
 
 
 # ---- generic: weights and losses
@@ -348,17 +344,16 @@ def test_a_flag_of_several_objectives_is_the_same_for_all(name):
             assert other.flags.get(flag, spec) == spec, (flag, other.name)
 
 
-def another_value(spec):  # of a Flag, not its default
-    if spec.choices:
-        return spec.choices[1]
-    if isinstance(spec.default, int):
-        return spec.default * 2
-    return max(spec.low, spec.default * 0.6) or spec.high * 0.3
-
-
 @every
 def test_each_flag_of_an_objective_changes_its_rows_its_weights_or_its_loss(name):
     windows = torch.randint(1, 256, (4, 2 * T), generator=make_rng("windows"))
+
+    def another_value(spec):  # of a Flag, not its default
+        if spec.choices:
+            return spec.choices[1]
+        if isinstance(spec.default, int):
+            return spec.default * 2
+        return max(spec.low, spec.default * 0.6) or spec.high * 0.3
 
     def training(**changes):  # -> all that depends on the settings
         hp = settings(name, T, **changes)
@@ -541,7 +536,7 @@ def test_a_target_that_is_read_would_be_noticed(name, wrong, learns):
         test_no_position_reads_its_target(name)
     if learns:
         with pytest.raises(AssertionError, match="a leak, or no likelihood"):
-            check_entropy(name)
+            test_on_random_bytes_no_likelihood_falls_below_the_entropy(name)
 
 
 @mock.patch.dict(OBJECTIVES)
@@ -550,7 +545,7 @@ def test_a_label_that_random_bytes_cannot_reveal_would_be_noticed_in_the_loss():
         return {"inp": torch.cat((CLS + batch["labels"][:, None], batch["inp"][:, 1:]), dim=1)}
     OBJECTIVES["nsp"] = dataclasses.replace(OBJECTIVES["nsp"], corrupt=spoiled(O.nsp, label_in_the_row))
     with pytest.raises(AssertionError, match="cannot reveal"):
-        check_entropy("nsp")
+        test_on_random_bytes_no_likelihood_falls_below_the_entropy("nsp")
 
 
 # ---- each objective: what is drawn, and its figures
@@ -742,13 +737,12 @@ def test_fim_rows_can_be_put_together_again_and_have_thirds(rate, spm_rate):
 # ---- mtp, electra
 def test_parallel_heads_equal_the_papers_equations():
     """Head k reads norm(h + W_k h). The heads after the first share the weight mtp_weight; their logits are drafts."""
-    x, _, _ = make("mtp", mtp_heads=3, mtp_weight=0.5)
     objective, net, batch, hp = case("mtp", mtp_heads=3, mtp_weight=0.5)
-    h = net(x[:, :T])
+    h = net(batch["inp"])
     logits = [net.logits(norm(h + h @ W.T)) for W in net.heads["mtp"].weight]
-    want = F.cross_entropy(net.logits(h).mT, x[:, 1:T + 1])
-    for k, z in enumerate(logits, 2):
-        want = want + 0.25 * F.cross_entropy(z.mT, x[:, k:T + k])
+    want = F.cross_entropy(net.logits(h).mT, batch["tgt"])
+    for z, tgt in zip(logits, batch["future_tgt"].unbind(2)):
+        want = want + 0.25 * F.cross_entropy(z.mT, tgt)
     assert_close(objective.loss(net, batch, hp)[0], want)
     draft = find_use(objective, "continue").drafter(hp)
     assert_close(draft(net, h[0]), torch.stack(logits, dim=2)[0])
@@ -1030,16 +1024,6 @@ def test_a_noisy_block_after_cached_clean_ones_equals_one_pass_over_both_copies(
 
 
 # ---- xlnet
-def test_xlnets_masks_are_those_of_the_authors_code():
-    """Zihang Dai's data_utils.py, _local_perm, for the order 3 2 4 1 of four positions that are all predicted. Besides,
-    our queries attend to themselves."""
-    batch = O.two_copies(torch.full((1, 4), MASK), torch.arange(65, 69)[None], torch.tensor([[3, 1, 0, 2]]))
-    queries, content = batch["mask"][0].long().split(4)
-    assert torch.equal(queries[:, :4], torch.eye(4, dtype=torch.long)) and not content[:, :4].any()
-    assert queries[:, 4:].tolist() == [[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 0]]
-    assert content[:, 4:].tolist() == [[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 1]]
-
-
 @torch.no_grad()
 def test_xlnet_fills_a_hole_as_in_a_training_row_in_which_the_hole_comes_last():
     """Whatever stands in the clean copy of another hole that comes after it in that row."""

@@ -116,11 +116,6 @@ def test_shares_and_errors(runs, capsys, monkeypatch):
         ("3", "0.500", "0.236", "a"), ("1", "1.000", "0.000", "b"), ("4", "0.625", "0.207", "all pairs")]
 
 
-def test_the_60_pairs_have_the_format_of_blimp():
-    pairs = score.read_pairs(str(Path(__file__).with_name("pairs.jsonl")))
-    assert [uid for uid, *_ in pairs] == ["agreement"] * 20 + ["word_order"] * 20 + ["syntax"] * 20
-
-
 @pytest.mark.parametrize("name, content, hint", [
     ("clm", b"a\tb\nc\n", "line 2"), ("clm", b"a\tb\tc", "line 1"), ("clm", b"a\t", "empty"),
     ("clm", b"a\t" + b"b" * 20 + b"\0", "NUL"),
@@ -132,7 +127,9 @@ def test_bad_pairs_are_refused(name, content, hint, runs, refuses):
     refuses(hint, score.main, ["--out_dir", f"out/{name}", "--pairs", "bad.txt"])
 
 
-def test_a_byte_order_mark_is_not_a_part_of_the_first_pair(tmp_path):
+def test_pairs_are_read_and_a_byte_order_mark_is_not_a_part_of_the_first_one(tmp_path):
+    pairs = score.read_pairs(str(Path(__file__).with_name("pairs.jsonl")))
+    assert [uid for uid, *_ in pairs] == ["agreement"] * 20 + ["word_order"] * 20 + ["syntax"] * 20
     for name, pair in (("a.txt", "x\ty"), ("a.jsonl", blimp(("u", "x", "y")))):
         (tmp_path / name).write_text(pair, "utf-8-sig")
         assert score.read_pairs(str(tmp_path / name))[0][1:] == (b"x", b"y")

@@ -132,7 +132,6 @@ def test_the_bits_of_training_are_frozen(name, text):
 @pytest.mark.parametrize("r, c", [(1, 1), (8, 8), (8, 32), (5, 7)])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_newton_schulz_changes_only_singular_values(r, c, dtype, error):
-    """In Gram space for wide matrices."""
     x = torch.randn(3, r, c, generator=make_rng("x"))
     u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
     s = s / s.norm(dim=1, keepdim=True)
@@ -431,19 +430,17 @@ def test_a_recorded_step_can_be_replayed(name, own, more, text):
         flags.append("--doc_mask")
     eager = start(*flags)
     graphed = start(*flags)
-    recordings = {}                             # {member: recording of its step}
-    results = {}                                # {member: its loss and norm}
+    recorded = {}                               # {member: recording of its step, its loss and norm}
     for step in range(2 + len(eager.members)):
         want = take(eager, step)
         m = load_inputs(graphed, step)
         member = m.objective.name
-        if member in recordings:
-            recordings[member].replay()
+        if member in recorded:
+            recorded[member][0].replay()
         else:
-            recordings[member] = Recording()
-            with recordings[member]:
-                results[member] = train.training_step(graphed, m)
-        assert_close((results[member], state_of(graphed)), (want, state_of(eager)), rtol=0, atol=0)
+            with Recording() as recording:
+                recorded[member] = recording, train.training_step(graphed, m)
+        assert_close((recorded[member][1], state_of(graphed)), (want, state_of(eager)), rtol=0, atol=0)
 
 
 @NEEDS_CUDA
@@ -557,7 +554,6 @@ def test_the_legend_explains_exactly_the_symbols_that_are_shown(name, text, caps
 
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.bpb == "causal"])
 def test_bits_per_byte_are_those_of_clms_rows(name, text):
-    """Equal weights give equal bits per byte, whatever rows the objective trains on."""
     write("nul.txt", b"in which some windows of 33 bytes have an end and some do not\0" * 200)
     s = start("--data", "nul.txt", "--objective", f"clm,{name}", "--batch_size", "16")
     randomize(s.model)
