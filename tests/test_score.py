@@ -18,8 +18,6 @@ from data import EOT, MASK
 from experiments import score
 from objectives import OBJECTIVES, Fill
 
-ABLE = [name for name, objective in OBJECTIVES.items() if score.has_probability(objective)]
-
 
 # ---- bits of a text
 @pytest.mark.parametrize("stride", [1, 5, T])
@@ -148,7 +146,7 @@ def output(capsys, run, *flags, file="book.txt"):
     return capsys.readouterr()
 
 
-@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if score.has_probability(o)])
 def test_bits_per_byte_and_shares_of_pairs_are_printed_for_every_objective(name, runs, capsys, monkeypatch):
     monkeypatch.setattr(score, "FILLED_BYTES", 100)
     objective = OBJECTIVES[name]
