@@ -148,8 +148,9 @@ def test_an_update_equals_that_of_torchs_optimizers(optimizer, error, text):
     """Muon computes in bfloat16. It takes the products of all matrices of a shape at once, which round differently."""
     s = start("--data", text, "--dtype", "bfloat16", "--optimizer", optimizer)
     assert len({momentum.shape[1:] for _, momentum in s.opt.muon}) == len(s.opt.muon), "a product for each shape"
-    # (our parameter, a part of it, torch's parameter) each; a stack has several matrices
-    muon = [(p, i, torch.nn.Parameter(p[i].clone())) for params, _ in s.opt.muon for p in params for i in range(len(p))]
+    muon = []                                   # (our parameter, a part of it, torch's parameter) each
+    for stack in [p for params, _ in s.opt.muon for p in params]:
+        muon += [(stack, i, torch.nn.Parameter(matrix.clone())) for i, matrix in enumerate(stack)]
     adamw = [(p, ..., torch.nn.Parameter(p.clone())) for p, *_ in s.opt.adamw]
     references = [torch.optim.AdamW([q for *_, q in adamw], betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)]
     if muon:
