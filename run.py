@@ -414,11 +414,8 @@ def choose_out_dir(hp):  # -> a folder that holds no run; fails if --out_dir hol
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
     base = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
-    path = base
-    for i in itertools.count(2):
-        if not os.path.exists(path):
-            return path
-        path = f"{base}-{i}"
+    paths = itertools.chain([base], (f"{base}-{i}" for i in itertools.count(2)))
+    return next(path for path in paths if not os.path.exists(path))
 
 
 def open_metrics(out_dir, length):

@@ -206,13 +206,9 @@ def adamw_step(states, lr):  # states: [AdamWState]; lr: 0-D tensor
     """AdamW (Loshchilov and Hutter 2019). Weight decay is applied in optimizer_step. This calls torch's functional
     form, because constructing torch.optim.AdamW imports the compiler, which takes a second."""
     states = [state for state in states if state.param.grad is not None]
-    adamw(params=[state.param for state in states],
-          grads=[state.param.grad for state in states],
-          exp_avgs=[state.first for state in states],
-          exp_avg_sqs=[state.second for state in states],
-          max_exp_avg_sqs=[],
-          state_steps=[state.n_updates for state in states],
-          fused=True, lr=lr, beta1=0.9, beta2=0.95, eps=1e-10, weight_decay=0.0, amsgrad=False, maximize=False)
+    params, first, second, n_updates = map(list, zip(*states))
+    adamw(params, [p.grad for p in params], first, second, [], n_updates, fused=True, lr=lr, beta1=0.9, beta2=0.95,
+          eps=1e-10, weight_decay=0.0, amsgrad=False, maximize=False)
 
 
 @torch.no_grad()

@@ -49,21 +49,17 @@ WAYS = {"": [], " compiled": ["compile"], " captured": ["cuda_graph"], " both": 
 def interleave(programs, repeats, device):  # {name: program} -> {name: median of its units per second}
     """Runs programs in turns. A program takes the number of the round and returns how many units it has done, such as
     bytes or FLOPs. The first round is not timed, since compilation happens in it."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     speeds = {name: [] for name in programs}
     for i in range(repeats + 1):
         for name, program in programs.items():
-            synchronize(device)
+            wait()
             begin = time.perf_counter()
             units = program(i)
-            synchronize(device)
+            wait()
             if i > 0:
                 speeds[name].append(units / (time.perf_counter() - begin))
     return {name: statistics.median(values) for name, values in speeds.items()}
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def repeat(step, n, units=1):  # -> a program that takes n steps, each of this many units

@@ -65,7 +65,6 @@ def lines_of(batch, b):  # -> [(title, cells, color)]
 
 
 def kind_of(batch, b):  # -> the kind of attention, and the mode or CLS that the row starts with, or None
-    """One row of each kind is drawn."""
     P = prefix_of(batch, b)
     attention = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(P, "prefix LM")
     first = int(batch["inp"][b].flatten()[0])
