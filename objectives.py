@@ -251,11 +251,12 @@ def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T p
 
 @dataclass(frozen=True)
 class Infill:
-    """Writes bytes other than EOT into holes of unknown length."""
+    """Writes bytes other than EOT into holes of unknown length. Without a prompt, fills each number of MASKs and takes
+    the most likely answer; for this, the objective needs a Fill and a causal Continue."""
     modes = ("infill",)
     # (texts around the holes, number of bytes expected in a hole, hp) -> ids up to the first answer, prefix length
-    prompt: Callable
-    stop_ids: tuple                             # stop_ids[i] ends the answer of hole i and starts that of hole i + 1
+    prompt: Callable | None = None
+    stop_ids: tuple = ()                        # stop_ids[i] ends the answer of hole i and starts that of hole i + 1
 
 
 @dataclass(frozen=True)
@@ -568,8 +569,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
     x_rows = span_rows(x_text, *UL2_X_RATE_AND_MEAN, T_rest, g)
     batch = {key: torch.cat((r_rows[key], s_rows[key], x_rows[key])) for key in r_rows}
     modes = [constant_column(r_text, MODE_R), constant_column(s_text, MODE_S), constant_column(x_text, MODE_X)]
-    mode = torch.cat(modes)                                                         # (B, 1)
-    inp = torch.cat((mode, batch["inp"]), dim=1)
+    inp = torch.cat((torch.cat(modes), batch["inp"]), dim=1)
     tgt = F.pad(batch["tgt"], (1, 0), value=IGNORE_INDEX)
     P = batch["prefix"] + 1
     return dict(inp=inp, tgt=tgt, prefix=P, positions=span_positions(inp, P, hp))
@@ -734,17 +734,14 @@ def mtp_loss(model, batch, hp):
     return loss, figures
 
 
-def mtp_drafter(hp):
-    return parallel_logits if hp.mtp_kind == "parallel" else None
-
-
 OBJECTIVES["mtp"] = Objective(
     "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead", attention="causal",
     n_bytes=lambda T, hp: T + hp.mtp_heads, heads=make_mtp_heads, loss=mtp_loss,
     flags={"mtp_heads": Flag(4, "number of bytes predicted at each position", 2),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(drafter=mtp_drafter),))
+    supports_doc_mask=True, bpb="causal",
+    uses=(Continue(drafter=lambda hp: parallel_logits if hp.mtp_kind == "parallel" else None),))
 
 
 # ---- electra: replaced token detection
@@ -1413,7 +1410,7 @@ OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
     min_rows=2, loss=weighted_loss(position_nats),              # no "nll": a perplexity of both kinds means nothing
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue()))
+    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue(), Infill()))
 
 
 # ---- other names: --objective refuses them, and suggests the objective

@@ -46,6 +46,7 @@ TEMPERATURE = 0.8                               # default for text that is writt
 DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for text that is written by diffusion
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
+LONGEST_FILLED = 16                             # by default, the longest answer that is tried by filling [MASK]s
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
 CORRECTION_PASSES = 4                           # default number of passes of corrections
 ERROR_RATE = 0.01                               # default share of wrong bytes that corrections assume
@@ -126,10 +127,7 @@ def sample_byte(logits, g, stop_id=None, **sampling):  # (N, V) -> ids (N,)
     END_THRESHOLD, and otherwise a byte other than EOT."""
     if stop_id is None:
         return draw(distribution(logits, **sampling), g)
-    p = logits.softmax(-1)
-    p_end = p[:, stop_id]
-    if stop_id != EOT:
-        p_end = p_end + p[:, EOT]
+    p_end = logits.softmax(-1)[:, list({stop_id, EOT})].sum(1)
     return draw(distribution(without_eot(logits), **sampling), g).masked_fill(p_end >= END_THRESHOLD, stop_id)
 
 
@@ -445,25 +443,64 @@ def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **s
 
 
 @torch.inference_mode()
+def text_nats(model, hp, before, text):  # lists of ids -> nats (0-D) of the text, which follows `before`
+    n = len(text)
+    x = to_row(([EOT] + before)[-(hp.block_size - n):] + text, hp)
+    return F.cross_entropy(model.logits(model(x[:, :-1], 0)[0, -n:]), x[0, -n:], reduction="sum")
+
+
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
     """Returns the shortest start of the answer after which the text after the hole is at least a tenth as likely as
     after the best start: fim rarely ends an answer with EOT. A model that cannot continue a text keeps its answer."""
     after = after[:SUFFIX_BYTES]
-    n = len(after)
     use = find_use(objective, "continue")
-    if n == 0 or use is None or use.both_ways:
+    if not after or use is None or use.both_ways:
         return answer
-    nats = []                                   # nats[cut]: of the text after answer[:cut]
-    for cut in range(len(answer) + 1):
-        context = [EOT] + before + answer[:cut]
-        context = context[-(hp.block_size - n):]
-        x = to_row(context + after, hp)
-        logits = model.logits(model(x[:, :-1], 0)[0, -n:])                          # (n, V)
-        nats.append(float(F.cross_entropy(logits, x[0, -n:], reduction="sum")))
+    nats = [float(text_nats(model, hp, before + answer[:cut], after)) for cut in range(len(answer) + 1)]
     cut = 0
     while nats[cut] >= min(nats) + math.log(10):
         cut += 1
     return answer[:cut]
+
+
+def fill_any_length(model, objective, hp, before, after, longest, g, **sampling):  # lists of ids -> answer
+    """Fills the hole with each number of bytes from 0 to `longest`. Returns the answer which, with the text after it,
+    is most likely from left to right. If nothing follows the hole, the end of the text does."""
+    after = after or [EOT]
+    candidates = []
+    for n in range(longest + 1):
+        row = to_row(before + [MASK] * n + after, hp)
+        *_, row = unmask(model, row, g, find_use(objective, "fill"), **sampling)
+        answer = row[0, len(before):len(before) + n].tolist()
+        nats = float(text_nats(model, hp, before, answer + after[:SUFFIX_BYTES]))
+        candidates.append((nats, answer))
+    return min(candidates)[1]
+
+
+def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampling):  # texts: lists of ids
+    """Fills the holes between the texts one after the other. Reads only what is nearest to a hole: the text before it
+    with its answers, and the text up to the next hole. Returns the answers and whether all ended."""
+    use = find_use(objective, "infill")
+    longest = min(longest, hp.block_size // 3)
+    half = (hp.block_size - 8 - longest) // 2   # 8: space for special ids
+    before = texts[0]
+    answers = []
+    ended = []
+    for after in texts[1:]:
+        near = [before[-half:], after[:half]]
+        if near != [before, after]:
+            note(f"reads only the nearest {len(near[0])} bytes before the hole and {len(near[1])} bytes after it")
+        if use.prompt:
+            prompt, prefix = use.prompt(near, expected, hp)
+            [written], has_ended = infill(model, objective, hp, prompt, prefix, 1, longest, g, **sampling)
+            answer = trim_to_suffix(model, objective, hp, near[0], written, near[1])
+            ended.append(has_ended or answer != written)        # an answer that was trimmed has ended
+        else:
+            answer = fill_any_length(model, objective, hp, *near, longest, g, **sampling)
+            ended.append(len(answer) < longest)
+        answers.append(answer)
+        before = before + answer + after
+    return answers, all(ended)
 
 
 # ---- repairing
@@ -651,7 +688,6 @@ def fill_mode(model, objective, use, hp, args, g):
 
 
 def infill_mode(model, objective, use, hp, args, g):
-    T = hp.block_size
     # 1. the texts around the holes, one more than there are holes
     if args.prompt is None:
         texts = [list(args.prefix or []), list(args.suffix or [])]
@@ -660,27 +696,21 @@ def infill_mode(model, objective, use, hp, args, g):
     else:
         fail("--prompt: already contains the text around its holes. Try it without --prefix and --suffix")
     n_holes = len(texts) - 1
-    if not 1 <= n_holes <= len(use.stop_ids):
-        fail(f"--prompt: has {n_holes} holes, {objective.name} fills 1 to {len(use.stop_ids)}. Try one <extra_id_0>")
-    # 2. the parts of them that the model reads: around a single hole, only the bytes nearest to it
-    near = texts
-    if n_holes == 1:
-        space = min(args.max_new_tokens, T // 3)                # for the answer
-        half = (T - 8 - space) // 2             # 8: space for special ids
-        near = [texts[0][-half:], texts[1][:half]]
-        if near != texts:
-            note(f"reads only the nearest {len(near[0])} bytes before the hole and {len(near[1])} bytes after it")
-    # 3. the answers
-    expected = args.max_new_tokens // n_holes if "max_new_tokens" in args.given else HOLE_BYTES
-    prompt, prefix = use.prompt(near, expected, hp)
-    if len(prompt) + n_holes > T:
-        fail(f"--prompt: takes {len(prompt)} positions, which leaves no space in a block of {T}. Try a shorter text")
-    answers, ended = infill(model, objective, hp, prompt, prefix, n_holes, args.max_new_tokens, g, **args.fill_sampling)
-    if n_holes == 1:
-        trimmed = trim_to_suffix(model, objective, hp, near[0], answers[0], near[1])
-        ended = ended or trimmed != answers[0]  # an answer that was trimmed has ended
-        answers = [trimmed]
-    # 4. the whole text
+    if not n_holes:
+        fail("--prompt: has no hole. Try an <extra_id_0> where bytes are missing")
+    # 2. the answers: several at once, if the model was trained to write them
+    is_given = "max_new_tokens" in args.given
+    longest = args.max_new_tokens if is_given or use.prompt else LONGEST_FILLED
+    expected = longest // n_holes if is_given else HOLE_BYTES
+    if 1 < n_holes <= len(use.stop_ids):
+        prompt, prefix = use.prompt(texts, expected, hp)
+        if len(prompt) + n_holes > hp.block_size:
+            fail(f"--prompt: takes {len(prompt)} positions, which leaves no space in a block of {hp.block_size}. "
+                 "Try a shorter text")
+        answers, ended = infill(model, objective, hp, prompt, prefix, n_holes, longest, g, **args.fill_sampling)
+    else:
+        answers, ended = infill_from_left(model, objective, hp, texts, expected, longest, g, **args.fill_sampling)
+    # 3. the whole text
     ids = texts[0]
     is_new = [False] * len(ids)
     for answer, text in zip(answers, texts[1:]):
@@ -688,7 +718,7 @@ def infill_mode(model, objective, use, hp, args, g):
         is_new += [True] * len(answer) + [False] * len(text)
     print(highlight(ids, is_new), flush=True)
     if not ended:
-        note(f"the answer did not end by itself within {args.max_new_tokens} bytes and the block of {T}")
+        note(f"the answer did not end by itself within {longest} bytes and the block of {hp.block_size}")
 
 
 def repair_mode(model, objective, use, hp, args, g):
@@ -723,8 +753,7 @@ def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that ea
     words.sort(key=lambda word: -max(p[word]))
     if len(prompt) <= hp.block_size:
         print(highlight(prompt, is_marked, ("«", "»")), flush=True)
-    legend = ", as line:column, with the probability that they are wrong:" if words else ""
-    note(f"{len(words)} suspicious words{legend}")
+    note(f"suspicious words, as line:column, with the probability that they are wrong: {len(words)}")
     whole = bytes(prompt)
     for word in words:
         worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
@@ -758,24 +787,20 @@ def search_mode(model, objective, use, hp, args, g):
         fail("--corpus: has no line of text. Try another file")
     n = use.piece_bytes(hp)
     cut = [list(cut_after_spaces(text, n)) for text in [bytes(args.query), *lines]]
-    distinct = dict.fromkeys(piece for pieces in cut for piece in pieces)
-    vectors = dict(zip(distinct, embed_texts(model, use, list(distinct), hp)))
-    query, *others = [torch.stack([vectors[piece] for piece in pieces]) for pieces in cut]          # (pieces, C) each
+    vectors = embed_texts(model, use, [piece for pieces in cut for piece in pieces], hp)
+    query, *others = vectors.split([len(pieces) for pieces in cut])                 # (pieces, C) each
     lengths = torch.tensor([len(piece) for piece in cut[0]], device=query.device)
-    share = lengths / lengths.sum()             # of each piece in the query
-    similarity = torch.stack([(query @ line.T).amax(1) @ share for line in others])
+    similarity = torch.stack([(query @ line.T).amax(1) @ (lengths / lengths.sum()) for line in others])
     for i in similarity.argsort(descending=True)[:3].tolist():
         print(f"--- similarity {float(similarity[i]):.3f}, line {whole.index(lines[i]) + 1}:\n{to_text(lines[i])}")
 
 
 def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
     """Texts of equal length form a batch: the model, which is bidirectional, would attend to padding."""
-    by_length = {}                              # {length: indices of the texts}
-    for i, text in enumerate(texts):
-        by_length.setdefault(len(text), []).append(i)
     vectors = {}                                # {index: embedding (C,)}
     with tqdm(total=len(texts), disable=None, leave=False) as bar:
-        for same in by_length.values():
+        for n in set(map(len, texts)):
+            same = [i for i, text in enumerate(texts) if len(text) == n]
             for first in range(0, len(same), MAX_ROWS):
                 batch = same[first:first + MAX_ROWS]
                 x = torch.tensor([list(texts[i]) for i in batch], device=hp.device)
@@ -841,13 +866,10 @@ def choose_use(members, texts, switches=()):  # [Member], {flag: bytes}, given f
     return max(candidates, key=fit)
 
 
-def refuse_flag(flag, objective, mode, members):  # fails because of a flag that the Mode does not read
-    modes = [MODES[name] for m in members for use in m.objective.uses for name in use.modes]
-    if flag not in (*FLAGS["texts"], *SWITCHES) or any(flag in other.flags for other in modes):
-        fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try other texts, or without it")
-    # no use of the run reads this text: name the objectives that do
+def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode does not read, and says what reads it
     reader = next(name for name, other in MODES.items() if flag in other.flags)
-    fail(f"--{flag}: {objective.name} does not {MODES[reader].task}. Try a run of {objectives_with(reader)}")
+    fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try without it, other texts, or a run "
+         f"that can {MODES[reader].task}: {objectives_with(reader)}")
 
 
 def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
@@ -879,8 +901,6 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
     noisy = [ord("x") if i % 20 == 9 else byte for i, byte in enumerate(text)]
     masked = [MASK if i % 7 == 3 else byte for i, byte in enumerate(text)]
     texts = {
-        "continue": dict(prompt=text),
-        "continue_blocks": dict(prompt=text),
         "fill": dict(prompt=masked),
         "infill": dict(prefix=text[:half], suffix=text[half + 4:]),
         "repair": dict(prompt=noisy),
@@ -888,7 +908,7 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
         "follow": dict(prefix=text[:half], suffix=text[half:]),
         "search": dict(query=text[:half], corpus=bytes(held_out[half:].tolist())),  # does not contain the query
         "seam": dict(prompt=text[half:] + text[:half]),
-    }[mode]
+    }.get(mode, dict(prompt=text))              # to continue
     print(f"held-out text:\n{to_text(text)}")
     for flag, ids in texts.items():
         if flag != "corpus" and ids != text:
@@ -908,7 +928,7 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
     objective = m.objective
     mode = MODES[mode_name]
     for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
-        refuse_flag(flag, objective, mode, members)
+        refuse_flag(flag, objective, mode)
     if objective.name != hp.objective:
         note(f"used as {objective.name}")
     check_holes(texts.get("prompt", b""), objective, mode_name, given)
@@ -929,7 +949,7 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
 
 
 def ask(loaded, **flags):
-    """Returns what the program prints to standard output: a str, or with num_samples a list with a str for each sample.
+    """Returns a sample as the program prints it to standard output: a str, or with num_samples a list of them.
 
         loaded = run.load_run("out/hybrid")
         sample.ask(loaded, prompt="for i in ra[MASK:3](10):")
@@ -945,15 +965,13 @@ def ask(loaded, **flags):
             words.append(f"--{name}={value if isinstance(value, (int, float)) else os.fsdecode(value)}")
     groups = FLAGS | {"run": {flag: FLAGS["run"][flag] for flag in ("objective", "seed")}}
     texts = []
-    out = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
-    with contextlib.redirect_stdout(out):
-        for print_sample in plan_samples(loaded, parse(words, groups)):
+    for print_sample in plan_samples(loaded, parse(words, groups)):
+        out = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
+        with contextlib.redirect_stdout(out):
             print_sample()
-            out.flush()
-            text = out.buffer.getvalue().decode(errors="surrogateescape")
-            texts.append(text if flags.get("fix") else text.removesuffix("\n"))
-            out.seek(0)
-            out.truncate()
+        out.flush()
+        text = out.buffer.getvalue().decode(errors="surrogateescape")
+        texts.append(text if flags.get("fix") else text.removesuffix("\n"))
     return texts if "num_samples" in flags else texts[0]
 
 

@@ -236,23 +236,33 @@ def line_figures(rows):  # (N, n) -> share of bytes in lines that tokenize, shar
     return n_good / max(1, sum(map(len, lines))), len(set(lines)) / max(1, len(lines)), len(lines)
 
 
+def restore_holes(model, objective, hp, text, lengths):  # -> share of restored holes, share of holes that are spaces
+    """Fills holes of these lengths, one after the other, as sample.py does, which is not told the length."""
+    half = min(80, hp.block_size // 2 - 48)
+    longest = 20 if find_use(objective, "infill").prompt else sample.LONGEST_FILLED
+    results = []
+    for row, m in zip(windows(text, 2 * half, 2 * ROWS, "holes").tolist(), itertools.cycle(lengths)):
+        start = half - m // 2
+        middle = row[start:start + m]
+        texts = [row[:start], row[start + m:]]
+        [answer], _ = sample.infill_from_left(model, objective, hp, texts, 4, longest, make_rng("holes"), temperature=0)
+        results.append((answer == middle, bytes(middle) == b" " * m))
+    return [statistics.fmean(column) for column in zip(*results)]
+
+
 def eval_infill_exact_match(model, objective, hp, text):
-    """Share of holes of 4 bytes that are restored exactly. Writes up to 20 bytes and trims them, as sample.py does.
-    Baseline: four spaces. `ends` is the share of holes in which the model itself ends the text."""
+    """Share of holes of 4 bytes that are restored exactly. Baseline: four spaces."""
     if hp.block_size < MIN_BLOCK:
         return {}
-    half = min(80, hp.block_size // 2 - 48)
-    results = []
-    for row in windows(text, 2 * half, 2 * ROWS, "holes").tolist():
-        left = row[:half - 2]
-        middle = row[half - 2:half + 2]
-        right = row[half + 2:]
-        ids, P = find_use(objective, "infill").prompt([left, right], 4, hp)
-        [written], ended = sample.infill(model, objective, hp, ids, P, 1, 20, make_rng("holes"), temperature=0)
-        trimmed = sample.trim_to_suffix(model, objective, hp, left, written, right)
-        results.append((trimmed == middle, bytes(middle) == b"    ", ended))
-    restored, blank, ends = (statistics.fmean(column) for column in zip(*results))
-    return {"task": restored, "task_baseline": blank, "ends": ends}
+    restored, blank = restore_holes(model, objective, hp, text, [4])
+    return {"task": restored, "task_baseline": blank}
+
+
+def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}; METRICS says what they are
+    if not find_use(objective, "infill"):
+        return {}
+    lengths = {"restored_4": [4], "restored_12": range(1, 13)}
+    return {metric: restore_holes(model, objective, hp, text, m)[0] for metric, m in lengths.items()}
 
 
 def eval_repairs(model, objective, hp, text):
@@ -553,7 +563,8 @@ METRICS = {                                     # what compare prints, in this o
     "typos_first": Metric("typos ranked first", 3, "share", True, "texts whose typo is the most suspicious byte"),
     "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False, "by the same corrections"),
     "replaced_left": Metric("replaced bytes left", 3, "share", False, "edit distance, of that before the corrections"),
-    "ends": Metric("ends", 3, "share", None, "holes that the model ends by itself"),
+    **{f"restored_{m}": Metric(f"holes restored: {name}", 2, "share", True, "holes of unknown length, filled exactly")
+       for m, name in ((4, "4 bytes"), (12, "1 to 12 bytes"))},
     "distinct": Metric("distinct lines", 3, "share", None, "lines of its task that differ from all earlier ones"),
     **{f"left_{m}": Metric(f"from the left: {m}", 2, BITS, False, LEFT) for m in HOLE_LENGTHS},
     **{f"infill_{m}": Metric(f"both sides: {m}", 2, BITS, False) for m in HOLE_LENGTHS},
@@ -573,7 +584,8 @@ def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: 
     """Of several members, each metric is of the first one that has it."""
     evaluations = [eval_task]
     if hp.block_size >= MIN_BLOCK and not tasks_only:
-        evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections, eval_replaced]
+        evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections, eval_replaced,
+                        eval_restored]
     metrics = {}
     steps = [*itertools.product(members, evaluations)]
     for member, evaluation in tqdm(steps, desc="evaluations", disable=None, leave=False):

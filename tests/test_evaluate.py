@@ -39,6 +39,8 @@ def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):
 def test_a_byte_of_a_middle_is_predicted_from_the_sides_and_the_middle_before_it(name, mode):
     """Otherwise the bits would not add up to those of the middle. The right side is not read by mode continue."""
     use = find_use(OBJECTIVES[name], mode)
+    if mode == "infill" and use and not use.prompt:
+        return                                  # fills MASKs
     objective = dataclasses.replace(OBJECTIVES[name], uses=(use,))
     net, x, a, m = randomized().requires_grad_(False), ids(2, 20), 8, 4
 
@@ -170,7 +172,7 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     monkeypatch.setattr(evaluate.sample, "infill", infill)
     monkeypatch.setattr(evaluate.sample, "trim_to_suffix", lambda *args: args[4][:4 + (args[3][0] == 32)])
     found = measure(evaluate.eval_infill_exact_match, "span", 256)
-    assert found == {"task": 0.75, "task_baseline": 0.25, "ends": 0.25}
+    assert found == {"task": 0.75, "task_baseline": 0.25}
 
 
 @pytest.mark.parametrize("name, T", [("mlm", 256), ("ul2", 512), ("xlnet", 256), ("xlnet", 512)])

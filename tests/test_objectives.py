@@ -385,7 +385,9 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
         if isinstance(use, Fill) and (use.left_ids, use.right_ids, use.shift) == ((), (), 0):
             clean = F.pad(x, (0, T - x.size(1)), value=IGNORE_INDEX)
             assert ((batch["tgt"] == clean) | (batch["tgt"] == IGNORE_INDEX)).all(), "a target is not the clean byte"
-        if isinstance(use, Infill):
+        if isinstance(use, Infill) and not use.prompt:
+            assert find_use(objective, "fill") and not find_use(objective, "continue").both_ways
+        elif isinstance(use, Infill):
             ids, P = use.prompt([[97], [98]], 4, hp)
             assert 0 <= P <= len(ids) and use.stop_ids and max(use.stop_ids) < objective.n_outputs
         if isinstance(use, Repair):

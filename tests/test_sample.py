@@ -462,6 +462,49 @@ def test_cuts_of_a_middle_are_compared_byte_by_byte(n_left, n_right):
     assert len(found) > 1
 
 
+@pytest.mark.parametrize("n_left, n_right", [(0, 30), (9, 0), (9, 3), (9, 30)])
+def test_of_all_lengths_of_a_hole_the_most_likely_is_taken(n_left, n_right):
+    """The answer and the first 16 bytes after it are read from left to right. EOT follows a hole at the end."""
+    net = randomized().requires_grad_(False)
+    net.head.weight *= 9                        # bytes differ widely in their nats, so that no length is always best
+    hybrid = OBJECTIVES["hybrid"]
+    lengths = set()
+    for seed in range(12):
+        left, right = (ids(n, seed=f"{seed}{n}")[0].tolist() for n in (n_left, n_right))
+        after = right or [EOT]
+        answers = {}                            # {log-probability: answer}
+        for n in range(3):
+            row = torch.tensor([left + [MASK] * n + after])
+            *_, row = sample.unmask(net, row, rng(), find_use(hybrid, "fill"), **GREEDY)
+            answer = row[0, n_left:n_left + n].tolist()
+            text = [EOT, *left, *answer, *after[:16]]
+            logp = net.logits(net(torch.tensor([text])))[0].log_softmax(-1)
+            answers[sum(float(logp[i - 1, text[i]]) for i in range(n_left + 1, len(text)))] = answer
+        best = answers[max(answers)]
+        found = sample.infill_from_left(net, hybrid, settings("hybrid", 99), [left, right], 4, 2, rng(), **GREEDY)
+        assert found == ([best], len(best) < 2)
+        lengths.add(len(best))
+    assert 0 in lengths and len(lengths) > 1
+
+
+def test_holes_are_filled_from_the_left_and_read_what_is_near(runs, capsys, monkeypatch):
+    asked = []
+
+    def fill(model, objective, hp, before, after, longest, g, temperature):
+        asked.append((bytes(before), bytes(after), longest, temperature))
+        return [*b"XYZ"[:len(asked)]]
+    monkeypatch.setattr(sample, "fill_any_length", fill)
+    block = load_checkpoint("out/hybrid")["config"]["block_size"]
+    longest = min(16, block // 3)
+    half = (block - 8 - longest) // 2
+    found = output(capsys, "hybrid", "--prompt", f"{'l' * 99}<extra_id_0>mm<extra_id_7>")
+    assert found.out == f"{'l' * 99}XmmXY\n" and "nearest" in found.err and "did not end" not in found.err
+    assert asked == [(b"l" * half, b"mm", longest, 0.0), (b"l" * (half - 3) + b"Xmm", b"", longest, 0.0)]
+    found = output(capsys, "hybrid", "--prefix", "a", "--max_new_tokens", "3", "--num_samples", "2")
+    assert "aXYZ\n" in found.out and "did not end by itself within 3 bytes" in found.err
+    assert asked[2] == (b"a", b"", 3, sample.TEMPERATURE)
+
+
 # ---- repairing
 @pytest.mark.parametrize("text, pieces", [
     (b"", []), (b"abcdefgh", [b"abcdefgh"]), (b"abcdefghi", [b"abcde", b"fghi"]),
@@ -757,11 +800,11 @@ def test_ask_returns_what_the_program_prints(name, flags, runs, capsys, monkeypa
     assert sample.ask(loaded, **flags) == want and not capsys.readouterr().out
 
 
-def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs, refuses):
+def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs, refuses, capsys):
     loaded = load_run("out/clm", "cpu", "float32")
     texts = sample.ask(loaded, prompt="a", num_samples=2, max_new_tokens=9)
     assert sample.ask(load_run("out/mlm", "cpu"), prompt="a\n", fix=True) == "a\n", "the text's own line end"
-    assert sample.ask(loaded).startswith("held-out text:\n")
+    assert sample.ask(loaded) and capsys.readouterr().out.startswith("held-out text:\n")
     assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
     for flags, hint in ((dict(temperature=-1), "less than"), (dict(device="cpu"), "device"), (dict(fix=True), "--fix")):
         refuses(hint, lambda flags=flags: sample.ask(loaded, prompt="a", **flags))
@@ -813,7 +856,7 @@ def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, c
     tail = "z" * 11
     assert out == f"1:3: na«ï»ve  0.95\n1:10: caf«é»  0.95\n11:3: ab«!»cd  0.88\n11:8: a«!»  0.88\n" \
                   f"12:52: {tail}«!»  0.88\n"
-    assert "5 suspicious words" in err
+    assert "that they are wrong: 5\n" in err
     assert stdout(capsys, "electra", "--prompt", "FILE:short.txt").startswith("ok a«!»\n1:5: a«!»"), "fits a block"
 
 
@@ -862,7 +905,8 @@ def test_every_use_can_be_asked_for(runs, capsys):
     for name, flags, mode in (
             ("nsp", ["--prompt", "a[MASK]b"], "fill"), ("nsp", SIDES, "follow"), ("bart", ["--prompt", "a"], "repair"),
             ("bart", ["--prompt", "[MASK]"], "repair"), ("fim", SIDES, "infill"),
-            ("ul2", ["--prompt", "a[MASK]"], "continue"), ("hybrid", ["--prompt", HOLE], "continue"),
+            ("ul2", ["--prompt", "a[MASK]"], "continue"), ("hybrid", SIDES, "infill"),
+            ("hybrid", ["--prompt", HOLE], "infill"),
             ("mlm,clm", ["--prompt", "a"], "continue"), ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"),
             ("electra,clm", ["--prompt", "a"], "mark"),
             ("electra", [], "mark"), ("mlm", ["--prompt", "a"], "correct"), ("mlm", ["--prompt", "[MASK]"], "fill"),
@@ -881,22 +925,22 @@ def test_every_use_can_be_asked_for(runs, capsys):
 BAD = [
     ("clm", ["--prompt", "a", "--prompt", "b"], "--prompt: is given twice"),
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
-    ("contrastive", ["--prompt", "a"], "does not continue a prompt. Try a run of clm, prefix"),
+    ("contrastive", ["--prompt", "a"], "a run that can continue a prompt: clm, prefix"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
     ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
-    ("hybrid", ["--corpus", "lines.txt"], "--corpus: hybrid does not search. Try a run of contrastive"),
+    ("hybrid", ["--corpus", "lines.txt"], "a run that can search: contrastive"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
-    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "run of span, ul2, fim"),
-    ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "0 holes"),
-    ("span", ["--prompt", "<extra_id_0>" * 250], "250 holes"), ("electra", ["--top_k", "3"], "--top_k: has no effect"),
+    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "texts: span, ul2, fim"),
+    ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "has no hole"),
+    ("span", ["--prompt", "<extra_id_0>" * 40], "shorter text"), ("electra", ["--top_k", "3"], "--top_k: has no"),
     ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
     ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "UTF-16"), ("mlm", ["--fix"], "--prompt: is missing"),
     ("contrastive", ["--query", "a", "--corpus", "utf16.txt"], "--corpus utf16.txt: is UTF-16"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "Try 2 or more"),
-    ("electra", ["--prompt", "a", "--correct"], "--correct: electra does not correct a text"),
+    ("electra", ["--prompt", "a", "--correct"], "--correct: has no effect when electra is used to mark"),
 ]
 
 
