@@ -35,8 +35,7 @@ VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
 START_BYTES = 1 << 20                           # bytes at the start of a file that are examined
-# first bytes of formats that are not text
-SIGNATURES = {
+SIGNATURES = {                                  # first bytes of formats that are not text
     b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip",
     b"PAR1": "Parquet", b"ARROW1\0": "Arrow", b"\xff\xff\xff\xff": "Arrow", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5",
     b"SQLite format 3\0": "SQLite", b"\x80\x02": "pickle", b"\x80\x03": "pickle", b"\x80\x04": "pickle",

@@ -1407,7 +1407,7 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
 
 
 OBJECTIVES["hybrid"] = Objective(
-    "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill [MASK]", attention="both",
+    "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill holes", attention="both",
     min_rows=2, loss=weighted_loss(position_nats),              # no "nll": a perplexity of both kinds means nothing
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
     supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue(), Infill()))

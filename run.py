@@ -30,9 +30,8 @@ import torch
 from tqdm import tqdm
 
 VERSION = 11                                    # of the checkpoint layout; raise it when older files no longer load
-# the number of torchrun's processes, and that of this process
 WORLD = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0              # which of torchrun's WORLD processes this is
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
 DEVICE_FLAGS = {

@@ -6,8 +6,8 @@
     python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd, xlnet
     python sample.py --prompt "retuen x" --correct                  correct typos: mlm, mdlm, sedd, hybrid, nsp, xlnet
     python sample.py --prompt FILE:old.txt --fix > new.txt          correct a file
-    python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill holes of unknown length: span, ul2
-    python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: fim, span, ul2
+    python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill holes of any length: hybrid, span, ul2
+    python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: hybrid, fim, span, ul2
     python sample.py --prompt "def main([MASK]) retu[MASK] 0"       repair a text and fill its holes: bart
     python sample.py --prompt "a text with a typq in it"            mark the bytes that look wrong: electra
     python sample.py --prefix "Once upon" --suffix "a time"         does the second text follow the first: nsp
@@ -16,6 +16,7 @@
 
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
+hybrid tries 0 to 16 bytes in an <extra_id_0>, or up to max_new_tokens if it is given, and takes what is most likely.
 Defaults: a text is continued at temperature 0.8 (mdlm, sedd, xlnet, bd3lm: at 1, with top_p 0.8). Holes and repairs
 take the most likely bytes, unless num_samples is above 1. mdlm, sedd and xlnet fill [MASK]s in order ancestral, in 64
 passes, bd3lm from the left, all others in order confident, one a pass. Corrections take 4 passes.
@@ -76,7 +77,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: for long spans, give more than 16 a hole)", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes (holes, hybrid: default 16; ul2: over 16 if long)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag({"text": TEMPERATURE, "holes and repairs": 0.0, "diffusion": 1.0},
                             "randomness; 0 takes the most likely byte", 0.0, 1e6),
@@ -942,7 +943,6 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
     vars(args).update(dict.fromkeys(FLAGS["texts"]) | texts)
     args.given = set(given)
     args.sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
-    # holes and repairs take the most likely bytes, unless several samples are wanted
     args.fill_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 else 0.0) | args.sampling
     generators = [make_rng(f"{args.seed},{i},sample") for i in range(args.num_samples)]
     return [partial(mode.function, model, objective, use, hp, args, g) for g in generators]

@@ -230,7 +230,6 @@ def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
 
 
 def bench_decode(flags, hp):
-    """Bytes per second of a single sample: plain, compiled, drafted, both."""
     model, hp, prompt = load_decoder(flags, hp)
     x = torch.tensor([prompt], device=hp.device)
     n_and_T = flags.new, hp.block_size

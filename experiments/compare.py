@@ -175,7 +175,6 @@ def list_runs(cell, crcs, out_dir):  # cell, checksums of the corpora -> [Run], 
 
 
 def run_folder(hp, crcs, out_dir):  # settings, checksums of the corpora -> folder of the run
-    """If a default of another objective changes, the run keeps its name."""
     tag = zlib.crc32(json.dumps([VERSION, crcs, read_settings(hp)], sort_keys=True).encode())
     objective = hp.objective.replace(",", "+").replace(":", "_")
     return os.path.join(out_dir, "runs", f"{objective}-{hp.max_iters}-seed{hp.seed}-{tag:08x}")
@@ -469,7 +468,6 @@ def make_panel(key, metric, budgets):  # -> Panel of a metric: over the steps, o
 
 
 def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or the reason why there is no picture
-    """A dot is a seed. Lines join the means."""
     try:
         from matplotlib import colormaps, rc_context  # imported here because it is optional
         from matplotlib.figure import Figure

@@ -74,8 +74,7 @@ def left_logits(model, objective, hp, x, a, m):  # the same, given only the left
     return target_logits(model, objective, hp, prompts, len(prompts[0]) if use.both_ways else 0, x[:, a:a + m])
 
 
-def target_logits(model, objective, hp, prompts, P, middle):  # N lists of ids, their prefix, (N, m) -> (N, m, V)
-    """Predicts the middles after prompts of equal length."""
+def target_logits(model, objective, hp, prompts, P, middle):  # N lists of n ids each, their prefix, (N, m) -> (N, m, V)
     row = torch.cat((middle.new_tensor(prompts), middle[:, :-1]), dim=1)            # the last id predicts nothing here
     positions = objective.numbering(row, row.new_full((len(row),), P), hp) if objective.numbering else None
     h = model(row, P, positions=positions)
@@ -165,10 +164,7 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
 
 
 def auc(scores, labels):  # (N,), (N,) of 0 and 1 -> probability that a 1 scores above a 0
-    """Counts pairs of a 1 and a 0 (Mann and Whitney 1947). A tie counts half. Returns .5 if a class is missing.
-
-        scores .1 .4 .4 .8, labels 0 0 1 1: the pairs score 1, .5, 1, 1; the result is 3.5 / 4 = .875
-    """
+    """Counts pairs of a 1 and a 0 (Mann and Whitney 1947). A tie counts half. Returns .5 if a class is missing."""
     above = scores[labels == 1][:, None] - scores[labels == 0]
     return float((above.sign() + 1).double().mean()) / 2 if above.numel() else 0.5
 
@@ -236,33 +232,41 @@ def line_figures(rows):  # (N, n) -> share of bytes in lines that tokenize, shar
     return n_good / max(1, sum(map(len, lines))), len(set(lines)) / max(1, len(lines)), len(lines)
 
 
-def restore_holes(model, objective, hp, text, lengths):  # -> share of restored holes, share of holes that are spaces
-    """Fills holes of these lengths, one after the other, as sample.py does, which is not told the length."""
-    half = min(80, hp.block_size // 2 - 48)
-    longest = 20 if find_use(objective, "infill").prompt else sample.LONGEST_FILLED
-    results = []
-    for row, m in zip(windows(text, 2 * half, 2 * ROWS, "holes").tolist(), itertools.cycle(lengths)):
-        start = half - m // 2
-        middle = row[start:start + m]
-        texts = [row[:start], row[start + m:]]
-        [answer], _ = sample.infill_from_left(model, objective, hp, texts, 4, longest, make_rng("holes"), temperature=0)
-        results.append((answer == middle, bytes(middle) == b" " * m))
-    return [statistics.fmean(column) for column in zip(*results)]
-
-
 def eval_infill_exact_match(model, objective, hp, text):
-    """Share of holes of 4 bytes that are restored exactly. Baseline: four spaces."""
+    """Share of holes of 4 bytes that are restored exactly. Writes up to 20 bytes and trims them, as sample.py does.
+    Baseline: four spaces. `ends` is the share of holes in which the model itself ends the text."""
     if hp.block_size < MIN_BLOCK:
         return {}
-    restored, blank = restore_holes(model, objective, hp, text, [4])
-    return {"task": restored, "task_baseline": blank}
+    half = min(80, hp.block_size // 2 - 48)
+    results = []
+    for row in windows(text, 2 * half, 2 * ROWS, "holes").tolist():
+        left = row[:half - 2]
+        middle = row[half - 2:half + 2]
+        right = row[half + 2:]
+        ids, P = find_use(objective, "infill").prompt([left, right], 4, hp)
+        [written], ended = sample.infill(model, objective, hp, ids, P, 1, 20, make_rng("holes"), temperature=0)
+        trimmed = sample.trim_to_suffix(model, objective, hp, left, written, right)
+        results.append((trimmed == middle, bytes(middle) == b"    ", ended))
+    restored, blank, ends = (statistics.fmean(column) for column in zip(*results))
+    return {"task": restored, "task_baseline": blank, "ends": ends}
 
 
-def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}; METRICS says what they are
-    if not find_use(objective, "infill"):
+def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}: share of restored holes
+    """Fills holes of 4 bytes, and of 1 to 12 in turn, as sample.py does, which is not told their lengths."""
+    use = find_use(objective, "infill")
+    if not use:
         return {}
-    lengths = {"restored_4": [4], "restored_12": range(1, 13)}
-    return {metric: restore_holes(model, objective, hp, text, m)[0] for metric, m in lengths.items()}
+    half = min(80, hp.block_size // 2 - 48)
+    longest = 20 if use.prompt else sample.LONGEST_FILLED
+    rows = windows(text, 2 * half, 2 * ROWS, "holes").tolist()
+
+    def is_restored(row, m):
+        start = half - m // 2
+        texts = [row[:start], row[start + m:]]
+        [answer], _ = sample.infill_from_left(model, objective, hp, texts, 4, longest, make_rng("holes"), temperature=0)
+        return answer == row[start:start + m]
+    return {f"restored_{max(lengths)}": statistics.fmean(map(is_restored, rows, itertools.cycle(lengths)))
+            for lengths in ([4], range(1, 13))}
 
 
 def eval_repairs(model, objective, hp, text):
@@ -324,7 +328,6 @@ def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds 
 
 
 def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES, error_rate=sample.ERROR_RATE):
-    """Of windows with a typo each. METRICS says what the figures are."""
     use = find_use(objective, "correct")
     if not use:
         return {}
@@ -563,6 +566,7 @@ METRICS = {                                     # what compare prints, in this o
     "typos_first": Metric("typos ranked first", 3, "share", True, "texts whose typo is the most suspicious byte"),
     "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False, "by the same corrections"),
     "replaced_left": Metric("replaced bytes left", 3, "share", False, "edit distance, of that before the corrections"),
+    "ends": Metric("ends", 3, "share", None, "holes that the model ends by itself"),
     **{f"restored_{m}": Metric(f"holes restored: {name}", 2, "share", True, "holes of unknown length, filled exactly")
        for m, name in ((4, "4 bytes"), (12, "1 to 12 bytes"))},
     "distinct": Metric("distinct lines", 3, "share", None, "lines of its task that differ from all earlier ones"),

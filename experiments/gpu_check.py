@@ -64,7 +64,6 @@ def list_steps(flags):  # -> [Step], the most useful first: tests, speed, traini
     long_rows = SIZE_384.replace("--block_size 256", "--block_size 512")
     out = os.path.join(flags.out_dir, f"compare-{time.strftime('%m%d-%H%M%S')}")   # compare refuses runs of older code
     steps.append(Step("every objective", command("compare", long_rows, "--out_dir", out, *words)))
-    # compiles every objective, which can take a quarter of an hour
     return [*steps, Step("every objective, compiled and captured", [*tests, "(gpu or cuda) and never_wait"])]
 
 

@@ -172,7 +172,24 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     monkeypatch.setattr(evaluate.sample, "infill", infill)
     monkeypatch.setattr(evaluate.sample, "trim_to_suffix", lambda *args: args[4][:4 + (args[3][0] == 32)])
     found = measure(evaluate.eval_infill_exact_match, "span", 256)
-    assert found == {"task": 0.75, "task_baseline": 0.25}
+    assert found == {"task": 0.75, "task_baseline": 0.25, "ends": 0.25}
+
+
+@pytest.mark.parametrize("name, longest", [("hybrid", 16), ("fim", 20), ("clm", None)])
+def test_restored_holes_have_4_bytes_or_1_to_12_in_turn(name, longest, monkeypatch):
+    row = [*range(1, 161)]
+    asked = []
+
+    def fill(model, objective, hp, texts, expected, limit, g, temperature):
+        left, right = texts
+        asked.append(160 - len(left + right))
+        assert left + row[len(left):-len(right)] + right == row and (limit, temperature) == (longest, 0)
+        return [row[len(left):-len(right)][:3]], True           # right if at most 3 bytes are missing
+    monkeypatch.setattr(evaluate, "windows", lambda *args: torch.tensor([row] * 24))
+    monkeypatch.setattr(evaluate.sample, "infill_from_left", fill)
+    found = measure(evaluate.eval_restored, name, 256)
+    assert found == ({"restored_4": 0, "restored_12": 0.25} if longest else {})
+    assert asked == ([4] * 24 + [*range(1, 13)] * 2 if longest else [])
 
 
 @pytest.mark.parametrize("name, T", [("mlm", 256), ("ul2", 512), ("xlnet", 256), ("xlnet", 512)])
