@@ -68,7 +68,7 @@ class UserError(Exception):
 
 
 def fail(message):
-    raise UserError(message)
+    raise UserError(message) from None          # the message says what went wrong before
 
 
 # ---- bytes and ids

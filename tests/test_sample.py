@@ -20,7 +20,7 @@ from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 import sample
 import train
 from experiments.common import to_words
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, make_rng
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, UserError, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill, find_use
 from run import get_members, load_checkpoint, load_run
@@ -808,6 +808,9 @@ def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs
     assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
     for flags, hint in ((dict(temperature=-1), "less than"), (dict(device="cpu"), "device"), (dict(fix=True), "--fix")):
         refuses(hint, lambda flags=flags: sample.ask(loaded, prompt="a", **flags))
+    with pytest.raises(UserError) as caught:
+        sample.ask(loaded, prompt="a", temperature="hot")
+    assert caught.value.__suppress_context__, "a notebook would show the exceptions of argparse, too"
     with pytest.raises(TypeError):              # not the text "None"
         sample.ask(loaded, prompt=None)
 
