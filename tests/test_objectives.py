@@ -776,7 +776,8 @@ def test_mtp_predicts_bytes_of_the_document_and_the_next_byte(doc_mask):
     assert equal(batch | {"future_tgt": 0}, O.clm(x[:, :T + 1], None, None) | {"future_tgt": 0})
     for b, t, j in itertools.product(range(4), range(T), range(2, 5)):
         is_other = doc_mask and EOT in x[b, t:t + j]
-        assert batch["future_tgt"][b, t, j - 2] == (IGNORE_INDEX if is_other else x[b, t + j])
+        right = IGNORE_INDEX if is_other else int(x[b, t + j])
+        assert batch["future_tgt"][b, t, j - 2] == right, f"head {j} must predict {right} at position {t} of row {b}"
     if doc_mask:                                # no byte after the next one is of the same document
         batch = O.mtp(torch.full_like(x, EOT), None, settings("mtp", T, doc_mask=True))
         assert not O.add_weights(batch)["future_weight"].any()
