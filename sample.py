@@ -6,7 +6,7 @@
     python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd, xlnet
     python sample.py --prompt "retuen x" --correct                  correct typos: mlm, mdlm, sedd, hybrid, nsp, xlnet
     python sample.py --prompt FILE:old.txt --fix > new.txt          correct a file
-    python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill holes of any length: hybrid, span, ul2
+    python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill any holes: hybrid, fim, span, ul2
     python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: hybrid, fim, span, ul2
     python sample.py --prompt "def main([MASK]) retu[MASK] 0"       repair a text and fill its holes: bart
     python sample.py --prompt "a text with a typq in it"            mark the bytes that look wrong: electra
@@ -16,7 +16,7 @@
 
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
-hybrid tries 0 to 16 bytes in an <extra_id_0>, or up to max_new_tokens if it is given, and takes what is most likely.
+In an <extra_id_0>, hybrid tries 0 to 16 bytes (or up to max_new_tokens, at most a third of the block).
 Defaults: a text is continued at temperature 0.8 (mdlm, sedd, xlnet, bd3lm: at 1, with top_p 0.8). Holes and repairs
 take the most likely bytes, unless num_samples is above 1. mdlm, sedd and xlnet fill [MASK]s in order ancestral, in 64
 passes, bd3lm from the left, all others in order confident, one a pass. Corrections take 4 passes.
@@ -55,7 +55,7 @@ ESCAPES = {i: f"\\x{i:02x}" for i in {*range(32), *range(127, 160)} - {*b"\t\n"}
 MAX_ROWS = 64                                   # maximum number of rows of a forward pass
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::([1-9]\d{0,5}))?\]"
-HOLES = rb"<extra_id_\d+>"
+HOLES = rb"(?:<extra_id_\d+>)+"                  # neighbours are one hole
 MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the marker of a hole in its prompt}
 # a marker of a hole, or one that was mistyped, but not x[mask]
 LIKE_A_HOLE = (rb"(?i:<\|?(?:mask|extra.?id|fill|blank)[^<>\s]{0,20}>|(?<!\w)\[ ?(?:mask|blank)[^]\[\n]{0,12}\])"
@@ -77,7 +77,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes (holes, hybrid: default 16; ul2: over 16 if long)", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes (hybrid: of each hole, 16; ul2: over 16 if long)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag({"text": TEMPERATURE, "holes and repairs": 0.0, "diffusion": 1.0},
                             "randomness; 0 takes the most likely byte", 0.0, 1e6),
@@ -469,7 +469,7 @@ def fill_any_length(model, objective, hp, before, after, longest, g, **sampling)
     is most likely from left to right. If nothing follows the hole, the end of the text does."""
     after = after or [EOT]
     candidates = []
-    for n in range(longest + 1):
+    for n in tqdm(range(longest + 1), disable=None, leave=False):
         row = to_row(before + [MASK] * n + after, hp)
         *_, row = unmask(model, row, g, find_use(objective, "fill"), **sampling)
         answer = row[0, len(before):len(before) + n].tolist()
@@ -482,11 +482,11 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
     """Fills the holes between the texts one after the other. Reads only what is nearest to a hole: the text before it
     with its answers, and the text up to the next hole. Returns the answers and whether all ended."""
     use = find_use(objective, "infill")
-    longest = min(longest, hp.block_size // 3)
-    half = (hp.block_size - 8 - longest) // 2   # 8: space for special ids
+    space = min(longest, hp.block_size // 3)    # for the answer
+    half = (hp.block_size - 8 - space) // 2     # 8: space for special ids
     before = texts[0]
     answers = []
-    ended = []
+    ended = True
     for after in texts[1:]:
         near = [before[-half:], after[:half]]
         if near != [before, after]:
@@ -495,13 +495,12 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
             prompt, prefix = use.prompt(near, expected, hp)
             [written], has_ended = infill(model, objective, hp, prompt, prefix, 1, longest, g, **sampling)
             answer = trim_to_suffix(model, objective, hp, near[0], written, near[1])
-            ended.append(has_ended or answer != written)        # an answer that was trimmed has ended
+            ended = ended and (has_ended or answer != written)  # an answer that was trimmed has ended
         else:
-            answer = fill_any_length(model, objective, hp, *near, longest, g, **sampling)
-            ended.append(len(answer) < longest)
+            answer = fill_any_length(model, objective, hp, *near, space, g, **sampling)
         answers.append(answer)
         before = before + answer + after
-    return answers, all(ended)
+    return answers, ended
 
 
 # ---- repairing
@@ -868,9 +867,9 @@ def choose_use(members, texts, switches=()):  # [Member], {flag: bytes}, given f
 
 
 def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode does not read, and says what reads it
-    reader = next(name for name, other in MODES.items() if flag in other.flags)
-    fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}. Try without it, other texts, or a run "
-         f"that can {MODES[reader].task}: {objectives_with(reader)}")
+    tasks = dict.fromkeys(other.task for other in MODES.values() if flag in other.flags)
+    fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}, only to {' or '.join(tasks)}. Try "
+         "without it, or python sample.py --help for the objectives that can")
 
 
 def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
@@ -949,14 +948,14 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
 
 
 def ask(loaded, **flags):
-    """Returns a sample as the program prints it to standard output: a str, or with num_samples a list of them.
+    """Returns a sample as the program prints it: a str, or with num_samples a list of them.
 
         loaded = run.load_run("out/hybrid")
         sample.ask(loaded, prompt="for i in ra[MASK:3](10):")
 
     flags: those of the program except out_dir, device and dtype. A text that begins with FILE: is read from that file.
-    Raises a UserError if they cannot be used, and a TypeError if a value is None or a list. Notes still go to standard
-    error. Do not call it from several threads at once: it redirects sys.stdout."""
+    Raises a UserError if they cannot be used, and a TypeError if a value is None or a list. Notes go to standard error,
+    and the text of a demonstration to standard output. Do not call it in several threads: it redirects sys.stdout."""
     words = []
     for name, value in flags.items():
         if isinstance(value, bool):

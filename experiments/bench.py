@@ -179,7 +179,6 @@ def nanogpt_step(folder, hp, text):  # -> a function that takes one training ste
 
 # ---- parts: each takes the flags and the settings of the first objective, and prints a table
 def bench_train(flags, hp):
-    """Positions per second of each objective, and its FLOP/s as a share of those of a large matrix product."""
     device = torch.device(hp.device)
     n = hp.batch_size * hp.block_size           # positions of a micro-batch
     hps = {}

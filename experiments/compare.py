@@ -204,6 +204,9 @@ def check_runs(runs, code, flags):  # of list_runs; fails if one is of other cod
         if changed and (has_figures or weights):
             fail(f"{run.folder}: is older than {' and '.join(changed)}, so it differs from a run of today. Try another "
                  f"--out_dir, such as {flags.out_dir}-2, which keeps both")
+        if weights == {"best.pt"} and not has_figures:
+            fail(f"{run.folder}: has best.pt, but neither ckpt.pt nor figures. Try to delete this folder: the same "
+                 "command then trains the run again")
 
 
 def read_figures(run, flags):  # -> {"code": checksum, "metrics": {metric: number}}, or {}
@@ -512,7 +515,7 @@ def make_estimator(runs):  # -> on_record of train.main, which prints once how l
 
     def on_record(record):
         if record.get("split") == "train" and record["step"] and not printed:
-            minutes = sum(run.hp.max_iters for run in runs) * record["seconds"] / record["step"] / 60
+            minutes = sum(run.hp.max_iters for run in runs) * record["seconds"] / (record["step"] + 1) / 60
             printed.append(f"{len(runs)} runs, about {math.ceil(minutes)} min, and the time to measure them")
             tqdm.write(printed[0], file=out)
     return on_record

@@ -252,7 +252,7 @@ def eval_infill_exact_match(model, objective, hp, text):
 
 
 def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}: share of restored holes
-    """Fills holes of 4 bytes, and of 1 to 12 in turn, as sample.py does, which is not told their lengths."""
+    """Holes of 1 to 12 bytes in turn, and of 4 bytes, if that is not the objective's own task."""
     use = find_use(objective, "infill")
     if not use:
         return {}
@@ -266,7 +266,7 @@ def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}: 
         [answer], _ = sample.infill_from_left(model, objective, hp, texts, 4, longest, make_rng("holes"), temperature=0)
         return answer == row[start:start + m]
     return {f"restored_{max(lengths)}": statistics.fmean(map(is_restored, rows, itertools.cycle(lengths)))
-            for lengths in ([4], range(1, 13))}
+            for lengths in [range(1, 13), *([] if use.prompt else [[4]])]}
 
 
 def eval_repairs(model, objective, hp, text):
@@ -530,8 +530,7 @@ def probe_accuracy(layers, y, part):  # layers (L, N, C), y (N,), part (N,) -> b
 
 
 def fit_classifier(x, y, K, decay=1e-4):  # x (N, C), y (N,) -> weights (C, K) of logistic regression
-    """Rare classes have the same total weight as frequent ones."""
-    weight = len(y) / (K * torch.bincount(y, minlength=K).clamp(min=1))
+    weight = len(y) / (K * torch.bincount(y, minlength=K).clamp(min=1))             # the same for each class in all
     W = torch.zeros(x.size(1), K, requires_grad=True)
     solver = torch.optim.LBFGS([W], max_iter=60, line_search_fn="strong_wolfe")
 

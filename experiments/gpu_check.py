@@ -5,8 +5,7 @@
     python -m experiments.gpu_check --minutes 600                   time enough for all steps
     python -m experiments.gpu_check --device cpu --small            tests this program itself on a CPU, in minutes
 
-Each step is a command that runs in its own process. Its output is kept in --out_dir. Please send report.txt to the
-authors.
+Each step is a process of its own, whose output is kept in --out_dir. Please send report.txt to the authors.
 """
 import os
 import subprocess

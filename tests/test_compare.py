@@ -137,7 +137,7 @@ def test_a_killed_run_is_resumed_and_one_without_weights_is_refused(text, refuse
     assert list(all_runs()) == [folder] and load_checkpoint(folder)["step"] == 2
     os.remove(f"{folder}/ckpt.pt")
     os.remove(f"{folder}/measured.json")
-    refuses(f"{folder}: already holds a run", run, "--objectives", "clm")           # best.pt is left
+    refuses(f"{folder}: has best.pt, but neither ckpt.pt", run, "--objectives", "mlm,clm")
 
 
 def edit_code(monkeypatch, file, old, new):  # as if this file of the repository had been edited
@@ -205,9 +205,9 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
 
 def test_the_time_is_estimated_from_the_first_two_records_of_a_run(capsys):
     estimate = compare.make_estimator([argparse.Namespace(hp=argparse.Namespace(max_iters=100))] * 3)
-    for step, seconds in (0, 1.0), (0, 1.0), (10, 4.0), (20, 99.0):                 # the first run has a single record
+    for step, seconds in (0, 1.0), (0, 1.0), (10, 4.3), (20, 99.0):                 # the first run has a single record
         estimate({"split": "train", "step": step, "seconds": seconds})
-    assert capsys.readouterr().out == "3 runs, about 2 min, and the time to measure them\n", "not 3 * 100 * .4 s"
+    assert capsys.readouterr().out == "3 runs, about 2 min, and the time to measure them\n", "300 steps of .39 s"
 
 
 def plan(*words):  # -> cells

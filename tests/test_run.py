@@ -267,7 +267,7 @@ BAD = [  # flags, part of the error message
     ("--objective bart --doc_mask", "--doc_mask"), ("--objective nsp --nsp_negatives hard", "'random', 'swap'"),
     ("--n_embd 15", "a multiple of 4"), ("--data tiny.txt", "--block_size"),
     # a run that read a pipe is resumed without it in this way, too
-    *((f"--data {path}", f"--data {path}: neither a file") for path in ("missing", "missing.jsonl")),
+    *((f"--data {path}", f"--data {path}: neither a file") for path in ("missing", "missing.jsonl", os.devnull)),
     ("--device cuda:99", "--device cpu"), ("--device toaster", "--device cpu"), ("--device meta", "--device cpu"),
     ("--cuda_graph", "NVIDIA GPU"), ("--accum 3", "a multiple of 2"), ("--out_dir text.txt", "--out_dir"),
     ("--out_dir run", "--resume"), ("--resume", "no run under out/"), ("--resume --out_dir bare", "no checkpoint"),

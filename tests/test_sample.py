@@ -482,7 +482,7 @@ def test_of_all_lengths_of_a_hole_the_most_likely_is_taken(n_left, n_right):
             answers[sum(float(logp[i - 1, text[i]]) for i in range(n_left + 1, len(text)))] = answer
         best = answers[max(answers)]
         found = sample.infill_from_left(net, hybrid, settings("hybrid", 99), [left, right], 4, 2, rng(), **GREEDY)
-        assert found == ([best], len(best) < 2)
+        assert found == ([best], True)
         lengths.add(len(best))
     assert 0 in lengths and len(lengths) > 1
 
@@ -497,11 +497,11 @@ def test_holes_are_filled_from_the_left_and_read_what_is_near(runs, capsys, monk
     block = load_checkpoint("out/hybrid")["config"]["block_size"]
     longest = min(16, block // 3)
     half = (block - 8 - longest) // 2
-    found = output(capsys, "hybrid", "--prompt", f"{'l' * 99}<extra_id_0>mm<extra_id_7>")
+    found = output(capsys, "hybrid", "--prompt", f"{'l' * 99}<extra_id_0><extra_id_1>mm<extra_id_7>")       # two holes
     assert found.out == f"{'l' * 99}XmmXY\n" and "nearest" in found.err and "did not end" not in found.err
     assert asked == [(b"l" * half, b"mm", longest, 0.0), (b"l" * (half - 3) + b"Xmm", b"", longest, 0.0)]
     found = output(capsys, "hybrid", "--prefix", "a", "--max_new_tokens", "3", "--num_samples", "2")
-    assert "aXYZ\n" in found.out and "did not end by itself within 3 bytes" in found.err
+    assert "aXYZ\n" in found.out
     assert asked[2] == (b"a", b"", 3, sample.TEMPERATURE)
 
 
@@ -537,7 +537,10 @@ def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sou
 
 
 def test_a_middle_that_was_trimmed_has_ended(runs, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "infill", lambda *args, **how: ([[97] * 9], False))
+    def infill(model, objective, hp, prompt, prefix, n_holes, longest, g, **how):
+        assert longest == 300, "an answer may be longer than the third of the block that is kept free for it"
+        return [[97] * 9], False
+    monkeypatch.setattr(sample, "infill", infill)
     for n in (2, 9):
         monkeypatch.setattr(sample, "trim_to_suffix", lambda *args, n=n: [97] * n)
         assert ("did not end by itself" in output(capsys, "fim", *SIDES).err) == (n == 9)
@@ -928,16 +931,16 @@ def test_every_use_can_be_asked_for(runs, capsys):
 BAD = [
     ("clm", ["--prompt", "a", "--prompt", "b"], "--prompt: is given twice"),
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
-    ("contrastive", ["--prompt", "a"], "a run that can continue a prompt: clm, prefix"),
+    ("contrastive", ["--prompt", "a"], "only to continue a prompt or fill [MASK]s or"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
     ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
-    ("hybrid", ["--corpus", "lines.txt"], "a run that can search: contrastive"),
+    ("hybrid", ["--corpus", "lines.txt"], "only to search. Try"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
-    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "texts: span, ul2, fim"),
+    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "write between texts"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "has no hole"),
-    ("span", ["--prompt", "<extra_id_0>" * 40], "shorter text"), ("electra", ["--top_k", "3"], "--top_k: has no"),
-    ("span", ["--prompt", LONG + "<extra_id_0>" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
+    ("span", ["--prompt", "<extra_id_0>a" * 40], "shorter text"), ("electra", ["--top_k", "3"], "--top_k: has no"),
+    ("span", ["--prompt", LONG + "<extra_id_0>a" * 2], "shorter text"), ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
     ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "UTF-16"), ("mlm", ["--fix"], "--prompt: is missing"),
