@@ -330,7 +330,6 @@ def stars_by_chance(n_rows, n_seeds):  # -> stars in a column of rows that diffe
 
 
 def make_table(rows, metrics, n_columns=99):  # -> lines [[heading, ...], [cell, ...], ...], metrics without a column
-    """Leaves out empty columns. The last column lists the seeds."""
     columns = [["", *rows]]
     left_out = []
     for key, metric in metrics.items():
@@ -413,17 +412,19 @@ def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
             "(\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
     n_seeds = max(map(len, rows.values()))
     if n_seeds > 1:
-        ranked = {key for key, metric in (SUMMARY | REST).items() if metric.more_is_better is not None}
-        n_columns = len({key for seeds in rows.values() for metrics in seeds.values() for key in metrics} & ranked)
-        chance = n_columns * stars_by_chance(len(rows), n_seeds)
+        chance = 0.0
+        for key, metric in (SUMMARY | REST).items():
+            n_rows = sum(bool(values_by_seed(seeds, key)) for seeds in rows.values())
+            if n_rows > 1 and key not in left_out and metric.more_is_better is not None:
+                chance += stars_by_chance(n_rows, n_seeds)
         note = ("Means over seeds ± their standard deviation. *: worse than the best of the column (95%, Student's t, "
-                f"differences paired by seed). If all rows were equal, chance would give about {chance:.1f} stars in "
-                f"{n_columns} columns. Two seeds show large differences alone; try five.\n")
+                f"differences paired by seed). If all rows were equal, chance would give about {chance:.1f} stars. "
+                "With two or three seeds, only large differences are found.\n")
     text = ["Bits per byte of held-out text, less is better. For the own task see below.\n", markdown(first),
             explain(SUMMARY, first[0]) + of_rows, note]
     further = {"Differences, with 95% intervals (paired by seed, Student's t)": difference_lines(rows, baseline),
-               "Minimal pairs: the share whose better text has the higher score, ± its standard error over pairs and "
-               "seeds; differences are paired by pair and by seed": pairs_lines(rows)}
+               "Minimal pairs: the share whose better text has the higher score (by chance 0.5), ± its standard error "
+               "over pairs and seeds; differences are paired by pair and by seed": pairs_lines(rows)}
     for title, lines in further.items():
         text += [f"{title}:\n", markdown(lines)] if lines else []
     text += ["The rest:\n", markdown(rest), explain(REST, rest[0])]
@@ -568,7 +569,7 @@ def main(argv=None):  # -> exit code
         metrics = run_cell(runs, flags, sources, probes, pairs, code, label, on_record)
         rows = results.setdefault(cell.table, {}).setdefault(hp.max_iters, {})
         rows.setdefault(cell.row, {})[hp.seed] = metrics
-        outcome = f"loss {metrics['loss']:.4f} nats of its own task" if metrics else "diverged"
+        outcome = f"validation loss {metrics['loss']:.4f} nats" if metrics else "diverged"
         trained = [to_train.pop(run.folder) for run in runs if run.folder in to_train]
         if trained:
             steps += sum(run.hp.max_iters for run in trained)

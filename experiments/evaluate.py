@@ -375,7 +375,6 @@ def eval_retrieval(model, objective, hp, text):
 
 
 def eval_accuracy(model, objective, hp, text):
-    """Share of correct answers on 512 rows, corrupted as in training. Baseline: chance."""
     member = Member(objective, 1.0, objective.n_bytes(hp.block_size, hp))
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]

@@ -58,7 +58,7 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     for name in names:
         assert f"{name}: own task: {metrics[name]['task_heading']}\n" in out
         assert f"| {metrics[name]['task']:.3f} | 1 |" in out
-    assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "loss"]
+    assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "validation"]
     assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out and out.count(" min left\n") == 3
     assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
     assert {objective.uses[0].modes[0] for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
@@ -82,7 +82,7 @@ def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkey
     monkeypatch.setattr(evaluate, "count_flops", lambda hp: traced.append(hp) or count_flops(hp))
     run("--objectives", "clm", "--seeds", "1,2", "--budgets", "2,1", "--warmup_iters", "7")
     out = capsys.readouterr().out
-    assert "[4/4] clm, 1 steps, seed 2: loss" in out and "After 1 steps" in out and len(traced) == 1
+    assert "[4/4] clm, 1 steps, seed 2: validation loss" in out and "After 1 steps" in out and len(traced) == 1
     assert out.count("4 runs, about 1 min") == 1 and out.index("4 runs, about") < out.index("measuring")
     assert len({evaluate.logged_metrics(folder)["loss"] for folder in all_runs()}) == len(all_runs()) == 4
     Path(text).write_bytes(Path(text).read_bytes() + b"# more\n")
@@ -166,7 +166,7 @@ def test_runs_and_figures_belong_to_the_code_that_made_them(text, capsys, refuse
     os.remove(f"{folder}/code.json")
     capsys.readouterr()
     run("--objectives", "mlm")
-    assert "own task, trained by an unknown version of the code\n" in capsys.readouterr().out
+    assert "nats, trained by an unknown version of the code\n" in capsys.readouterr().out
 
 
 def test_figures_outlive_the_weights(text, capsys, monkeypatch):
@@ -182,7 +182,7 @@ def test_figures_outlive_the_weights(text, capsys, monkeypatch):
         assert "measuring" not in capsys.readouterr().out
         edit_code(m, "experiments/score.py", "bits = 8.0", "bits = 9.0")
         run("--objectives", "mlm", "--sweep", "start=none,clm")
-        assert capsys.readouterr().out.count("task, measured by older code, since the weights are deleted\n") == 2
+        assert capsys.readouterr().out.count("nats, measured by older code, since the weights are deleted\n") == 2
     run("--objectives", "clm")
 
 
