@@ -6,7 +6,7 @@
     python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd, xlnet
     python sample.py --prompt "retuen x" --correct                  correct typos: mlm, mdlm, sedd, hybrid, nsp, xlnet
     python sample.py --prompt FILE:old.txt --fix > new.txt          correct a file
-    python sample.py --prompt "ran<extra_id_0>(10): pri<extra_id_1>(i)"     fill any holes: hybrid, fim, span, ul2
+    python sample.py --prompt "ran<extra_id_0>(9): pri<extra_id_1>(i)"  fill holes of any length: hybrid, fim, span, ul2
     python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: hybrid, fim, span, ul2
     python sample.py --prompt "def main([MASK]) retu[MASK] 0"       repair a text and fill its holes: bart
     python sample.py --prompt "a text with a typq in it"            mark the bytes that look wrong: electra
