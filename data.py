@@ -69,7 +69,7 @@ class UserError(Exception):
 
 
 def fail(message):
-    raise UserError(message) from None          # the message says what went wrong before
+    raise UserError(message) from None          # the message also says why, so its cause is not shown
 
 
 # ---- bytes and ids

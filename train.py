@@ -206,9 +206,9 @@ def adamw_step(states, lr):  # states: [AdamWState]; lr: 0-D tensor
     """AdamW (Loshchilov and Hutter 2019). Weight decay is applied in optimizer_step. This calls torch's functional
     form, because constructing torch.optim.AdamW imports the compiler, which takes a second."""
     states = [state for state in states if state.param.grad is not None]
-    params, first, second, n_updates = ([state[i] for state in states] for i in range(4))
-    adamw(params, [p.grad for p in params], first, second, [], n_updates, fused=True, lr=lr, beta1=0.9, beta2=0.95,
-          eps=1e-10, weight_decay=0.0, amsgrad=False, maximize=False)
+    adamw(params=[s.param for s in states], grads=[s.param.grad for s in states], exp_avgs=[s.first for s in states],
+          exp_avg_sqs=[s.second for s in states], max_exp_avg_sqs=[], state_steps=[s.n_updates for s in states],
+          fused=True, lr=lr, beta1=0.9, beta2=0.95, eps=1e-10, weight_decay=0.0, amsgrad=False, maximize=False)
 
 
 @torch.no_grad()

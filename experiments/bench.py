@@ -178,7 +178,7 @@ def nanogpt_step(folder, hp, text):  # -> a function that takes one training ste
 
 
 # ---- parts: each takes the flags and the settings of the first objective, and prints a table
-def bench_train(flags, hp):
+def bench_train(flags, hp):  # positions per second of each objective, and its FLOP/s as a share of those of GEMM
     device = torch.device(hp.device)
     n = hp.batch_size * hp.block_size           # positions of a micro-batch
     hps = {}
@@ -228,7 +228,7 @@ def load_decoder(flags, hp):  # -> model, settings, prompt (ids)
     return for_inference(model), hp, prompt
 
 
-def bench_decode(flags, hp):
+def bench_decode(flags, hp):  # bytes per second of a single sample: plain, compiled, drafted, both
     model, hp, prompt = load_decoder(flags, hp)
     x = torch.tensor([prompt], device=hp.device)
     n_and_T = flags.new, hp.block_size

@@ -496,7 +496,7 @@ def draw_panels(panels, path, size=(4.2, 3.4), dpi=90, font=8):  # -> path, or t
                 [drawn] = axis.plot(places, [*map(statistics.fmean, line.values())], **style)
                 handles |= {name: drawn} if len(line) > 1 else {}
                 dots = [(place, value) for place, values in zip(places, line.values()) for value in values]
-                axis.scatter(*zip(*dots), s=1.5 * font, alpha=0.7, linewidths=0, color=colors[row])
+                axis.scatter(*zip(*dots), s=1.5 * font, alpha=0.7, linewidths=0, color=colors[row])    # seeds
             better = "more" if panel.metric.more_is_better else "less"
             axis.set(title=f"{panel.metric.heading} ({better} is better)", xlabel=panel.xlabel,
                      ylabel=panel.metric.unit or BITS, xlim=(-0.5, len(panel.xs) - 0.5))

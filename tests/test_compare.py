@@ -203,7 +203,7 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
     assert metrics["tflop"] == pytest.approx(sum(parts) / 2 * 4 / 1e12)
 
 
-def test_the_time_is_estimated_from_the_first_two_records_of_a_run(capsys):
+def test_the_time_is_estimated_once_from_an_early_record_of_a_run(capsys):
     estimate = compare.make_estimator([argparse.Namespace(hp=argparse.Namespace(max_iters=100))] * 3)
     for step, seconds in (0, 1.0), (0, 1.0), (10, 4.3), (20, 99.0):                 # the first run has a single record
         estimate({"split": "train", "step": step, "seconds": seconds})

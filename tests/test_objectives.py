@@ -24,7 +24,7 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, make_rng
 from model import CONTEXT_WIDTH, Cache, ModelConfig, can_attend, norm, run_blocks
-from objectives import IGNORE_INDEX, OBJECTIVES, Fill, Infill, Repair, find_use
+from objectives import IGNORE_INDEX, OBJECTIVES, Continue, Fill, Infill, Repair, find_use
 from run import get_members
 
 T = 48
@@ -386,7 +386,8 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
             clean = F.pad(x, (0, T - x.size(1)), value=IGNORE_INDEX)
             assert ((batch["tgt"] == clean) | (batch["tgt"] == IGNORE_INDEX)).all(), "a target is not the clean byte"
         if isinstance(use, Infill) and not use.prompt:
-            assert find_use(objective, "fill") and not find_use(objective, "continue").both_ways
+            is_causal = any(isinstance(other, Continue) and not other.both_ways for other in objective.uses)
+            assert is_causal and find_use(objective, "fill"), "without a prompt, it needs a Fill and a causal Continue"
         elif isinstance(use, Infill):
             ids, P = use.prompt([[97], [98]], 4, hp)
             assert 0 <= P <= len(ids) and use.stop_ids and max(use.stop_ids) < objective.n_outputs
