@@ -160,16 +160,22 @@ def right_row(row, head, metrics, figures):  # a row of a table, its comment in 
         if number and metric != "-":
             either, _, own_steps = metric.partition("@")
             values = [look_up(figures, name, own_steps or steps, seed, either) for name in names]
-            right = "no figure" if None in values else written_like(number[0], values)
+            means = [statistics.fmean(v) for v in values if v]
+            right = written_like(number[0], means) if len(means) == len(names) else "no figure"
             cells[i] = cell.replace(number[0], right, 1)
+            error = re.search(r"± (\S+)", cell)
+            if error and len(values[0]) > 2:    # the standard error of a mean over seeds
+                standard_error = statistics.stdev(values[0]) / len(values[0]) ** 0.5
+                cells[i] = cells[i].replace(error[0], "± " + written_like(error[1], [standard_error]))
     return "|".join(["", label, *cells, ""])
 
 
-def look_up(figures, name, steps, seed, metrics):  # "a|b" -> the value of the first metric that there is, or None
+def look_up(figures, name, steps, seed, metrics):  # "a|b" -> the values, of all seeds or one, of the metric there is
     for metric in metrics.split("|"):
         by_seed = figures.get((name, steps, metric))
         if by_seed:
-            return by_seed.get(seed) if seed else statistics.fmean(by_seed.values())
+            return [value for own_seed, value in by_seed.items() if seed in (own_seed, None)]
+    return []
 
 
 def written_like(number, values):  # "<= 1.23", "45%" or "+0.12"; one value, or two whose difference it shows -> str
