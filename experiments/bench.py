@@ -190,7 +190,6 @@ def bench_train(flags, hp):  # positions per second of each objective, and its F
                 words = [f"--{switch}" for switch in switches]
                 hps[name + way] = get_config(["--objective", name, *flags.rest, *words])
                 flops[name + way] = flops_of_all_ways
-    torch._dynamo.config.recompile_limit = 256                  # many objectives share one loss function
     programs = {name: repeat(make_step(own_hp), flags.steps, n * hp.accum) for name, own_hp in hps.items()}
     if flags.nanogpt:
         step = nanogpt_step(flags.nanogpt, hp, random_corpus(hp)[0]["train"])

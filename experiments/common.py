@@ -9,6 +9,7 @@ from collections import namedtuple
 from pathlib import Path
 
 from data import fail
+from objectives import OBJECTIVES
 from run import checkpoint_path, load_run, make_parser, parse
 import sample
 
@@ -63,10 +64,13 @@ def write_json(path, contents):  # a kill leaves no half file
 Statement = namedtuple("Statement", "defines uses checksum")
 
 
-def read_code():  # -> {file: [Statement]} of MEASURING and of the modules at the top level that this process uses
-    """To be called at the start: a comparison of many hours runs the code that was imported then."""
-    paths = [Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]]
-    files = {*MEASURING, *(path.name for path in paths if path.parent == ROOT)}
+def read_code():  # -> {file: [Statement]} of MEASURING and of the modules that train in this process
+    """Modules at the top level, and those in other folders that define an objective. To be called at the start:
+    a comparison of many hours runs the code that was imported then."""
+    defining = {objective.corrupt.__module__ for objective in OBJECTIVES.values()}
+    paths = {name: Path(getattr(module, "__file__", None) or "") for name, module in [*sys.modules.items()]}
+    used = [path for name, path in paths.items() if path.parent == ROOT or name in defining and path.is_file()]
+    files = {*MEASURING, *(os.path.relpath(path, ROOT) for path in used)}
     return {file: read_statements((ROOT / file).read_text("utf-8")) for file in sorted(files)}
 
 

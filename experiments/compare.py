@@ -66,7 +66,8 @@ SUMMARY = {                                     # columns of the first table
     "task": Metric("own task", 3),
 }
 STUDENT_T_975 = {2: 12.7, 3: 4.3, 4: 3.2, 5: 2.8, 6: 2.6, 7: 2.4, 8: 2.4}           # {number of seeds: quantile}
-SUMMED_UP = {"left_to_right", "bound", "old_before", "old", "new", *(f"infill_{m}" for m in HOLE_LENGTHS)}
+TEXT_BITS = {"bits", "old_before", "old", "new"}                # of some objectives an upper bound
+SUMMED_UP = {"left_to_right", "bound", *TEXT_BITS, *(f"infill_{m}" for m in HOLE_LENGTHS)}
 REST = {key: metric for key, metric in METRICS.items() if key not in SUMMED_UP}                   # second table
 N_COLUMNS = 8                                   # maximum number of columns of the second table
 N_EVALUATIONS = 5                               # of a run without --eval_interval; each also saves the run
@@ -82,6 +83,9 @@ Run = namedtuple("Run", "hp argv folder")       # settings, the flags of train.p
 def plan_cells(flags, rest):  # -> [Cell]
     """Fails before anything runs if train.py would refuse the flags of a run."""
     setting, _, values = flags.sweep.partition("=")
+    for name, its_sweep in ("first_steps", "start"), ("new_data", "replay"):
+        if getattr(flags, name) != FLAGS[name].default and setting != its_sweep:
+            fail(f"--{name}: is only for --sweep {its_sweep}. Try without it")
     refused = RESERVED | {"device", "eval_interval"}            # runs are not named by device
     known = setting in {"replay", "start", *flag_specs()} - refused
     if flags.sweep and not (known and all(values.split(","))):
@@ -194,19 +198,15 @@ def is_finished(run):
     return os.path.exists(weights_of(run)) and load_checkpoint(weights_of(run))["step"] == run.hp.max_iters
 
 
-def check_runs(runs, code, flags):  # of list_runs; fails if one is of other code, or can neither be used nor trained
+def check_runs(runs, code, flags):  # of list_runs; fails if one was trained by other code
     has_figures = bool(read_figures(runs[-1], flags))
     for run in runs:
         new = training_checksums(code, member_weights(run.hp.objective))
         old = read_json(os.path.join(run.folder, "code.json"))
         changed = [file for file in new if old.get(file, new[file]) != new[file]]
-        weights = {"ckpt.pt", "best.pt"} & {*(os.listdir(run.folder) if os.path.isdir(run.folder) else [])}
-        if changed and (has_figures or weights):
+        if changed and (has_figures or os.path.exists(weights_of(run))):
             fail(f"{run.folder}: is older than {' and '.join(changed)}, so it differs from a run of today. Try another "
                  f"--out_dir, such as {flags.out_dir}-2, which keeps both")
-        if weights == {"best.pt"} and not has_figures:
-            fail(f"{run.folder}: has best.pt, but neither ckpt.pt nor figures. Try to delete this folder: the same "
-                 "command then trains the run again")
 
 
 def read_figures(run, flags):  # -> {"code": checksum, "metrics": {metric: number}}, or {}
@@ -254,8 +254,6 @@ def run_cell(runs, flags, sources, probes, pairs, code, label, on_record):  # ru
         saved = {"code": version, "metrics": metrics}
         write_json(os.path.join(run.folder, "measured_tasks.json" if flags.tasks_only else "measured.json"), saved)
     notes = []
-    if not all(os.path.exists(os.path.join(each.folder, "code.json")) for each in runs):
-        notes.append("trained by an unknown version of the code")
     if saved.get("code") != version:
         notes.append("measured by older code, since the weights are deleted")
     return saved["metrics"] | {"notes": notes} | run_pairs(run, pairs, version, notes)
@@ -311,8 +309,8 @@ def difference(a, b):  # {seed: number} each -> mean of a - b over the seeds tha
 
 
 def find_worse(values, more_is_better):  # {name: {seed: number}} -> names that are worse than the best one
-    """Those whose interval of the difference from the best does not reach 0."""
-    means = {name: statistics.fmean(by_seed.values()) for name, by_seed in values.items() if by_seed}
+    """Those whose interval of the difference from the best does not reach 0. Rows with one seed have no interval."""
+    means = {name: statistics.fmean(by_seed.values()) for name, by_seed in values.items() if len(by_seed) > 1}
     if more_is_better is None or not means:
         return set()
     sign = -1 if more_is_better else 1
@@ -334,7 +332,7 @@ def make_table(rows, metrics, n_columns=99):  # -> lines [[heading, ...], [cell,
     left_out = []
     for key, metric in metrics.items():
         values = {name: values_by_seed(seeds, key) for name, seeds in rows.items()}
-        bounds = {name for name, seeds in rows.items() if key == "bits" and is_bound(seeds)}
+        bounds = {name for name, seeds in rows.items() if key in TEXT_BITS and is_bound(seeds)}
         if not any(values.values()):
             continue
         if len(columns) == n_columns - 1:
@@ -408,8 +406,8 @@ def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
             for remark in own + metrics.get("notes", []):
                 remarks.setdefault(remark, {})[name] = None
     of_rows = "".join(f"- {', '.join(names)}: {remark}\n" for remark, names in remarks.items())
-    note = ("With one seed, differences of less than 0.05 bits from left to right and 0.1 bits in holes mean nothing "
-            "(\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
+    note = ("With one seed, differences of less than 0.05 bits from left to right and 0.1 to 0.3 bits in holes mean "
+            "nothing (\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3\n")
     n_seeds = max(map(len, rows.values()))
     if n_seeds > 1:
         chance = 0.0
@@ -433,8 +431,8 @@ def tables(rows, references, baseline="", curves="curves.csv"):  # -> Markdown
     return "\n".join(text)
 
 
-def differing_settings(cells):  # -> Markdown: the settings that the rows do not share, or ""
-    rows = {cell.row: read_settings(cell.hp) for cell in cells}
+def differing_settings(hps):  # {row: settings} -> Markdown: the settings that the rows do not share, or ""
+    rows = {row: read_settings(hp) for row, hp in hps.items()}
     flags = [flag for flag in flag_specs() if flag not in RESERVED]
     differing = [flag for flag in flags if len({settings.get(flag) for settings in rows.values()}) > 1]
     text = "\nSettings that differ:\n\n"
@@ -528,8 +526,11 @@ def check_flags(flags, cells, sources, pairs):  # fails if something would fail 
         scored = choose_scored(get_members(cell.hp))
         if pairs and scored:
             check_pairs(pairs, scored.objective, cell.hp)
-    for source in sources:                      # otherwise the runs would be read as text
+    for source in sources:
         corpus = source["name"]
+        if len(source["val"]) < 256:            # evaluations read windows of up to 256 bytes
+            fail(f"--data {corpus}: {len(source['val'])} bytes to validate on are too few. Try more text")
+        # otherwise the runs would be read as text
         if os.path.isdir(corpus) and Path(flags.out_dir).resolve().is_relative_to(Path(corpus).resolve()):
             fail(f"--out_dir {flags.out_dir}: lies inside the corpus {corpus}. Try a folder outside it")
     rows = [*dict.fromkeys(cell.row for cell in cells)]
@@ -555,7 +556,10 @@ def main(argv=None):  # -> exit code
         if not read_figures(runs[-1], flags):
             to_train |= {run.folder: run for run in runs if not is_finished(run)}
     on_record = make_estimator([*to_train.values()])
-    os.makedirs(flags.out_dir, exist_ok=True)
+    try:
+        os.makedirs(flags.out_dir, exist_ok=True)
+    except OSError as e:
+        fail(f"--out_dir {flags.out_dir}: cannot be written to ({e.strerror}). Try another folder")
     probes = {}
     if flags.data == "stdlib" and not flags.tasks_only:
         probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
@@ -580,9 +584,10 @@ def main(argv=None):  # -> exit code
         print(f"{label}: {', '.join([outcome, *metrics.get('notes', [])])}", flush=True)
     references = evaluate.probe_references(cells[0].hp, probes) if probes and not setting else {}
     for table, budgets in results.items():
-        settings = "" if setting else differing_settings(cells)
-        hp = cells[0].hp
-        settings += f"\nCorpus: {flags.data}. Model: {hp.n_layer} layers of width {hp.n_embd}. Steps: {max(budgets)}.\n"
+        hps = {cell.row: runs[-1].hp for cell, runs in zip(cells, runs_of) if cell.table == table}
+        models = sorted({f"{hp.n_layer} layers of width {hp.n_embd}" for hp in hps.values()})
+        settings = differing_settings(hps)
+        settings += f"\nCorpus: {flags.data}. Model: {' or '.join(models)}. Steps: {max(budgets)}.\n"
         write_report(os.path.join(flags.out_dir, table), budgets, flags, references, settings)
     if not pairs:
         print("\nTo compare grammar: the same command with --pairs FILE, such as --pairs docs/pairs-novel.jsonl")

@@ -1,8 +1,8 @@
 """Evaluations of a trained model. Each is the same for all objectives for which it makes sense.
 
-An evaluation takes (model, objective, hp, text), where text (M,) holds held-out bytes, and returns {metric: number}
-without the metrics that the objective does not define. The text and random draws are on the CPU, the model is on
-hp.device. All models read across the ends of documents, even if they were trained with --doc_mask.
+An evaluation takes (model, objective, hp, text), where text (M,) holds held-out bytes on the CPU, and returns {metric:
+number} without the metrics that the objective does not define. All models read across the ends of documents, except for
+the loss, the bits from left to right and the bound, which training has logged under its own --doc_mask.
 
 N windows of n bytes; a bytes left of a middle of m bytes; C width, V outputs of the byte head; K classes, L layers
 """
@@ -27,7 +27,7 @@ import sample
 import train
 from model import for_inference, norm
 from objectives import IGNORE_INDEX, N_BYTES, find_use
-from run import EVAL_ROWS, Member, build, get_members, load_checkpoint, load_run
+from run import EVAL_ROWS, Member, build, get_members, load_run
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -235,7 +235,7 @@ def line_figures(rows):  # (N, n) -> share of bytes in lines that tokenize, shar
 def eval_infill_exact_match(model, objective, hp, text):
     """Share of holes of 4 bytes that are restored exactly. Writes up to 20 bytes and trims them, as sample.py does.
     Baseline: four spaces. `ends` is the share of holes in which the model itself ends the text."""
-    if hp.block_size < MIN_BLOCK:
+    if hp.block_size < MIN_BLOCK or not find_use(objective, "infill").prompt:
         return {}
     half = min(80, hp.block_size // 2 - 48)
     results = []
@@ -380,7 +380,7 @@ def eval_accuracy(model, objective, hp, text):
     batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
     _, figures = train.mean_loss(member, model, batches, hp)
     n_answers = 2 if find_use(objective, "follow") else hp.block_size
-    return {"task": figures["accuracy"], "task_baseline": 1 / n_answers}
+    return {"task": figures["accuracy"], "task_baseline": 1 / n_answers} if "accuracy" in figures else {}
 
 
 TASKS = {                                       # {mode: (what is measured, with the baseline in brackets, function)}
@@ -602,7 +602,7 @@ def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: 
 def measure_run(folder, device, sources, probes, tasks_only=False, first_folder=None):  # -> {metric: number}
     """sources: the corpus, or for replay the old and the new one; first_folder: of the run before the new one."""
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    metrics = logged_metrics(folder)
+    metrics = logged_metrics(folder, hp)
     metrics |= measure(model, get_members(hp), hp, sources[0]["val"], probes, tasks_only)
     if len(sources) == 2:                       # replay: runs with and without it are compared on the same windows
         old, new = validation_bits(folder, device, sources)
@@ -619,10 +619,9 @@ def summarize(metrics):  # -> metrics of the first table and the picture
     return holes | {"bits": metrics.get("left_to_right", metrics.get("bound"))}
 
 
-def logged_metrics(folder):  # -> {metric: number} from metrics.jsonl and the settings, of the first member
+def logged_metrics(folder, hp):  # -> {metric: number} from metrics.jsonl and the settings, of the first member
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         records = [record for record in map(json.loads, f) if record.get("split") == "val"]
-    hp = Namespace(**load_checkpoint(folder)["config"])
     records = [record for record in records if record["data"] == records[0]["data"]]            # of the first source
     members = get_members(hp)
     last = records[-len(members):]
@@ -630,16 +629,8 @@ def logged_metrics(folder):  # -> {metric: number} from metrics.jsonl and the se
     for member, record in zip(members, last):
         if member.objective.bpb:
             metrics.setdefault("bound" if member.objective.bpb == "bound" else "left_to_right", record["bpb"])
-    # work depends neither on these settings nor on values of weights and text
-    same = {"seed": 1, "dtype": "float32", "init_from": "", "out_dir": "", "data": [], "max_iters": 1}
-    flops = step_flops(json.dumps(vars(hp) | same, sort_keys=True))
-    return metrics | {"tflop": flops * last[0]["step"] / 1e12}
-
-
-@functools.cache
-def step_flops(settings):  # JSON of the settings -> FLOPs of a step; traced once for runs that differ only in the seed
-    hp = Namespace(**json.loads(settings))
-    return count_flops(hp) * hp.accum
+    flops = count_flops(Namespace(**vars(hp) | {"init_from": ""}))                  # of any weights
+    return metrics | {"tflop": flops * hp.accum * last[0]["step"] / 1e12}
 
 
 def validation_bits(folder, device, sources):  # -> [bits per byte of each source]

@@ -26,7 +26,7 @@ T = 32
 FLAGS = {
     "out": Flag("docs/rows.png", "file to draw into"),
     "objectives": Flag("", "separated by commas; without it all"),
-    "columns": Flag(T, "positions of a row; with fewer, the letters are larger, and the legend is shorter", 8),
+    "columns": Flag(T, "positions of a row; with fewer, the letters are larger, and the legend is shorter", 8, 64),
     "curves": Flag("", "curves.csv of compare"),
     "steps": Flag("1000", "with --curves: steps of the runs"),
     "labels": Flag("", "with --curves: what the picture calls the objectives, separated by commas"),
@@ -144,7 +144,7 @@ def draw(rows, path, columns=T):
     width, size, gap, head = (7, 13, 1.4, 1.9) if is_short else (11, 8, 0.9, 3.2)   # size: points; gap, head: lines
     heights = [len(row.lines) + gap for row in rows]
     figure = Figure((width, 0.3 * (sum(heights) + head)))
-    axes = figure.subplots(len(rows), 2, width_ratios=[10 if is_short else 12, 1], height_ratios=heights)
+    axes = figure.subplots(len(rows), 2, squeeze=False, width_ratios=[10 if is_short else 12, 1], height_ratios=heights)
     for row, (left, right) in zip(rows, axes):
         draw_row(left, row, Rectangle, columns, size)
         right.imshow(row.mask.tolist(), cmap="Blues", vmin=0, vmax=1.5, interpolation="nearest")
@@ -160,10 +160,7 @@ def draw(rows, path, columns=T):
         figure.text(0.5, 1 - share * (1.2 + 0.55 * k), text, ha="center", va="top", fontsize=size - 1.5,
                     family=["DejaVu Sans", CIRCLED])
     figure.tight_layout(h_pad=0.3, rect=(0, 0, 1, 1 - share * head))
-    try:
-        figure.savefig(path, dpi=1000 / width if is_short else 110)
-    except (OSError, ValueError) as e:          # ValueError: unknown format
-        fail(f"--out {path}: cannot be written ({e}). Try another folder, or a name that ends with .png")
+    figure.savefig(path, dpi=1000 / width if is_short else 110)
 
 
 # ---- results
@@ -195,10 +192,15 @@ def main(argv=None):  # -> exit code
     names = flags.objectives.split(",") if flags.objectives else list(OBJECTIVES)
     if not set(names) <= set(OBJECTIVES):
         fail(f"--objectives {flags.objectives}: has an unknown name. Try some of {','.join(OBJECTIVES)}")
-    if flags.curves:
-        flags.out = draw_panels([holes_panel(read_runs(flags, names), flags.title)], flags.out, (10, 4.4), 100, 15)
-    else:
-        draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)
+    if flags.labels and len(flags.labels.split(",")) != len(names):
+        fail(f"--labels {flags.labels}: must have a label for each of {','.join(names)}")
+    try:
+        if flags.curves:
+            flags.out = draw_panels([holes_panel(read_runs(flags, names), flags.title)], flags.out, (10, 4.4), 100, 15)
+        else:
+            draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)
+    except (OSError, ValueError) as e:          # ValueError: unknown format
+        fail(f"--out {flags.out}: cannot be written ({e}). Try another folder, or a name that ends with .png")
     print(flags.out)
     return 0
 

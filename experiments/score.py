@@ -38,7 +38,6 @@ FLAGS = {
     "device": DEVICE_FLAGS["device"],
     "dtype": Flag("float32", DEVICE_FLAGS["dtype"].help, choices=DEVICE_FLAGS["dtype"].choices),
 }
-MAX_ROWS = 64                                   # maximum number of rows of a forward pass
 FILLED_BYTES = 8192                             # maximum number of bytes to score by filling: one row for each byte
 BOUND_GROUPS = 4                                # number of batches for the bound of a window
 BOUND_ROWS = 4                                  # number of rows of such a batch
@@ -77,7 +76,7 @@ def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left t
         start = max(0, end - T)
         window = data[start:end].long().to(model.embed.weight.device)
         i = torch.arange(len(window), device=window.device)
-        for scored in i[first - start:].split(MAX_ROWS):        # indices in the window; one row for each
+        for scored in i[first - start:].split(sample.MAX_ROWS):        # indices in the window; one row for each
             rows = window.where(i < scored[:, None], MASK)
             logits = sample.fill_logits(model, rows, use)[range(len(rows)), scored, :N_BYTES]
             nats = F.cross_entropy(logits.cpu().double(), window[scored].cpu(), reduction="sum")
@@ -141,7 +140,7 @@ def score_texts(score, texts, device):  # score: bytes (N, n) -> (N,); texts as 
     for n in tqdm(sorted({len(text) for text in texts}), disable=None, leave=False):
         group = list(dict.fromkeys(text for text in texts if len(text) == n))       # without duplicates
         x = torch.stack([from_bytes(text) for text in group]).long().to(device)
-        scores |= zip(group, torch.cat([score(rows) for rows in x.split(MAX_ROWS)]).tolist())
+        scores |= zip(group, torch.cat([score(rows) for rows in x.split(sample.MAX_ROWS)]).tolist())
     return scores
 
 

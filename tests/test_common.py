@@ -1,8 +1,13 @@
 """Checksums of code tell what can change a figure from what cannot. Also what small programs refuse."""
+import dataclasses
+import importlib
+import os
+
 import pytest
 
 import experiments.compare  # noqa: F401  all modules that it uses are loaded
 from experiments import assignment, bench, common, figures, race
+from objectives import OBJECTIVES
 
 CODE = '''"""A module."""
 import os
@@ -60,9 +65,18 @@ def test_of_objectives_only_what_a_run_uses_counts():
     assert changed_by("PROMPT = 32", "PROMPT = 16", "experiments/evaluate.py") == ([], True)
 
 
+def test_the_file_that_defines_an_objective_counts_wherever_it_is(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def corrupt(x, g, hp):\n    return {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("mine")
+    monkeypatch.setitem(OBJECTIVES, "mine", dataclasses.replace(OBJECTIVES["clm"], corrupt=mine.corrupt))
+    assert os.path.relpath(mine.__file__, common.ROOT) in common.training_checksums(common.read_code(), ["mine"])
+
+
 @pytest.mark.parametrize("program, flags, hint", [
     (bench, "--parts fly", "train,decode"), (bench, "--nanogpt nowhere", "model.py"),
-    (figures, "--objectives clm,clmm", "unknown name"), (race, "--nanogpt .", "not prepared"),
+    (figures, "--objectives clm,clmm", "unknown name"), (figures, "--objectives clm,mlm --labels GPT", "a label for"),
+    (figures, "--objectives clm --out nowhere/x.png", "cannot be written"), (race, "--nanogpt .", "not prepared"),
     (assignment, "--functions mln", "Try mlm"), (assignment, "--functions mlm,Objective", "--functions Objective: "),
     (assignment, "--grade text.txt", "is not an assignment"), (assignment, "--functions mlm", "--out_dir .: exists"),
     (assignment, "--functions mlm --out_dir text.txt", "exists")])

@@ -188,6 +188,7 @@ def test_restored_holes_have_4_bytes_or_1_to_12_in_turn(name, longest, monkeypat
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.tensor([row] * 24))
     monkeypatch.setattr(evaluate.sample, "infill_from_left", fill)
     found = measure(evaluate.eval_restored, name, 256)
+    assert name != "hybrid" or measure(evaluate.eval_infill_exact_match, name, 256) == {}, "is not given the length"
     four = {"restored_4": 0} if longest == 16 else {}           # this is the task of fim
     assert found == ({"restored_12": 0.25} | four if longest else {})
     assert asked == ([*range(1, 13)] * 2 + [4] * 24 * len(four) if longest else [])
@@ -207,6 +208,7 @@ def test_holes_of_all_objectives_are_in_texts_of_the_same_length(name, T, monkey
 def test_a_random_model_has_the_accuracy_of_chance(name, chance):
     found = measure(evaluate.eval_accuracy, name, 32)
     assert found["task_baseline"] == chance and abs(found["task"] - chance) < 0.1
+    assert measure(evaluate.eval_accuracy, "clm", 32, use=(("follow",), None)) == {}, "has no figure named accuracy"
 
 
 def test_lines_count_by_their_bytes_and_repeated_lines_are_not_distinct(monkeypatch):

@@ -83,7 +83,7 @@ def test_the_bound_of_a_text_is_on_average_the_exact_one_and_scatters_by_its_sta
 # ---- minimal pairs
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_batches_do_not_change_a_score(is_causal, monkeypatch):
-    monkeypatch.setattr(score, "MAX_ROWS", 3)
+    monkeypatch.setattr(score.sample, "MAX_ROWS", 3)
     net = randomized().requires_grad_(False)
 
     def slow_score(text):  # with a pass for each byte
