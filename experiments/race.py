@@ -94,8 +94,7 @@ def main(argv=None):
             model, _, _ = load_run(os.path.join(ours, "ckpt.pt"), "cpu", "float32")
             losses["nanoPretext"].append(mean_nats(lambda x: model.logits(model(x)), torch.tensor([*text.encode()])))
         for side in seconds:
-            took = f"{seconds[side][-1]:7.1f} s, {losses[side][-1]:.4f} nats per byte"
-            print(f"run {i + 1}: {side:12s} {took}", flush=True)
+            print(f"run {i + 1}: {side:12s} {seconds[side][-1]:7.1f} s, {losses[side][-1]:.4f} nats/byte", flush=True)
     theirs, ours = (statistics.median(seconds[side]) for side in ("nanoGPT", "nanoPretext"))
     print(f"medians: {theirs:.1f} s and {ours:.1f} s, a ratio of {theirs / ours:.1f}; "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}")
