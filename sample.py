@@ -18,8 +18,8 @@ Add --out_dir out/NAME to use another run than the latest. Write FILE:path in pl
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
 In an <extra_id_0>, hybrid tries 0 to 16 bytes (or up to max_new_tokens, at most a third of the block).
 Defaults: a text is continued at temperature 0.8 (mdlm, sedd, xlnet, bd3lm: at 1, with top_p 0.8). Holes and repairs
-take the most likely bytes, unless num_samples is above 1. mdlm, sedd and xlnet fill [MASK]s in order ancestral, in 64
-passes, bd3lm from the left, all others in order confident, one a pass. Corrections take 4 passes.
+take the most likely bytes, unless num_samples, top_k or top_p is given. mdlm, sedd and xlnet fill [MASK]s in order
+ancestral, in 64 passes, bd3lm from the left, all others in order confident, one a pass. Corrections take 4 passes.
 Texts go to standard output, and notes to standard error. A terminal highlights what was filled in.
 """
 # N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
@@ -77,7 +77,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: for long spans, give more than 16 a hole)", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes (hybrid, fim: in a hole; ul2: long spans over 16)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag({"text": TEMPERATURE, "holes and repairs": 0.0, "diffusion": 1.0},
                             "randomness; 0 takes the most likely byte", 0.0, 1e6),
@@ -483,12 +483,13 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
     with its answers, and the text up to the next hole. Returns the answers and whether all ended."""
     use = find_use(objective, "infill")
     space = min(longest, hp.block_size // 3)    # for the answer
-    half = (hp.block_size - 8 - space) // 2     # 8: space for special ids
+    room = hp.block_size - 8 - space            # for the texts on both sides; 8: space for special ids
     before = texts[0]
     answers = []
     ended = True
     for after in texts[1:]:
-        near = [before[-half:], after[:half]]
+        right = after[:max(room // 2, room - len(before))]      # more if the other side is short
+        near = [before[-(room - len(right)):], right]
         if near != [before, after]:
             note(f"reads only the nearest {len(near[0])} bytes before the hole and {len(near[1])} bytes after it")
         if use.prompt:
@@ -689,12 +690,12 @@ def fill_mode(model, objective, use, hp, args, g):
 
 def infill_mode(model, objective, use, hp, args, g):
     # 1. the texts around the holes, one more than there are holes
-    if args.prompt is None:
-        texts = [list(args.prefix or []), list(args.suffix or [])]
-    elif args.prefix is None and args.suffix is None:
-        texts = [list(text) for text in re.split(HOLES, args.prompt)]
-    else:
+    prompt = args.prompt
+    if prompt is None:                          # a hole between the two texts
+        prompt = bytes(args.prefix or []) + b"<extra_id_0>" + bytes(args.suffix or [])
+    elif args.prefix is not None or args.suffix is not None:
         fail("--prompt: already contains the text around its holes. Try it without --prefix and --suffix")
+    texts = [list(text) for text in re.split(HOLES, prompt)]
     n_holes = len(texts) - 1
     if not n_holes:
         fail("--prompt: has no hole. Try an <extra_id_0> where bytes are missing")
@@ -702,12 +703,11 @@ def infill_mode(model, objective, use, hp, args, g):
     is_given = "max_new_tokens" in args.given
     longest = args.max_new_tokens if is_given or use.prompt else LONGEST_FILLED
     expected = longest // n_holes if is_given else HOLE_BYTES
+    row = []
     if 1 < n_holes <= len(use.stop_ids):
-        prompt, prefix = use.prompt(texts, expected, hp)
-        if len(prompt) + n_holes > hp.block_size:
-            fail(f"--prompt: takes {len(prompt)} positions, which leaves no space in a block of {hp.block_size}. "
-                 "Try a shorter text")
-        answers, ended = infill(model, objective, hp, prompt, prefix, n_holes, longest, g, **args.fill_sampling)
+        row, prefix = use.prompt(texts, expected, hp)
+    if row and len(row) + n_holes <= hp.block_size:
+        answers, ended = infill(model, objective, hp, row, prefix, n_holes, longest, g, **args.fill_sampling)
     else:
         answers, ended = infill_from_left(model, objective, hp, texts, expected, longest, g, **args.fill_sampling)
     # 3. the whole text
@@ -891,7 +891,7 @@ def check_holes(prompt, objective, mode, given):
                f"{MODES[mode].task}. Holes are written [MASK] or [MASK:4] for {objectives_with('fill')}, "
                f"{objectives_with('repair')}, and <extra_id_0> for {objectives_with('infill')}")
     if own and re.search(own, prompt):
-        fail(f"--prompt: {message}. Try without it")
+        fail(f"--prompt: {message}. Try one kind of hole")
     note(message)
 
 
@@ -931,7 +931,7 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
         refuse_flag(flag, objective, mode)
     if objective.name != hp.objective:
         note(f"used as {objective.name}")
-    check_holes(texts.get("prompt", b""), objective, mode_name, given)
+    check_holes(b"\n".join(text for flag, text in texts.items() if flag != "corpus"), objective, mode_name, given)
     if "prompt" in texts and mode_name != "infill":             # infill_mode splits the bytes at their holes
         texts["prompt"] = read_masks(texts["prompt"]) if mode_name in MARKERS else list(texts["prompt"])
     if not texts and not switches:
@@ -942,7 +942,7 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a fu
     vars(args).update(dict.fromkeys(FLAGS["texts"]) | texts)
     args.given = set(given)
     args.sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
-    args.fill_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 else 0.0) | args.sampling
+    args.fill_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 or args.sampling else 0.0) | args.sampling
     generators = [make_rng(f"{args.seed},{i},sample") for i in range(args.num_samples)]
     return [partial(mode.function, model, objective, use, hp, args, g) for g in generators]
 
