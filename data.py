@@ -42,7 +42,7 @@ SIGNATURES = {                                  # first bytes of formats that ar
     b"SQLite format 3\0": "SQLite", b"\x80\x02": "pickle", b"\x80\x03": "pickle", b"\x80\x04": "pickle",
     b"\x80\x05": "pickle", b"%PDF-": "PDF", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "Word", b"RIFF": "WAV or AVI",
     b"GIF87a": "GIF", b"GIF89a": "GIF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x7fELF": "ELF"}
-DECOMPRESSORS = {"gzip": "zcat", "xz": "xzcat", "bzip2": "bzcat", "zstd": "zstdcat"}
+DECOMPRESSORS = {"gzip": "gzip -dc", "xz": "xzcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
 
@@ -125,7 +125,7 @@ def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), va
         train = [document for i, document in enumerate(documents) if i % 10 != 9]
         return join_documents(train), join_documents(documents[9::10]), ""
     is_folder = os.path.isdir(path)
-    if not is_folder and not os.path.isfile(path) and not Path(path).is_fifo():
+    if not is_folder and not os.path.isfile(path) and not (os.path.exists(path) and Path(path).is_fifo()):
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
     if is_folder or has_json_lines(path):
         documents, n_skipped = read_folder(path) if is_folder else read_documents(path, [path])
@@ -233,7 +233,7 @@ def read_documents(source, paths):  # -> {path or path:line number: text}, numbe
     if not name_of and has_json_lines(source):
         fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
     if not name_of:
-        fail(f"--data {source}: contains no text (UTF-16 is skipped). Try another folder, or iconv -f utf-16 -t utf-8")
+        fail(f"--data {source}: contains no text without a NUL. Try another folder, or iconv -f utf-16 -t utf-8")
     return {name: text for text, name in name_of.items()}, n - len(name_of)
 
 
@@ -253,7 +253,7 @@ def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is n
 
 def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, number of documents in val
     """Holds out the documents whose checksum ends in the digit 9. As long as this rule applies, no document changes
-    sides when others are added, removed or renamed. If these are less than 2% or more than 30% of the bytes, holds out
+    sides when others are added, removed or edited. If these are less than 2% or more than 30% of the bytes, holds out
     the last tenth of each document, and returns 0."""
     train = [document for document in documents if zlib.crc32(document) % 10 != 9]
     val = [document for document in documents if zlib.crc32(document) % 10 == 9]

@@ -58,7 +58,7 @@ SETTINGS = {
         "attn_scale": Flag(1.0, "multiplies the attention logits; above 1, attention is sharper", 0.0),
     },
     "training": {
-        "batch_size": Flag({"cpu": 16, "cuda": 32}, "number of rows in a micro-batch", 1),
+        "batch_size": Flag({"cpu": 16, "cuda": 32}, f"rows of a micro-batch; validation always reads {EVAL_ROWS}", 1),
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
         "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; no limit if it is 0, or if you give "
@@ -280,7 +280,7 @@ def resolve_device(name):  # -> torch.device; auto: CUDA, else the CPU; never mp
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and WORLD > 1:            # each of torchrun's processes has its own GPU
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    with contextlib.suppress(RuntimeError, AssertionError):
+    with contextlib.suppress(RuntimeError, AssertionError, ImportError):
         device = torch.zeros(1, device=name).device
         if device.type in ("cpu", "cuda", "mps"):
             return device
@@ -412,7 +412,7 @@ def choose_out_dir(hp):  # -> a folder that holds no run; fails if --out_dir hol
         if glob.glob(os.path.join(glob.escape(hp.out_dir), "*.pt")):
             fail(f"--out_dir {hp.out_dir}: already holds a run. Try --resume to resume it, or another --out_dir")
         return hp.out_dir
-    base = os.path.join("out", hp.objective.replace(" ", "").replace(",", "+").replace(":", "_"))
+    base = "out/" + hp.objective.replace(" ", "").replace(",", "+").replace(":", "_")
     paths = itertools.chain([base], (f"{base}-{i}" for i in itertools.count(2)))
     return next(path for path in paths if not os.path.exists(path))
 

@@ -305,7 +305,7 @@ def test_a_child_continues_after_its_parents_windows(text, capsys):
 
 def test_a_source_that_is_split_in_another_way_is_not_resumed_and_is_named_by_a_child(text, capsys, refuses):
     """In a run from before the rule was saved, or because a folder grew: 2 documents are cut, of 30 some are held out.
-    A file has one rule, in older runs, too."""
+    A file has one rule, in older runs, too, but another last tenth if it changes."""
     os.mkdir("texts")
     for i in range(2):
         write(f"texts/{i}.txt", b"some words %d " % i * 500)
@@ -322,8 +322,10 @@ def test_a_source_that_is_split_in_another_way_is_not_resumed_and_is_named_by_a_
     resume("b", "--max_iters", "2")
     for i in range(30):
         write(f"texts/{i}.txt", b"other words %d " % i * 500)
-    fit("texts", "whole", "--max_iters", "0", "--init_from", "cut")
-    assert "in another way than in cut," in capsys.readouterr().out
+    write(text, b"a changed file\n" * 500)
+    for source, out in (("texts", "cut"), (text, "b")):
+        fit(source, f"later child of {out}", "--max_iters", "0", "--init_from", out)
+        assert f"in another way than in {out}," in capsys.readouterr().out
 
 
 def test_evaluation_never_changes_training(text):
