@@ -32,13 +32,14 @@ def test_one_row_of_each_kind_is_drawn_and_the_legend_explains_every_id():
         assert text and (color != figures.SPECIAL or text in legend)
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_the_picture_is_drawn(tmp_path, refuses):
     pytest.importorskip("matplotlib")
     rows = figures.rows_of("span", 16)
     assert len(rows[0].lines[0][1]) == len(rows[0].mask) == 16
     assert figures.legend_texts(rows, True)[0].startswith("∅ EOT   ‖ SEP   ① sentinels   "), "not the used ids"
     figures.draw(rows, str(tmp_path / "rows.png"), 16)
     assert os.path.getsize(tmp_path / "rows.png") > 5000
+    refuses("cannot be written", figures.main, ["--objectives", "clm", "--out", str(tmp_path / "nowhere" / "x.png")])
 
 
 def test_results_are_those_of_one_length_of_training(tmp_path):
