@@ -125,7 +125,7 @@ def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), va
         train = [document for i, document in enumerate(documents) if i % 10 != 9]
         return join_documents(train), join_documents(documents[9::10]), ""
     is_folder = os.path.isdir(path)
-    if not is_folder and not os.path.isfile(path) and not (os.path.exists(path) and Path(path).is_fifo()):
+    if not (is_folder or os.path.isfile(path) or os.path.exists(path) and Path(path).is_fifo()):
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
     if is_folder or has_json_lines(path):
         documents, n_skipped = read_folder(path) if is_folder else read_documents(path, [path])

@@ -58,7 +58,7 @@ SETTINGS = {
         "attn_scale": Flag(1.0, "multiplies the attention logits; above 1, attention is sharper", 0.0),
     },
     "training": {
-        "batch_size": Flag({"cpu": 16, "cuda": 32}, f"rows of a micro-batch; validation always reads {EVAL_ROWS}", 1),
+        "batch_size": Flag({"cpu": 16, "cuda": 32}, f"number of rows in a micro-batch (in validation {EVAL_ROWS})", 1),
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
         "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; no limit if it is 0, or if you give "

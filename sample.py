@@ -77,7 +77,7 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes (hybrid, fim: in a hole; ul2: long spans over 16)", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: for long spans, give more than 16 a hole)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag({"text": TEMPERATURE, "holes and repairs": 0.0, "diffusion": 1.0},
                             "randomness; 0 takes the most likely byte", 0.0, 1e6),
@@ -876,21 +876,21 @@ def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of 
     return ", ".join(name for name, objective in OBJECTIVES.items() if find_use(objective, mode))
 
 
-def check_holes(prompt, objective, mode, given):
-    """Prints a note if the prompt has a marker that is read as text, which may be mistyped. Refuses such a marker
+def check_holes(text, objective, mode, given):
+    """Prints a note if the text has a marker that is read as text, which may be mistyped. Refuses such a marker
     beside a hole that is filled, and max_new_tokens for holes of given lengths."""
     if given.get("correct") or given.get("fix"):                # all of a text to correct is text
         return
-    if mode == "fill" and "max_new_tokens" in given and re.search(MASKS, prompt):
+    if mode == "fill" and "max_new_tokens" in given and re.search(MASKS, text):
         fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     own = MARKERS.get(mode)
-    as_text = [word for word in re.findall(LIKE_A_HOLE, prompt) if not (own and re.fullmatch(own, word))]
+    as_text = [word for word in re.findall(LIKE_A_HOLE, text) if not (own and re.fullmatch(own, word))]
     if not as_text:
         return
     message = (f"{as_text[0].decode('utf-8', 'replace')} is read as text when {objective.name} is used to "
                f"{MODES[mode].task}. Holes are written [MASK] or [MASK:4] for {objectives_with('fill')}, "
                f"{objectives_with('repair')}, and <extra_id_0> for {objectives_with('infill')}")
-    if own and re.search(own, prompt):
+    if own and re.search(own, text):
         fail(f"--prompt: {message}. Try one kind of hole")
     note(message)
 

@@ -253,7 +253,7 @@ def prepare(corpus, members, hp):  # -> State before the first step
 
 
 def find_new_splits(saved, sources):  # sources of a checkpoint, and of now -> names of those that are split differently
-    rules = {os.path.realpath(name): "".join(rule) or crc for name, _, crc, _, *rule in saved}      # a file has no rule
+    rules = {os.path.realpath(name): "".join(rule) or crc for name, _, crc, _, *rule in saved}      # of a file: its crc
     return [name for name, _, crc, _, rule in sources
             if crc not in [x[2] for x in saved] and rules.get(os.path.realpath(name), rule or crc) != (rule or crc)]
 

@@ -59,9 +59,9 @@ FLAGS = {
 # flags of train.py that this program sets
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes", "init_from"}
 HOLE = "bits of a hole's bytes, given the text on both sides or, where the row says so, only the text before it"
-LEFT = "each byte from all bytes before it, with --doc_mask from those of its document; <= is diffusion's upper bound"
+LEFT_TO_RIGHT = "each byte from all bytes before it (--doc_mask: in its document); <= is diffusion's upper bound"
 SUMMARY = {                                     # columns of the first table
-    "bits": Metric("left to right", 3, "", False, LEFT),
+    "bits": Metric("left to right", 3, "", False, LEFT_TO_RIGHT),
     **{key: METRICS[key] for key in ("old_before", "old", "new")},
     **{f"hole_{m}": Metric(f"hole of {m} bytes", 2, "", False, HOLE) for m in HOLE_LENGTHS},
     "task": Metric("own task", 3),

@@ -76,7 +76,7 @@ def score_by_filling(model, data, T, use):  # (n,) uint8, a Fill -> bits, left t
         start = max(0, end - T)
         window = data[start:end].long().to(model.embed.weight.device)
         i = torch.arange(len(window), device=window.device)
-        for scored in i[first - start:].split(sample.MAX_ROWS):        # indices in the window; one row for each
+        for scored in i[first - start:].split(sample.MAX_ROWS):  # indices in the window; one row for each
             rows = window.where(i < scored[:, None], MASK)
             logits = sample.fill_logits(model, rows, use)[range(len(rows)), scored, :N_BYTES]
             nats = F.cross_entropy(logits.cpu().double(), window[scored].cpu(), reduction="sum")
