@@ -253,9 +253,9 @@ def prepare(corpus, members, hp):  # -> State before the first step
 
 
 def find_new_splits(saved, sources):  # sources of a checkpoint, and of now -> names of those that are split differently
-    rules = {os.path.realpath(name): "".join(rule) or crc for name, _, crc, _, *rule in saved}      # of a file: its crc
-    return [name for name, _, crc, _, rule in sources
-            if crc not in [x[2] for x in saved] and rules.get(os.path.realpath(name), rule or crc) != (rule or crc)]
+    rules = {os.path.realpath(name): "".join(rule) for name, _, _, _, *rule in saved}             # older ones lack it
+    return [name for name, _, crc, _, rule in sources           # a file without a rule is split anew if it has changed
+            if crc not in [x[2] for x in saved] and rules.get(os.path.realpath(name)) not in (None, rule or None)]
 
 
 def member_of_step(members, step):  # -> the member that this step trains

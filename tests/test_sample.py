@@ -504,6 +504,8 @@ def test_holes_are_filled_from_the_left_and_read_what_is_near(runs, capsys, monk
     assert "XYZaXYZ\n" in found.out
     assert asked[2:4] == [(b"", b"a", 3, sample.TEMPERATURE), (b"XYZa", b"", 3, sample.TEMPERATURE)]
     asked.clear()
+    output(capsys, "hybrid", "--prefix", "a", "--suffix", "b" * 99)
+    assert asked.pop() == (b"a", b"b" * (room - 1), longest, 0.0), "a short side leaves its space to the other"
     assert "<mask> is read as text" in output(capsys, "hybrid", "--prefix", "a" * 99, "--suffix", "<mask>" * 9).err
     assert asked == [(b"a" * (room - room // 2), (b"<mask>" * 9)[:room // 2], longest, 0.0)]
 
