@@ -4,8 +4,8 @@ B rows, T positions of a row, n raw bytes that fill a row, P length of the prefi
 V outputs of the byte head, W ids of context, U ids of a row before some are dropped
 
 An objective is a few functions, followed by an `Objective` that lists them. hp holds all settings, as run.get_config
-returns them. hp.progress is the share of the run that is done: a 0-D tensor in training, 1.0 elsewhere. In the pictures
-of rows, _ is a space and . a position without a loss.
+returns them. hp.progress is the share of the run that is done: a 0-D tensor in training (1 with --init_from), 1.0
+elsewhere. In the pictures of rows, _ is a space and . a position without a loss.
 
 A batch is a dict of tensors with B rows. These keys have a fixed meaning; an objective may add others:
 
@@ -251,7 +251,7 @@ def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T p
 
 @dataclass(frozen=True)
 class Infill:
-    """Writes bytes other than EOT into holes of unknown length. Without a prompt, fills each number of MASKs and takes
+    """Writes bytes other than EOT into holes of unknown length. Without a prompt, tries every number of MASKs and takes
     the most likely answer; for this, the objective needs a Fill and a causal Continue."""
     modes = ("infill",)
     # (texts around the holes, number of bytes expected in a hole, hp) -> ids up to the first answer, prefix length
@@ -278,7 +278,7 @@ class Predict:
     """
     modes: tuple
     predict: Callable
-    piece_bytes: Callable = lambda hp: hp.block_size            # search: (hp) -> number of bytes to embed at once
+    piece_bytes: Callable = lambda hp: hp.block_size    # search: (hp) -> maximum number of bytes to embed at once
 
 
 def find_use(objective, mode):  # -> the objective's use with this mode, or None
@@ -296,7 +296,7 @@ class Objective:
     attention: str
 
     # training
-    # (T, hp) -> n, the number of raw bytes that fill a row of T positions; fails if the settings allow no row
+    # (T, hp) -> n, the number of raw bytes that fill a row of T positions; fails if these settings allow no row at all
     n_bytes: Callable = lambda T, hp: T + 1     # default: every position predicts the next byte
     min_rows: int = 1                           # minimum number of rows in a step (a micro-batch if compares_rows)
     heads: Callable = lambda config, hp: {}     # (config, hp) -> {name: module}: additional heads, in model.heads
@@ -321,7 +321,7 @@ class Objective:
     # True: inputs hide the targets, except chosen bytes that stay unchanged (by default 10% in mlm, 15% in electra).
     # False: inputs may contain targets, and the tests check only masked and causal targets
     target_hidden: bool = True
-    # without a text, sample.py takes the first mode of the first use; (): it has no use for the model
+    # without a text, sample.py takes the first mode of the first use; (): sample.py cannot use the model
     uses: tuple = ()
 
 
@@ -552,7 +552,7 @@ def ul2(x, g, hp):  # x (B, n) -> inp, tgt, positions (B, T), prefix (B,)
         [X] source SEP spans EOT     a quarter: half of the text is in spans with mean length 32
 
     The shares are the same in every batch. All targets have the same weight; a row of S or X has about 1.6 times as
-    many as a row of R. Departures:
+    many targets as a row of R. Departures:
     - There are three denoisers instead of seven.
     - The paper's S removes a quarter of a text, ours any share.
     - Half of the rows are R. In U-PaLM (Tay et al. 2022) half are S.
@@ -624,8 +624,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
     The two cuts are uniform over all places, so each section is a third on average. A row is rearranged with
     probability fim_rate, and then as SPM (the paper's variant 2) with probability fim_spm_rate; other rows stay plain
-    text. Half of the rearranged texts fill their row. The others are shorter, and bytes of the previous row follow
-    their EOT (see random_lengths)."""
+    text. Half of the rearranged texts fill their row. The others are shorter, and bytes of the previous row (if
+    there is one) follow their EOT (see random_lengths)."""
     B = len(x)
     n = x.size(1) - 4                                                               # room for four control ids
     length = random_lengths(B, 1, n, g)                                             # (B, 1): bytes to rearrange
@@ -939,8 +939,8 @@ NOISES_WITH_RATE = ("infill", "mask", "delete", "replace", "insert")       # the
 
 
 def bart_counts(length, hp, g):  # bytes of each row (B, 1) -> how many of them each of NOISES_WITH_RATE changes (B, 1)
-    """Both rates are divided by the number of these noises, and give a smallest and a largest count, each at least 1.
-    The count is uniform between them. With 100 bytes, rates from 0 to .3 and two noises, it is uniform over 1 .. 15."""
+    """bart_rate_min and bart_rate, divided by the number of these noises, give the smallest and the largest count, both
+    at least 1. The count is uniform between them: with 100 bytes, rates from 0 to .3 and two noises, over 1 .. 15."""
     n_noises = max(1, len(set(NOISES_WITH_RATE) & set(hp.bart_noise.split(","))))
     most = (length * (hp.bart_rate / n_noises) + 0.5).long().clamp(min=1)
     least = (length * (hp.bart_rate_min / n_noises) + 0.5).long().clamp(min=1).minimum(most)
@@ -1005,7 +1005,7 @@ def bart_piece_bytes(hp):  # -> maximum number of bytes to repair at once
     """After a mistake, the model no longer knows which byte of the source to copy next. A new piece is a fresh start.
     Noises that move text can only be undone in the whole text."""
     moves_text = {"permute", "rotate"} & set(hp.bart_noise.split(","))
-    return hp.block_size if moves_text else min(32, bart_bytes(hp.block_size, hp))
+    return min(hp.block_size if moves_text else 32, bart_bytes(hp.block_size, hp))
 
 
 OBJECTIVES["bart"] = Objective(
@@ -1022,7 +1022,7 @@ OBJECTIVES["bart"] = Objective(
 
 
 # ---- nsp: next sentence prediction
-NSP_GAP = 8                                     # bytes skipped between the two texts, so that they do not share a word
+NSP_GAP = 8                                     # bytes skipped between the two texts, so that they seldom share a word
 
 
 def nsp(x, g, hp):  # x (B, 2 n_text + NSP_GAP) -> inp, tgt (B, T), labels (B,)
@@ -1032,14 +1032,14 @@ def nsp(x, g, hp):  # x (B, 2 n_text + NSP_GAP) -> inp, tgt (B, T), labels (B,)
         inp     CLS t [M] e SEP c a t SEP      attention: bidirectional; the first text, then the second
         label   1 if the second follows        predicted at CLS; 0 in half of the rows
 
-    Both texts always have n_text bytes. In the window they are NSP_GAP bytes apart, so that no split word reveals a
-    positive pair. In negative rows, nsp_negatives "random" takes the second text of another row, and "swap"
+    Both texts always have n_text bytes. In the window they are NSP_GAP bytes apart, so that a split word seldom
+    reveals a positive pair. In negative rows, nsp_negatives "random" takes the second text of another row, and "swap"
     exchanges the two texts (sentence order prediction, ALBERT, Lan et al. 2020). The loss is mlm's, plus nsp_weight
     times that of the answer. Departures:
     - BERT takes the second text from another document. Here the other row may be from the same one.
     - Texts have a fixed length, with NSP_GAP between them.
     - SEP replaces segment embeddings, and there is no pooler (BERT's dense layer and tanh).
-    - 15% of the bytes of both texts are masked. BERT masks 15% of all ids, including CLS and SEP.
+    - 15% of the bytes of both texts are masked. BERT counts CLS and SEP in the 15%, but never masks them.
     - sample.py also fills holes in a single text, a row that never occurs in training."""
     B = len(x)
     n_text = (x.size(1) - NSP_GAP) // 2
@@ -1106,7 +1106,7 @@ def contrastive(x, g, hp):  # x (B, T) -> inp (B, 2, n_crop)
     Departures:
     - The loss has both directions, and embeddings have norm 1.
     - Crops have one length. Theirs are .05 to .5 of a window.
-    - There are no ids around a crop, no deleted bytes, and no queue of older negatives."""
+    - There are no ids around a crop, no deleted bytes, no queue of older negatives, and no momentum encoder."""
     B, T = x.shape
     n_crop = crop_bytes(T, hp)
     start = torch.randint(0, T - n_crop + 1, (B, 2, 1), generator=g, device=g.device)
@@ -1160,8 +1160,8 @@ def mask_blocks(x, block_bytes, g, is_early=False, early_rate=0.0):  # x (B, n) 
         masked    x  x  .  x     .  x
         weight   4/3 for all     2 for both
 
-    k is what masked_counts draws, or if is_early, the share early_rate of the block. is_early is a bool, or in training
-    a 0-D tensor: an `if` would wait for the device, so it is used as a number."""
+    k is drawn by masked_counts; if is_early, it is early_rate times the size of the block. is_early is a bool, or in
+    training a 0-D tensor: an `if` would wait for the device, so it is used as a number."""
     B, n = x.shape
     block_bytes = min(block_bytes, n)
     size = (n - torch.arange(0, n, block_bytes, device=g.device)).clamp(max=block_bytes)            # (blocks,)
@@ -1192,8 +1192,8 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
     is an upper bound on -log p(x). MDLM integrates (1/t) E[sum of nats at bytes masked with probability t] over t in
     (0, 1). This equals the mean over k = 1 .. T of (T/k) E[sum of nats at k masked bytes]. Masking exactly k bytes has
     a far smaller variance, weights of at most T, and no row without a target. Departure: before progress reaches
-    uniform_from, the rate k / T is early_mask_rate; after it, uniform. High rates teach little early. The early losses
-    are no bound."""
+    uniform_from (never with --init_from), the rate k / T is early_mask_rate; after it, uniform. High rates teach little
+    early. The early losses are no bound."""
     masked, weight = mask_blocks(x, x.size(1), g, hp.progress < hp.uniform_from, hp.early_mask_rate)
     return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight / x.numel(),
                 prefix=x.size(1))
@@ -1202,7 +1202,7 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=weighted_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags={"early_mask_rate": Flag(0.4, "share of bytes that the first steps mask (uniform_from)", 0.001, 1.0),
+    flags={"early_mask_rate": Flag(0.4, "share of bytes that the first steps mask; not with init_from", 0.001, 1.0),
            "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
     uses=(Fill(trained_at_any_rate=True),))

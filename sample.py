@@ -347,7 +347,7 @@ def unmask_long(model, ids, T, g, use, **kwargs):  # (1, n) of any length -> yie
 def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order="confident", **sampling):
     """Continues a prompt, a list of ids, by block diffusion, and yields ids. Appends a block of `length` MASKs, fills
     it, and appends the next. The complete blocks before it are cached. When the window of T ids has no space for
-    another block, a new window starts with the blocks of the last T / 2 ids, which are read again."""
+    another block, a new window starts with the last T / 2 ids, which are read again."""
     ids = list(prompt)
     device = model.embed.weight.device
     end = len(ids) + max_new_tokens
@@ -357,9 +357,8 @@ def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order=
         # 1. make space in the window for another block
         n_complete = (len(ids) - start) // length * length      # number of ids in complete blocks
         if n_complete + length > T:
-            n_kept = T // 2 // length * length  # in whole blocks
-            start += n_complete - n_kept
-            n_complete = n_kept
+            start = len(ids) - T // 2
+            n_complete = T // 2 // length * length
             cache.length.zero_()
         # 2. read the complete blocks that are not cached yet
         for i in range(start + int(cache.length), start + n_complete, length):

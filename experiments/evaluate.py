@@ -143,7 +143,7 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     The score is that of a head that marks bytes. Without such a head it is the nats of the byte, given the bytes
     around it while every eighth byte is masked, or given the bytes before it."""
     g = make_rng("compare,replaced")
-    clean = windows(text, min(hp.block_size, 256) - 2, ROWS, "corruption")
+    clean = windows(text, min(objective.n_bytes(hp.block_size, hp), hp.block_size, 256) - 2, ROWS, "corruption")
     other = text[torch.randint(0, len(text), clean.shape, generator=g)].long()
     is_replaced = (torch.rand(clean.shape, generator=g) < 0.1) & (other != clean)
     x = torch.where(is_replaced, other, clean).to(hp.device)
@@ -271,6 +271,7 @@ def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}: 
 
 def eval_repairs(model, objective, hp, text):
     """Edit distance from the repaired to the clean text, divided by that from the noisy text. Changing nothing: 1."""
+    text = text.masked_fill(text == EOT, ord("\n"))             # a repaired text holds no EOT
     x = windows(text, objective.n_bytes(hp.block_size, hp), ROWS // 2, "repairs")
     batch = objective.corrupt(x, make_rng("compare,repairs"), hp)
     left = 0
@@ -347,9 +348,9 @@ def eval_replaced(model, objective, hp, text, passes=sample.CORRECTION_PASSES):
     if not use and not find_use(objective, "repair"):
         return {}
     g = make_rng("compare,replaced")
-    clean = windows(text, 128, ROWS, "replaced")
+    clean = windows(text.masked_fill(text == EOT, ord("\n")), 128, ROWS, "replaced")            # as in eval_repairs
     noise = torch.randint(32, 127, clean.shape, generator=g)
-    noisy = torch.where((torch.rand(clean.shape, generator=g) < 0.05) & (clean != EOT), noise, clean)
+    noisy = torch.where(torch.rand(clean.shape, generator=g) < 0.05, noise, clean)
     if use:
         _, repaired = correct_rows(model, use, hp, noisy, passes, 0.05)
     else:
@@ -454,9 +455,8 @@ def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
 
 
 def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None where they are not tokens of Python
-    """White space and tokens without a class have class 0. Takes only ASCII, where a column is a byte. All versions
-    of Python agree, except that 3.12 and later refuse malformed numbers, <> and unbalanced braces, and accept a lone !.
-    """
+    """White space and tokens without a class have class 0. Takes only ASCII, where a column is a byte. All Pythons
+    agree, except that 3.12 and later refuse malformed numbers, <> and unbalanced braces, and accept a lone !."""
     if not text.isascii():
         return None
     lines = [line + "\n" for line in text.decode().split("\n")]

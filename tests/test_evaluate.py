@@ -152,13 +152,14 @@ def test_copying_repairs_nothing_and_the_clean_text_everything(
         name, evaluation, T, metric, is_repaired, left, monkeypatch):
     def repair(model, objective, noisy, *args, **how):
         assert 0 < sum(byte != ord("a") for byte in noisy) < 20
-        return [ord("a")] * len(noisy) if is_repaired else noisy
+        return [ord("a")] * len(noisy) if is_repaired else [i for i in noisy if i != EOT]
 
     def correct_rows(model, fill, hp, x, *args):
         return None, torch.tensor([repair(model, None, row) for row in x.tolist()])
     monkeypatch.setattr(evaluate.sample, "repair", repair)
     monkeypatch.setattr(evaluate, "correct_rows", correct_rows)
-    found = measure(getattr(evaluate, evaluation), name, T, text=from_bytes(b"a" * 999), bart_noise="replace")
+    text = b"a" * 999 if is_repaired else 9 * (b"a" * 99 + b"\0")
+    found = measure(getattr(evaluate, evaluation), name, T, text=from_bytes(text), bart_noise="replace")
     assert found[metric] == left and found.get("task_baseline", 1) == 1
 
 
