@@ -281,10 +281,10 @@ def test_order_confident_ranks_by_the_probability_of_the_sampled_byte_and_is_not
     assert sample.default_order(Fill(trained_at_any_rate=True)) == "ancestral"
 
 
-def test_blocks_are_written_as_without_a_cache():
+@pytest.mark.parametrize("n", [4, T - 2])
+def test_blocks_are_written_as_without_a_cache(n):
     """Also when the window restarts with its last half, and for prompts that end inside a block."""
     net = randomized().requires_grad_(False)
-    n = 4
     for length in (1, 4, 7, T, 2 * T + 3):
         x = expected = ids(length)[0].tolist()
         start = 0
