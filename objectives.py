@@ -1202,7 +1202,7 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 OBJECTIVES["mdlm"] = Objective(
     "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
     n_bytes=aligned_window, loss=weighted_loss(position_nats), supports_doc_mask=True, bpb="bound",
-    flags={"early_mask_rate": Flag(0.4, "share of bytes that the first steps mask; not with init_from", 0.001, 1.0),
+    flags={"early_mask_rate": Flag(0.4, "share of bytes masked before uniform_from; not with init_from", 0.001, 1.0),
            "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
     uses=(Fill(trained_at_any_rate=True),))
@@ -1415,8 +1415,8 @@ OBJECTIVES["hybrid"] = Objective(
 
 # ---- other names: --objective refuses them, and suggests the objective
 ALIASES = dict(
-    gpt="clm", causal_lm="clm", autoregressive="clm", next_token="clm", bert="mlm", roberta="mlm", masked_lm="mlm",
-    t5="span", byt5="span", span_corruption="span", mixture_of_denoisers="ul2", fill_in_the_middle="fim",
-    multi_token="mtp", replaced_token_detection="electra", denoising="bart", albert="nsp", next_sentence="nsp",
-    sentence_order="nsp", contriever="contrastive", info_nce="contrastive", llada="mdlm", diffusion="mdlm",
-    masked_diffusion="mdlm", score_entropy="sedd", block_diffusion="bd3lm", permutation="xlnet", gpt_bert="hybrid")
+    gpt="clm", llama="clm", causal_lm="clm", autoregressive="clm", next_token="clm", bert="mlm", roberta="mlm",
+    masked_lm="mlm", t5="span", byt5="span", span_corruption="span", mixture_of_denoisers="ul2",
+    fill_in_the_middle="fim", multi_token="mtp", replaced_token_detection="electra", denoising="bart", albert="nsp",
+    next_sentence="nsp", sentence_order="nsp", contriever="contrastive", info_nce="contrastive", llada="mdlm",
+    diffusion="mdlm", score_entropy="sedd", block_diffusion="bd3lm", permutation="xlnet", gpt_bert="hybrid")

@@ -43,7 +43,7 @@ DEVICE_FLAGS = {
 SETTINGS = {
     "run": {
         "objective": Flag(next(iter(OBJECTIVES)), "a name from the list below, or a mixture such as clm:0.5,mlm:0.5"),
-        "data": Flag(["stdlib"], "files (text or .jsonl), folders or stdlib, all with a weight (a.txt:0.9) or none"),
+        "data": Flag(["stdlib"], "files (text or .jsonl), folders or stdlib; give each a weight (a.txt:0.9), or none"),
         "out_dir": Flag("", "folder of the run; default: out/OBJECTIVE, or out/OBJECTIVE-2, ..., if that exists"),
         "resume": Flag(False, "resume the run in --out_dir; default: the latest run under out/"),
         "init_from": Flag("", "start from the latest weights of this run; try a third of its learning rate"),
@@ -68,8 +68,8 @@ SETTINGS = {
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
         "weight_decay": Flag(0.0, "each step multiplies the matrices of blocks by 1 - learning_rate * this", 0.0),
         "grad_clip": Flag(1.0, "maximum norm of the gradient; 0: no limit", 0.0),
-        "ngram_drop": Flag(0.25, "share of n-gram lookups that training drops; more over several epochs", 0.0, 0.99),
-        "doc_mask": Flag(False, "read nothing across a NUL byte, which ends a document; not in sample.py"),
+        "ngram_drop": Flag(0.25, "share of n-gram lookups that training drops; larger over several epochs", 0.0, 0.99),
+        "doc_mask": Flag(False, "do not read across NUL bytes, which end documents; sample.py does"),
         "optimizer": Flag("muon", "optimizer of matrices in blocks; AdamW trains the rest", choices=("muon", "adamw")),
     },
     "evaluation": {

@@ -17,9 +17,9 @@
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
 In an <extra_id_0>, hybrid tries 0 to 16 bytes (or up to max_new_tokens, at most a third of the block).
-Defaults: a text is continued at temperature 0.8 (mdlm, sedd, xlnet, bd3lm: at 1, with top_p 0.8). Holes and repairs
-take the most likely bytes, unless num_samples, top_k or top_p is given. mdlm, sedd and xlnet fill [MASK]s in order
-ancestral, in 64 passes, bd3lm from the left, all others in order confident, one a pass. Corrections take 4 passes.
+Temperatures: 0.8 to continue a text (mdlm, sedd, xlnet, bd3lm: 1, with top_p 0.8), 0 for holes and repairs, but 0.8
+with num_samples, top_k or top_p. mdlm, sedd and xlnet fill [MASK]s in order ancestral, in 64 passes; bd3lm in order
+left, all others in order confident, one byte in a pass. Corrections take 4 passes.
 Texts go to standard output, and notes to standard error. A terminal highlights what was filled in.
 """
 # N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
@@ -77,14 +77,14 @@ FLAGS = {
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
     "writing": {
-        "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: for long spans, give more than 16 a hole)", 0),
+        "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: above 16 a hole, it writes long spans)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag({"text": TEMPERATURE, "holes and repairs": 0.0, "diffusion": 1.0},
                             "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled", choices=("confident", "left", "ancestral")),
-        "steps": Flag(0, "number of passes that fill all [MASK]s of a window or of a block, or that correct a text", 0),
+        "steps": Flag(0, "number of passes to fill the [MASK]s of a window or a block, or to correct a text", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
         "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
@@ -717,7 +717,7 @@ def infill_mode(model, objective, use, hp, args, g):
         is_new += [True] * len(answer) + [False] * len(text)
     print(highlight(ids, is_new), flush=True)
     if not ended:
-        note(f"the answer did not end by itself within {longest} bytes and the block of {hp.block_size}")
+        note(f"the answer was cut off after {longest} bytes, or at the end of the block of {hp.block_size}")
 
 
 def repair_mode(model, objective, use, hp, args, g):
@@ -739,7 +739,7 @@ def correct_mode(model, objective, use, hp, args, g):
     if args.fix:
         sys.stdout.buffer.write(bytes(others.where(is_better, ids).tolist()))       # bytes: line ends must not change
         sys.stdout.buffer.flush()
-        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected")
+        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected", "" if args.prompt[-1] == 10 else "\n")
         return
     print_suspects(args.prompt, odds.sigmoid().tolist(), hp, bytes(others.where(odds > 0, ids).tolist()))
 
@@ -752,7 +752,7 @@ def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that ea
     words.sort(key=lambda word: -max(p[word]))
     if len(prompt) <= hp.block_size:
         print(highlight(prompt, is_marked, ("«", "»")), flush=True)
-    note(f"suspicious words, as line:column, with the probability that they are wrong: {len(words)}")
+    note(f"{len(words)} suspicious words: line:column, the word, and the probability that it is wrong")
     whole = bytes(prompt)
     for word in words:
         worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
@@ -820,7 +820,7 @@ Mode = namedtuple("Mode", "function task flags required", defaults=[()])
 WRITING = "max_new_tokens", "num_samples", *SAMPLING
 MODES = {
     "continue": Mode(continue_mode, "continue a prompt", ("prompt", "speculate", "compile", *WRITING)),
-    "continue_blocks": Mode(continue_blocks_mode, "continue a prompt", ("prompt", "order", "steps", *WRITING)),
+    "continue_blocks": Mode(continue_blocks_mode, "write in blocks", ("prompt", "order", "steps", *WRITING)),
     "fill": Mode(fill_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", *WRITING)),
     "correct": Mode(correct_mode, "correct a text", ("prompt", "correct", "fix", "error_rate", "steps"),
                     required=("prompt",)),

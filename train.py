@@ -404,8 +404,8 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
     hp = s.hp
     if [x[1:4] for x in ckpt["sources"]] != [x[1:4] for x in s.sources]:            # names may differ
-        fail(f"--data {' '.join(hp.data)}: not the data or weights of {hp.out_dir}, which may have held out documents "
-             "by an older rule. Try the same data, or a new run")
+        fail(f"--data {' '.join(hp.data)}: not the data of {hp.out_dir}, or with other weights or held-out "
+             "documents (of an older program). Try the same data, or a new run")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
@@ -478,7 +478,8 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
                   "sources": s.sources}
         run.write_line(metrics, record, s.on_record)
     run.say(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}", stop)
-    print(f"{hp.device}, threads: {threads}, processes: {run.WORLD} | activations {hp.dtype} | {hp.max_iters:,} steps")
+    print(f"{hp.device}, threads: {threads}, processes: {run.WORLD} | activations {hp.dtype} | "
+          f"{status['step']:,} of {hp.max_iters:,} steps done")
     for source in s.corpus:
         passes = hp.max_iters * passes_per_step(source, s.members, hp)
         print(f"--data {source['name']}: trains on {len(source['train']):,} bytes, validates on {len(source['val']):,}"
@@ -490,7 +491,7 @@ def announce(s, metrics, status, stop):  # prints what is trained, and logs it i
             batch = make_batch(member, s.corpus, "train", s.windows, s.g, hp)
             lines += draw_rows(member.objective.name, batch)
         rows = "\n".join(lines)
-        print("rows of the first batch, a part of one of each kind, with a character for each position:")
+        print("a part of one row of each kind in the first batch, with one character for each position:")
         print(f"{explain_symbols(rows)}\n{rows}", flush=True)
 
 

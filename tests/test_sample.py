@@ -549,7 +549,7 @@ def test_a_middle_that_was_trimmed_has_ended(runs, capsys, monkeypatch):
     monkeypatch.setattr(sample, "infill", infill)
     for n in (2, 9):
         monkeypatch.setattr(sample, "trim_to_suffix", lambda *args, n=n: [97] * n)
-        assert ("did not end by itself" in output(capsys, "fim", *SIDES).err) == (n == 9)
+        assert ("was cut off after" in output(capsys, "fim", *SIDES).err) == (n == 9)
 
 
 # ---- the command
@@ -938,7 +938,7 @@ def test_every_use_can_be_asked_for(runs, capsys):
 BAD = [
     ("clm", ["--prompt", "a", "--prompt", "b"], "--prompt: is given twice"),
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
-    ("contrastive", ["--prompt", "a"], "only to continue a prompt or fill [MASK]s or"),
+    ("contrastive", ["--prompt", "a"], "only to continue a prompt or write in blocks or"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
     ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),

@@ -318,7 +318,7 @@ def test_a_source_that_is_split_in_another_way_is_not_resumed_and_is_named_by_a_
         save_checkpoint(f"{out}/ckpt.pt", ckpt)
         fit(source, f"child of {out}", "--max_iters", "0", "--init_from", out)
         assert (f"in another way than in {out}," in capsys.readouterr().out) == (source == "texts")
-    refuses("an older rule", train.main, ["--resume", "--out_dir", "a", "--max_iters", "2"])
+    refuses("an older program", train.main, ["--resume", "--out_dir", "a", "--max_iters", "2"])
     resume("b", "--max_iters", "2")
     for i in range(30):
         write(f"texts/{i}.txt", b"other words %d " % i * 500)
