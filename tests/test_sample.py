@@ -869,7 +869,7 @@ def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, c
     tail = "z" * 11
     assert out == f"1:3: na«ï»ve  0.95\n1:10: caf«é»  0.95\n11:3: ab«!»cd  0.88\n11:8: a«!»  0.88\n" \
                   f"12:52: {tail}«!»  0.88\n"
-    assert "that they are wrong: 5\n" in err
+    assert "--- 5 suspicious words: " in err
     assert stdout(capsys, "electra", "--prompt", "FILE:short.txt").startswith("ok a«!»\n1:5: a«!»"), "fits a block"
 
 
