@@ -545,7 +545,7 @@ def test_the_legend_explains_exactly_the_symbols_that_are_shown(name, text, caps
     write("bytes.txt", "tab\t, é\n".encode() * 500)
     fit("bytes.txt", "a", "--objective", name, "--max_iters", "0")
     out = capsys.readouterr().out
-    legend = re.search(r"a character for each position:\n(.*)\n", out)[1]
+    legend = re.search(r"one character for each position:\n(.*)\n", out)[1]
     lines = [line for line in out.splitlines() if line.startswith("  ")]
     assert not any("␣" in line for line in lines if " inp " in line), "only spaces of targets look like no loss"
     assert " " not in "".join(line.split(" tgt   ")[1] for line in lines if " tgt " in line)
