@@ -113,6 +113,14 @@ def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_in_the_text(mo
     assert share == [pytest.approx(0.05, abs=0.01), pytest.approx(0.025, abs=0.01)]
 
 
+def test_auc_is_measured_on_texts_no_longer_than_in_training(monkeypatch):
+    def masked_log_probs(model, ids, use, passes):
+        assert ids.size(1) == 64 // 2 - 2, "a row of xlnet holds its text twice"
+        return torch.zeros(ids.size(1), 255)
+    monkeypatch.setattr(evaluate.sample, "masked_log_probs", masked_log_probs)
+    assert measure(evaluate.eval_corruption, "xlnet", T=64) == {"replaced_auc": 0.5}
+
+
 def test_auc_is_the_share_of_pairs_in_the_right_order():
     scores = torch.tensor([0.1, 0.4, 0.4, 0.8, 0.9])
     assert evaluate.auc(scores, torch.tensor([0, 0, 1, 1, 0])) == 3.5 / 6, "a tie counts half"
