@@ -624,8 +624,8 @@ def fim(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
     The two cuts are uniform over all places, so each section is a third on average. A row is rearranged with
     probability fim_rate, and then as SPM (the paper's variant 2) with probability fim_spm_rate; other rows stay plain
-    text. Half of the rearranged texts fill their row. The others are shorter, and bytes of the previous row (if
-    there is one) follow their EOT (see random_lengths)."""
+    text. Half of the rearranged texts fill their row. The others are shorter, and bytes of the previous row follow
+    their EOT (see random_lengths)."""
     B = len(x)
     n = x.size(1) - 4                                                               # room for four control ids
     length = random_lengths(B, 1, n, g)                                             # (B, 1): bytes to rearrange

@@ -355,11 +355,10 @@ def generate_blocks(model, prompt, max_new_tokens, T, length, g, steps=0, order=
     start = 0                                   # index in ids at which the window starts
     while len(ids) < end:
         # 1. make space in the window for another block
-        n_complete = (len(ids) - start) // length * length      # number of ids in complete blocks
-        if n_complete + length > T:
+        if (len(ids) - start) // length >= T // length:         # all blocks of the window are complete
             start = len(ids) - T // 2
-            n_complete = T // 2 // length * length
             cache.length.zero_()
+        n_complete = (len(ids) - start) // length * length      # number of ids in complete blocks
         # 2. read the complete blocks that are not cached yet
         for i in range(start + int(cache.length), start + n_complete, length):
             read_block(model, torch.tensor([ids[i:i + length]], device=device), cache)
@@ -737,9 +736,10 @@ def correct_mode(model, objective, use, hp, args, g):
     passes = args.steps or CORRECTION_PASSES
     odds, others, is_better = correct(model, ids, hp.block_size, use, passes, args.error_rate)
     if args.fix:
-        sys.stdout.buffer.write(bytes(others.where(is_better, ids).tolist()))       # bytes: line ends must not change
+        fixed = bytes(others.where(is_better, ids).tolist())
+        sys.stdout.buffer.write(fixed)          # bytes: line ends must not change
         sys.stdout.buffer.flush()
-        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected", "" if args.prompt[-1] == 10 else "\n")
+        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected", start="" if fixed.endswith(b"\n") else "\n")
         return
     print_suspects(args.prompt, odds.sigmoid().tolist(), hp, bytes(others.where(odds > 0, ids).tolist()))
 

@@ -404,8 +404,8 @@ def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
 def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
     hp = s.hp
     if [x[1:4] for x in ckpt["sources"]] != [x[1:4] for x in s.sources]:            # names may differ
-        fail(f"--data {' '.join(hp.data)}: not the text, the weights or (in an older program) the held-out "
-             f"documents of {hp.out_dir}. Try the same data, or a new run")
+        fail(f"--data {' '.join(hp.data)}: differs from the data of {hp.out_dir} in its text, its weights "
+             "or, in an older program, its held-out documents. Try the same data, or a new run")
     planned = ckpt["config"]["max_iters"]
     if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")

@@ -455,8 +455,8 @@ def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
 
 
 def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None where they are not tokens of Python
-    """White space and tokens without a class have class 0. Takes only ASCII, where a column is a byte. All Pythons
-    agree, except that 3.12 and later refuse malformed numbers, <> and unbalanced braces, and accept a lone !."""
+    """White space and tokens without a class have class 0. Takes only ASCII, where a column is a byte. Versions of
+    Python agree, except that 3.12 and later refuse malformed numbers, <> and unbalanced braces, and accept a lone !."""
     if not text.isascii():
         return None
     lines = [line + "\n" for line in text.decode().split("\n")]
