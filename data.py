@@ -10,6 +10,7 @@ B rows, n bytes in a window, N bytes in a split of a source, S sources
 """
 import contextlib
 import ctypes
+import io
 import json
 import mmap
 import os
@@ -42,6 +43,7 @@ SIGNATURES = {                                  # first bytes of formats that ar
     b"SQLite format 3\0": "SQLite", b"\x80\x02": "pickle", b"\x80\x03": "pickle", b"\x80\x04": "pickle",
     b"\x80\x05": "pickle", b"%PDF-": "PDF", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "Word", b"RIFF": "WAV or AVI",
     b"GIF87a": "GIF", b"GIF89a": "GIF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x7fELF": "ELF"}
+JSON_LINES = ".jsonl", ".ndjson"                # endings of files with a JSON object in each line
 DECOMPRESSORS = {"gzip": "gzip -dc", "xz": "xzcat", "bzip2": "bzcat", "zstd": "zstdcat"}
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
@@ -86,17 +88,19 @@ def from_bytes(b):  # bytes -> (N,) uint8
 # ---- the corpus
 def open_corpus(specs):
     """Reads the sources of --data: files, folders or "stdlib", all with a ":weight" or all without. Returns a list of S
-    dicts {name, weight, train (N,) uint8, val (N,) uint8, split, size, crc}. The weight is the share of the windows
-    that are read from a source. By default it is proportional to the size of train. split: as read_source returns it"""
+    dicts {name, weight, train (N,) uint8, val (N,) uint8, division, size, crc}. The weight is the share of the
+    windows that are read from a source. By default it is proportional to the size of train. division: as
+    read_source returns it"""
     named = [split_weight(spec) for spec in specs]
     unweighted = [path for path, weight in named if not weight]
     if 0 < len(unweighted) < len(named):
         fail(f"--data {unweighted[0]}: has no weight, but another source has one. Try {unweighted[0]}:0.05, or none")
     corpus = []
     for path, weight in named:
-        train, val, split = read_source(path)
-        corpus.append(dict(name=path, weight=weight or max(1, len(train)), train=train, val=val, split=split,
-                           size=len(train) + len(val), crc=checksum(val, checksum(train))))
+        train, val, division = read_source(path)
+        corpus.append(dict(
+            name=path, weight=weight or max(1, len(train)), train=train, val=val, division=division,
+            size=len(train) + len(val), crc=checksum(val, checksum(train))))
     total = sum(s["weight"] for s in corpus)
     for s in corpus:
         s["weight"] /= total
@@ -116,32 +120,46 @@ def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a 
     return path, weight
 
 
-def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8, split
-    """split: how documents were divided, "whole documents" or "last tenths". It is empty for a file and for "stdlib",
-    for which there is one way."""
+def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8, division
+    """division: how documents were divided, "whole documents" or "last tenths". It is empty for a file and for
+    "stdlib", for which there is one way."""
     if path == "stdlib":
-        # every tenth file is held out, not by a checksum: the figures of the pages were measured with this split
+        # every tenth file is held out, not by a checksum: the pages' figures were measured with this division
         documents = [*read_stdlib().values()]
         train = [document for i, document in enumerate(documents) if i % 10 != 9]
         return join_documents(train), join_documents(documents[9::10]), ""
-    is_folder = os.path.isdir(path)
-    if not (is_folder or os.path.isfile(path) or os.path.exists(path) and Path(path).is_fifo()):
+    if os.path.isdir(path):
+        documents, n_skipped = read_folder(path)
+        if not documents:
+            fail(f"--data {path}: contains no text without a NUL. Try another folder, or iconv -f utf-16 -t utf-8")
+        return hold_out(path, documents, n_skipped)
+    if not (os.path.isfile(path) or os.path.exists(path) and Path(path).is_fifo()):
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
-    if is_folder or has_json_lines(path):
-        documents, n_skipped = read_folder(path) if is_folder else read_documents(path, [path])
-        train, val, n_held_out = split_documents([*documents.values()])
-        held_out = f"{n_held_out:,} of" if n_held_out else "the last tenth of each of"
-        print(f"--data {path}: {held_out} {len(documents):,} documents held out; {n_skipped:,} files or lines skipped: "
-              'empty, binary, duplicate, unreadable, behind a link, or without a "text"')
-        return train, val, "whole documents" if n_held_out else "last tenths"
     try:
-        data = read_file(path)
+        data = read_file(path)                  # once: a pipe cannot be read again
     except OSError as e:
         fail(f"--data {path}: cannot be read ({e}). Try another file")
+    is_json = path.lower().endswith((".json", *JSON_LINES))
+    contents = to_bytes(data) if is_json else b""               # a large text is not copied
+    if is_json and has_json_lines(path, contents):
+        documents, n_skipped = keep_documents([(path, contents)], is_folder=False)
+        if not documents:
+            fail(f'--data {path}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
+        return hold_out(path, documents, n_skipped)
     check_text(path, data)
-    check_json(path, data)
+    if is_json and re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", contents):
+        fail(f'--data {path}: is JSON, but no object such as {{"text": "..."}} in each line. For an array of objects '
+             f"try python -c 'import json; [print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
     cut = len(data) * 9 // 10                   # the last 10% is for validation
     return data[:cut], data[cut:], ""
+
+
+def hold_out(path, documents, n_skipped):  # {name: text} of a folder or a file -> train, val, division
+    train, val, n_held_out = divide_documents([*documents.values()])
+    held_out = f"{n_held_out:,} of" if n_held_out else "the last tenth of each of"
+    print(f"--data {path}: {held_out} {len(documents):,} documents held out; {n_skipped:,} files or lines skipped: "
+          'empty, binary, duplicate, unreadable, behind a link, or without a "text"')
+    return train, val, "whole documents" if n_held_out else "last tenths"
 
 
 def read_file(path):  # a file or a pipe -> (N,) uint8
@@ -151,13 +169,11 @@ def read_file(path):  # a file or a pipe -> (N,) uint8
         return torch.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)   # no copy
 
 
-def has_json_lines(path):  # is each line of this file a JSON object? By its name, or a .json by its first line
+def has_json_lines(path, contents):  # is each line an object? By the name, or for a .json by its first line
     if not path.lower().endswith(".json"):
-        return path.lower().endswith((".jsonl", ".ndjson"))
-    with contextlib.suppress(OSError), open(path, "rb") as f:
-        first = next((line for line in f if line.strip()), b"")
-        return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and isinstance(parse_json(first), dict)
-    return False
+        return path.lower().endswith(JSON_LINES)
+    first = next((line for line in io.BytesIO(contents) if line.strip()), b"")
+    return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and isinstance(parse_json(first), dict)
 
 
 def find_format(start):  # first bytes of a file -> name of its format if it is not text, or ""
@@ -181,18 +197,12 @@ def check_text(path, data, flag="data"):  # fails if data (N,), the contents of 
              "iconv -f utf-16 -t utf-8")
 
 
-def check_json(path, data):  # fails if a .json file without JSON lines is an object or an array of objects
-    if path.lower().endswith(".json") and re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", to_bytes(data[:1024])):
-        fail(f'--data {path}: is JSON, but no object such as {{"text": "..."}} in each line. For an array of objects '
-             f"try python -c 'import json; [print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
-
-
 def read_stdlib():  # -> {path: contents} of the sources of Python's standard library, without its tests
     documents, _ = read_folder(sysconfig.get_paths()["stdlib"], ".py", SKIPPED_FOLDERS)
     return {path: text.replace(b"\r\n", b"\n") for path, text in documents.items()}            # CRLF on Windows
 
 
-def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_documents returns of its files
+def read_folder(folder, suffix="", skipped_folders=()):  # -> {name: text}, number of skipped files and lines
     """Sorts the files by path. Ignores hidden files and folders, and folders that hold a run. Does not follow links to
     folders, but counts them as skipped."""
     paths = []
@@ -206,35 +216,40 @@ def read_folder(folder, suffix="", skipped_folders=()):  # -> what read_document
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     paths = [path for path in paths if os.path.isfile(path)]    # no pipes, no sockets
     paths.sort(key=lambda path: path.replace(os.sep, "/"))
-    documents, n_skipped = read_documents(folder, paths)
+    documents, n_skipped = keep_documents((path, read_or_empty(path)) for path in paths)
     return documents, n_skipped + n_links
 
 
-def read_documents(source, paths):  # -> {path or path:line number: text}, number of skipped files and lines
-    """A file is a document, and so is each line of a file of JSON lines. Skips empty, binary (by their first bytes, or
-    with a NUL), duplicate and unreadable ones. All are held in memory, while a single large file is not."""
+def read_or_empty(path):  # -> contents; b"" if they cannot be read
+    with contextlib.suppress(OSError):
+        return Path(path).read_bytes()
+    return b""
+
+
+def keep_documents(files, is_folder=True):  # files: (path, contents) -> {name: text}, number of skipped ones
+    """Keeps each text once. Skips those that are empty or binary (by their first bytes, or with a NUL). All are
+    held in memory, while a single large file is not."""
     name_of = {}                                # {text: name}
     n = 0
-    for path in paths:
-        texts = {path: b""}
-        with contextlib.suppress(OSError), open(path, "rb") as f:
-            texts = {path: f.read()}
-        if has_json_lines(path):
-            lines = texts[path].removesuffix(b"\n").split(b"\n")
-            lines = {f"{path}:{i}": parse_line(line) for i, line in enumerate(lines, 1)}
-            # in a folder, a .json file without a "text" is part of a code base, and text itself
-            if any(lines.values()) or path == source or not path.lower().endswith(".json"):
-                texts = lines
+    for path, contents in files:
+        texts = texts_of(path, contents, is_folder)
         n += len(texts)
         for name, text in texts.items():
             is_array = path.lower().endswith(".json") and re.match(rb"\s*\[\s*\{", text)
             if text and not is_array and b"\0" not in text and not find_format(text):
                 name_of.setdefault(text, name)
-    if not name_of and has_json_lines(source):
-        fail(f'--data {source}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
-    if not name_of:
-        fail(f"--data {source}: contains no text without a NUL. Try another folder, or iconv -f utf-16 -t utf-8")
     return {name: text for text, name in name_of.items()}, n - len(name_of)
+
+
+def texts_of(path, contents, is_folder):  # -> {path: contents}, or of JSON lines {path:line number: text}
+    if not has_json_lines(path, contents):
+        return {path: contents}
+    lines = contents.removesuffix(b"\n").split(b"\n")
+    texts = {f"{path}:{i}": parse_line(line) for i, line in enumerate(lines, 1)}
+    # in a folder, a .json file without a "text" is part of a code base, and text itself
+    if is_folder and path.lower().endswith(".json") and not any(texts.values()):
+        return {path: contents}
+    return texts
 
 
 def parse_json(line):  # bytes -> the value, or None
@@ -251,7 +266,7 @@ def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is n
     return text.replace("\0", "").encode("utf-8", "replace")
 
 
-def split_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, number of documents in val
+def divide_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, number of documents in val
     """Holds out the documents whose checksum ends in the digit 9. As long as this rule applies, no document changes
     sides when others are added, removed or edited. If these are less than 2% or more than 30% of the bytes, holds out
     the last tenth of each document, and returns 0."""

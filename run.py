@@ -1,10 +1,11 @@
-"""Settings, devices, processes, folders, checkpoints, signals. Skip this file at first reading.
+"""Settings, devices, processes, folders, checkpoints, what a run prints. Skip this file at first reading.
 
 A run is a folder with ckpt.pt (the latest state), best.pt (the weights and settings of the lowest validation loss after
 step 0, without the state of the optimizers, so it cannot be resumed), metrics.jsonl and, if matplotlib is installed,
 loss.png.
 """
 import argparse
+import bz2
 import contextlib
 import ctypes
 import difflib
@@ -14,6 +15,8 @@ import gc
 import glob
 import itertools
 import json
+import lzma
+import math
 import os
 import pickle
 import shlex
@@ -21,11 +24,15 @@ import signal
 import sys
 import threading
 import zipfile
+import zlib
 from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from data import VOCAB_SIZE, Flag, UserError, choose_default, fail, make_rng
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
+from data import Flag, UserError, choose_default, fail, make_rng, to_bytes
 from model import ModelConfig, Transformer, for_inference
-from objectives import ALIASES, OBJECTIVES
+from objectives import ALIASES, IGNORE_INDEX, OBJECTIVES
 import torch
 from tqdm import tqdm
 
@@ -34,6 +41,9 @@ WORLD = int(os.environ.get("WORLD_SIZE") or 1) if os.environ.get("RANK") else 1
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0              # which of torchrun's WORLD processes this is
 MIN_BLOCK_SIZE = 32                             # minimum number of positions in a row
 EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
+HELD_OUT = 4096                                 # bytes of validation text in a checkpoint, for sample.py
+COMPRESSED_BYTES = 1 << 24                      # maximum number of bytes to compress
+SOURCE_KEYS = "name", "size", "crc", "weight", "division"       # of a source, in checkpoints and logs
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda if there is a GPU, else cpu"),
     "dtype": Flag("auto", "of the activations; auto: bfloat16 if it is fast", choices=("auto", "float32", "bfloat16")),
@@ -83,7 +93,8 @@ SETTINGS = {
     },
 }
 # flags that may be given with --resume
-RESUMABLE_FLAGS = {"data", "out_dir", "max_iters", "eval_interval", "log_interval", "device", "compile", "cuda_graph"}
+RESUMABLE_FLAGS = {"resume", "data", "out_dir", "max_iters", "eval_interval", "log_interval", "device", "compile",
+                   "cuda_graph"}
 # flags of all programs in which ~ is the home folder
 PATHS = {"data", "out_dir", "init_from", "corpus", "file", "pairs", "new_data", "nanogpt", "run"}
 SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}             # those of every objective
@@ -102,13 +113,6 @@ def in_range(flag, kind):  # -> argparse type with a range check
     return convert
 
 
-class StoreOnce(argparse.Action):  # refuses a flag that is given twice
-    def __call__(self, parser, namespace, values, option_string=None):
-        if hasattr(namespace, self.dest):
-            parser.error(f"{option_string}: is given twice")
-        setattr(namespace, self.dest, values)
-
-
 def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> ArgumentParser
     """The parser returns only the flags that were given, because a checkpoint's settings come before the defaults."""
     parser = argparse.ArgumentParser(
@@ -125,10 +129,10 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
                 # --data; given twice, the lists are joined
                 options = dict(metavar="X", nargs="+", action="extend", type=os.path.expanduser)
             elif flag.choices:
-                options = dict(choices=flag.choices, action=StoreOnce)
+                options = dict(choices=flag.choices)
             else:
                 kind = os.path.expanduser if name in PATHS else type(first)
-                options = dict(metavar="X", type=in_range(flag, kind), action=StoreOnce)
+                options = dict(metavar="X", type=in_range(flag, kind))
             shown = " ".join(first) if isinstance(first, list) else flag.default
             if isinstance(shown, dict):
                 shown = ", ".join(f"{key} {value}" for key, value in shown.items())             # cpu 4, cuda 12
@@ -207,18 +211,19 @@ def get_config(argv):
     """Returns the Namespace hp of all settings. Each comes from the first of these sources that has it: the flags in
     argv, a checkpoint, the objective's defaults, the device's defaults. With --resume, all settings of the checkpoint
     count, with --init_from only those that parent_settings returns. hp also has init_step, the number of steps that the
-    weights were trained before this run, and progress, the share of the run that is done, which is 1.0 here and
-    a tensor in training. hp.resume is the path of the checkpoint to resume, or empty."""
+    weights were trained before this run; progress, the share of the run that is done, which is 1.0 here and
+    a tensor in training; and checkpoint, the path of what is resumed, empty without --resume."""
     given = parse(argv)
+    given.setdefault("resume", False)
     saved = {}                                  # settings from a checkpoint
-    resume = ""                                 # path of the checkpoint to resume
-    if given.pop("resume", False):
-        resume = checkpoint_path(given.get("out_dir") or newest_run())
-        ckpt = load_checkpoint(resume)
+    path = ""
+    if given["resume"]:
+        path = checkpoint_path(given.get("out_dir") or newest_run())
+        ckpt = load_checkpoint(path)
         if "optimizer" not in ckpt:
-            fail(f"{resume}: has no state of the optimizers. Try ckpt.pt, or --init_from {shlex.quote(resume)}")
+            fail(f"{path}: has no state of the optimizers. Try ckpt.pt, or --init_from {shlex.quote(path)}")
         saved = ckpt["config"]
-        given["out_dir"] = os.path.dirname(resume) or "."
+        given["out_dir"] = os.path.dirname(path) or "."
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
                 fail(f"--{flag} {given[flag]}: the run has {saved[flag] or 'none'}. Try without it, or --init_from")
@@ -231,7 +236,7 @@ def get_config(argv):
     settings |= objective_defaults(objective, device.type)
     if "max_iters" in given:
         settings["max_passes"] = 0.0
-    settings |= saved | given | {"device": str(device), "resume": resume, "progress": 1.0}
+    settings |= saved | given | {"device": str(device), "checkpoint": path, "progress": 1.0}
     hp = argparse.Namespace(**settings)
     hp.dtype = resolve_dtype(hp.dtype, device)
     check_combinations(hp, given)
@@ -327,6 +332,19 @@ def tune_malloc():
         mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
+def move_corpus(corpus, hp):  # to the GPU, as uint8, if it takes less than a quarter of the free memory
+    if not hp.device.startswith("cuda"):
+        return
+    size = sum(source["size"] for source in corpus)
+    free, _ = torch.cuda.mem_get_info(torch.device(hp.device))
+    if size < free / 4:
+        for source in corpus:
+            source["train"] = source["train"].to(hp.device)
+            source["val"] = source["val"].to(hp.device)
+    elif hp.cuda_graph:
+        fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
+
+
 @functools.cache
 def side_stream(device):  # -> the stream of all graphs on this GPU; cuBLAS keeps a workspace for each stream
     return torch.cuda.Stream(device)
@@ -371,9 +389,7 @@ class GraphedStep:
 
 
 # ---- several processes, started by torchrun; each takes every WORLD-th micro-batch of a step
-def join_processes(hp):  # connects them; in one process does nothing
-    if WORLD == 1:
-        return
+def join_processes(hp):  # connects them
     if hp.accum % WORLD:
         fail(f"--accum {hp.accum}: {WORLD} processes share the micro-batches of a step. Try a multiple of {WORLD}")
     if hp.cuda_graph:
@@ -388,8 +404,6 @@ def join_processes(hp):  # connects them; in one process does nothing
 
 
 def sum_over_processes(model, loss):  # replaces the loss and all gradients by their sums over the processes
-    if WORLD == 1:
-        return
     grads = [p.grad for p in model.parameters() if p.grad is not None]              # the same ones in each process
     for t in [loss, *grads]:
         torch.distributed.all_reduce(t)
@@ -440,38 +454,75 @@ def open_metrics(out_dir, length):
     return f
 
 
-def write_line(f, record, on_record):  # f: of open_metrics; on_record: called with the record, or None
+# ---- metrics.jsonl, signals
+@dataclass
+class Log:
+    """What a run writes to, and what stops it."""
+    metrics: object             # metrics.jsonl, of open_metrics
+    stop: list                  # the signals that came, of catch_signals; a closed stdout counts as one
+    bar: tqdm                   # on a terminal; elsewhere it is disabled
+    on_record: Callable | None  # called with each record of metrics.jsonl
+    first_step: int             # of this process
+    step: int                   # of the last record of training; the speed is that of the steps since then
+    seconds: float              # at this record, of training
+    printed: float              # seconds at the last printed line of training
+
+
+@contextlib.contextmanager
+def open_log(s, on_record):  # makes the folder of the run, and sets s.log
+    barrier()                                   # every process has chosen the folder before the first one makes it
+    hidden = True if RANK else None             # None: shown on a terminal
+    with open_metrics(s.hp.out_dir, s.metrics_bytes) as metrics, catch_signals() as stop:
+        with tqdm(total=s.hp.max_iters, initial=s.step, unit="step", dynamic_ncols=True, disable=hidden) as bar:
+            s.log = Log(metrics, stop, bar, on_record, s.step, s.step - 1, s.seconds, s.seconds)
+            yield
+
+
+def write_record(log, record):  # a line of metrics.jsonl
     record = json.loads(json.dumps(record), parse_constant=lambda _: None)          # JSON lacks infinity and NaN
-    f.write(json.dumps(record).encode() + b"\n")
-    if on_record:
-        on_record(record)
+    log.metrics.write(json.dumps(record).encode() + b"\n")
+    if log.on_record:
+        log.on_record(record)
 
 
-def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
-    path = os.path.join(out_dir, "loss.png")
-    curves = {}
-    with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
-        _, *records = [json.loads(line) for line in f]
-    for r in records:
-        if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
-            label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
-            curves.setdefault(label, []).append((r["step"], r["loss"]))
-    if not curves:
+@contextlib.contextmanager
+def catch_signals():  # yields a list, to which signals are appended; a second one of a kind ends the process at once
+    stop = []
+    if threading.current_thread() is not threading.main_thread():                   # no other may set handlers
+        yield stop
         return
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    before = {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)    # Windows has no SIGHUP
+        if number and signal.getsignal(number) is not signal.SIG_IGN:               # under nohup SIGHUP is ignored
+            before[number] = signal.signal(number, handler)
     try:
-        from matplotlib.figure import Figure  # here, since it is optional
-        axes = Figure().subplots()
-        for label, points in sorted(curves.items()):
-            axes.plot(*zip(*points), ".-" if label.startswith("val") else "-", alpha=0.6, label=label)
-        axes.set(xlabel="step", ylabel="loss (nats)")
-        axes.legend()
-        axes.figure.savefig(path, dpi=120, bbox_inches="tight")
-        print(f"losses: {path}")
-    except Exception as e:                      # matplotlib is missing, or refuses its settings
-        print(f"{path} was not drawn: {first_line(e)}")
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
-# ---- checkpoints
+def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal), the run stops as after a signal
+    try:
+        tqdm.write(text)
+        sys.stdout.flush()
+    except OSError as e:
+        if e.errno == errno.ENOSPC:
+            print(f"error: {e.strerror}, so the run stops. Try to free space", file=sys.stderr)
+        discard_stdout()
+        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
+
+
+def discard_stdout():  # redirects it to the null device; otherwise, flushing it at exit would fail again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ---- checkpoint files
 def checkpoint_path(path, names=("ckpt.pt", "best.pt")):  # a file -> itself; a folder of a run -> the first file there
     for file in [path, *(os.path.join(path, name) for name in names)]:
         if os.path.isfile(file):
@@ -502,10 +553,6 @@ def save_checkpoint(path, ckpt):
              f"Try to free space, then python train.py --resume --out_dir {shlex.quote(os.path.dirname(path))}")
 
 
-def settings_to_save(hp):  # -> {name: value}
-    return vars(hp) | {"resume": "", "progress": 1.0}
-
-
 def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
     """Checks all checksums. Fails if the file is damaged or not a checkpoint. Never runs code from the file. Settings
     that the checkpoint lacks, such as a new flag, get their defaults, which must preserve the old behaviour."""
@@ -518,6 +565,8 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         if ckpt.get("version") != VERSION:
             raise ValueError(f"layout {ckpt.get('version')}, this program reads {VERSION}")
         config = defaults() | ckpt["config"]
+        # older programs wrote a list for each source
+        sources = [x if isinstance(x, dict) else dict(zip(SOURCE_KEYS, x)) for x in ckpt["sources"]]
     except Exception as e:                      # a damaged file may raise anything
         # torch's own message says how to run the code in the file
         why = "it holds code" if isinstance(e, pickle.UnpicklingError) else first_line(e)
@@ -525,7 +574,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
     unknown = {member.partition(":")[0].strip() for member in config["objective"].split(",")} - set(OBJECTIVES)
     if unknown:
         fail(f"{path}: this program has no objective {min(unknown)}. Try a script that imports it (docs/EXTENDING.md)")
-    return ckpt | {"config": config}
+    return ckpt | {"config": config, "sources": sources}
 
 
 # ---- models
@@ -540,6 +589,23 @@ def build(members, hp):  # -> model
         for m in members:
             model.heads.update(m.objective.heads(config, hp))
     return model.to(hp.device)
+
+
+def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint
+    """Loads a run for inference, with frozen weights. Changes settings of torch and of the process (use_device).
+    In float32, model.train().requires_grad_() makes the weights trainable again, by any optimizer.
+
+    path: a file, or the folder of a run, of which best.pt is loaded if it exists. Disables cuDNN's attention, which
+    would compile a new plan for every length of a prompt."""
+    path = checkpoint_path(path, ("best.pt", "ckpt.pt"))
+    ckpt = load_checkpoint(path)
+    device = resolve_device(device)
+    use_device(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    hp = argparse.Namespace(**ckpt["config"] | {"device": str(device), "dtype": resolve_dtype(dtype, device)})
+    model = build(get_members(hp), hp)
+    copy_tensors(model.state_dict(), ckpt["model"], path)
+    return for_inference(model), hp, ckpt | {"path": path}
 
 
 @torch.no_grad()
@@ -577,59 +643,284 @@ def start_from(model, saved, path):
     print(f"started from the weights of {path}; newly initialized: {', '.join(new) or 'none'}")
 
 
-def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoint
-    """Loads a run for inference, with frozen weights. Changes settings of torch and of the process (use_device).
-    In float32, model.train().requires_grad_() makes the weights trainable again, by any optimizer.
-
-    path: a file, or the folder of a run, of which best.pt is loaded if it exists. Disables cuDNN's attention, which
-    would compile a new plan for every length of a prompt."""
-    path = checkpoint_path(path, ("best.pt", "ckpt.pt"))
-    ckpt = load_checkpoint(path)
-    device = resolve_device(device)
-    use_device(device)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    hp = argparse.Namespace(**ckpt["config"] | {"device": str(device), "dtype": resolve_dtype(dtype, device)})
-    model = build(get_members(hp), hp)
-    copy_tensors(model.state_dict(), ckpt["model"], path)
-    return for_inference(model), hp, ckpt | {"path": path}
+# ---- the state of a run (s: train.State) and its checkpoints
+def identify(s):  # -> what identifies a run, for its checkpoints and its log
+    config = vars(s.hp) | {"resume": False, "checkpoint": "", "progress": 1.0}
+    sources = [{key: source[key] for key in SOURCE_KEYS} for source in s.corpus]
+    return dict(config=config, version=VERSION, sources=sources)
 
 
-# ---- signals and closed pipes
-@contextlib.contextmanager
-def catch_signals():  # yields a list, to which signals are appended; a second one of a kind ends the process at once
-    stop = []
-    if threading.current_thread() is not threading.main_thread():                   # no other may set handlers
-        yield stop
+def optimizer_tensors(opt):  # -> {name: tensor}
+    tensors = {f"muon.{i}": group.momentum for i, group in enumerate(opt.muon)}
+    for i, state in enumerate(opt.adamw):
+        tensors[f"adamw.{i}.first"] = state.first
+        tensors[f"adamw.{i}.second"] = state.second
+        tensors[f"adamw.{i}.updates"] = state.n_updates
+    return tensors
+
+
+def check_finite(is_finite, what, s):
+    if not is_finite:
+        raise FloatingPointError(
+            f"{what} is not finite at step {s.step}; the last checkpoint, if any, is unchanged. Try "
+            f"--init_from {shlex.quote(s.hp.out_dir)} with a lower --learning_rate or --dtype float32")
+
+
+def save(s, name):  # name: ckpt.pt or best.pt
+    """Weights and optimizer must be finite: otherwise copy_tensors would refuse to load what is saved."""
+    weights = s.model.state_dict()
+    optimizer = optimizer_tensors(s.opt)
+    for tensors, what in (weights, "a weight"), (optimizer, "the optimizer's state"):
+        check_finite(all(bool(t.isfinite().all()) for t in tensors.values()), what, s)
+    if RANK:
         return
+    ckpt = identify(s) | dict(
+        model=weights, model_config=vars(s.model.config), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone(),
+        step=s.step, seconds=s.seconds, val=s.val, metrics_bytes=s.log.metrics.tell())
+    if name == "ckpt.pt":                       # nobody resumes from best.pt
+        ckpt["optimizer"] = optimizer
+    save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
 
-    def handler(number, frame):
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-    before = {}
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)    # Windows has no SIGHUP
-        if number and signal.getsignal(number) is not signal.SIG_IGN:               # under nohup SIGHUP is ignored
-            before[number] = signal.signal(number, handler)
+
+def resume(s):  # loads weights, optimizer and counters; fails if corpus or number of steps do not fit
+    hp = s.hp
+    ckpt = load_checkpoint(hp.checkpoint)
+    # names may differ
+    saved = [(source["size"], source["crc"], source["weight"]) for source in ckpt["sources"]]
+    if saved != [(source["size"], source["crc"], source["weight"]) for source in s.corpus]:
+        fail(f"--data {' '.join(hp.data)}: differs from the data of {hp.out_dir} in its text, its weights "
+             "or, in an older program, its held-out documents. Try the same data, or a new run")
+    planned = ckpt["config"]["max_iters"]
+    if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
+        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
+    if hp.max_iters != planned:
+        print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
+    copy_tensors(s.model.state_dict(), ckpt["model"], hp.checkpoint)
+    copy_tensors(optimizer_tensors(s.opt), ckpt["optimizer"], hp.checkpoint)
+    s.step = ckpt["step"]
+    s.seconds = ckpt["seconds"]
+    s.val = ckpt["val"]
+    s.metrics_bytes = ckpt["metrics_bytes"]
+    # may be later than ckpt.pt, or of a moment at which the run was stopped
+    best = os.path.join(hp.out_dir, "best.pt")
+    if os.path.isfile(best):
+        s.best = load_checkpoint(best)["val"]
+
+
+def load_parent(s):  # loads the weights of --init_from
+    path = s.hp.init_from
+    parent = load_checkpoint(path)
+    start_from(s.model, parent["model"], path)
+    for name in find_new_divisions(parent["sources"], s.corpus):
+        print(f"--data {name}: is divided into training and validation text in another way than in {path}, "
+              "which may have trained on what is validation text now: then the validation loss is too low")
+
+
+def find_new_divisions(saved, corpus):  # sources of a checkpoint, and of now -> names of those divided anew
+    crcs = [source["crc"] for source in saved]
+    # older checkpoints lack the division
+    division_of = {os.path.realpath(source["name"]): source.get("division", "") for source in saved}
+    names = []
+    for source in corpus:
+        old = division_of.get(os.path.realpath(source["name"]))
+        # a file has no division: if it has changed, it has another last tenth
+        is_new = old is not None and (old != source["division"] or not source["division"])
+        if is_new and source["crc"] not in crcs:
+            names.append(source["name"])
+    return names
+
+
+# ---- what a run prints
+SYMBOLS = {  # ids that are printed as a symbol: (symbol, what it means)
+    MASK: ("█", "MASK hides text"),
+    EOT: ("∅", "EOT ends a document"),
+    SEP: ("‖", "SEP ends a text"),
+    CLS: ("Ⓒ", "CLS stands for the row"),
+    PRE: ("Ⓟ", "PRE starts a prefix"),
+    SUF: ("Ⓢ", "SUF starts a suffix"),
+    MID: ("Ⓜ", "MID starts a middle"),
+    MODE_R: ("ⓡ", "R: short spans"),
+    MODE_S: ("ⓢ", "S: a suffix"),
+    MODE_X: ("ⓧ", "X: long spans"),
+    PAD: ("░", "PAD fills the row"),
+    ord("\t"): ("⇥", "tab"),
+    ord("\n"): ("⏎", "newline"),
+    IGNORE_INDEX: ("·", "no loss"),
+}
+SENTINELS = "①②③④⑤⑥⑦⑧⑨"
+LEGEND = [*SYMBOLS.values(), (SENTINELS, "sentinels replace spans"), ("␣", "space"),
+          ("�", "a byte outside printable ASCII")]
+
+
+def to_symbol(i):  # id -> character
+    if i in SYMBOLS:
+        return SYMBOLS[i][0]
+    if i >= SENTINEL:
+        return SENTINELS[(i - SENTINEL) % 9]
+    return chr(i) if 32 <= i < 127 else "�"
+
+
+def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
+    """Shows `width` positions of one row of each kind, starting a third of the width before its first target: inputs,
+    with targets below, then the label, if any. Rows are of the same kind if both or neither have causal attention, and
+    if the same control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown."""
+    inp = batch["inp"].flatten(1)
+    prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
+    rows = {}                                   # {kind: number of a row}
+    for b in (inp == PAD).sum(1).argsort(stable=True).tolist():
+        controls = tuple(i for i in inp[b, :2].tolist() if MASK < i < SENTINEL)
+        rows.setdefault((int(prefix[b]) == 0, controls), b)
+    has_targets = "tgt" in batch and batch["tgt"].dim() == 2
+    lines = []
+    for b in rows.values():
+        start = 0
+        if has_targets:
+            first_target = int((batch["tgt"][b] != IGNORE_INDEX).byte().argmax())
+            start = max(0, first_target - width // 3)
+        for ids in batch["inp"][b].reshape(-1, batch["inp"].size(-1)).tolist():     # one text, or two
+            lines.append(f"  {name} inp   {''.join(map(to_symbol, ids[start:start + width]))}")
+        if has_targets:
+            text = "".join(map(to_symbol, batch["tgt"][b, start:start + width].tolist()))
+            lines.append(f"  {name} tgt   {text.replace(' ', '␣')}")                # a space looks like no loss
+        if "labels" in batch:
+            lines.append(f"  {name} label {int(batch['labels'][b])}")
+    return lines
+
+
+def explain_symbols(text):  # -> the symbols that occur in it: "█ MASK hides text, ①② sentinels replace spans"
+    legend = []
+    for symbols, meaning in LEGEND:
+        used = "".join(symbol for symbol in symbols if symbol in text)
+        if used:
+            legend.append(f"{used} {meaning}")
+    return ", ".join(legend)
+
+
+def announce(s, passes):  # passes: of each source
+    """Prints what is trained, and logs it in the first line of metrics.jsonl."""
+    hp = s.hp
+    table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
+    size = sum(p.numel() for p in s.model.parameters()) - table
+    threads = torch.get_num_threads()
+    if s.log.metrics.tell() == 0:
+        write_record(s.log, identify(s) | {
+            "torch": torch.__version__, "processes": WORLD, "threads": threads, "parameters": size + table,
+            "ngram_parameters": table})
+    lines = [f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}",
+             f"{hp.device}, threads: {threads}, processes: {WORLD} | activations {hp.dtype} | "
+             f"{s.step:,} of {hp.max_iters:,} steps done"]
+    for source, n in zip(s.corpus, passes):
+        lines.append(f"--data {source['name']}: trains on {len(source['train']):,} bytes, validates on "
+                     f"{len(source['val']):,}; {source['weight']:.1%} of rows, {n:.3g} passes")
+    say("\n".join(lines), s.log.stop)
+
+
+def show_rows(s, batches):  # batches: {objective: its first batch}; prints a row of each kind
+    lines = []
+    for name, batch in batches.items():
+        lines += draw_rows(name, batch)
+    rows = "\n".join(lines)
+    say("a part of one row of each kind in the first batch, with one character for each position:\n"
+        f"{explain_symbols(rows)}\n{rows}", s.log.stop)
+
+
+def log_step(s, member, loss, norm, lr):  # a line of metrics.jsonl, and one on the terminal
+    hp = s.hp
+    speed = (s.step - s.log.step) / (s.seconds - s.log.seconds)                     # steps/s since the last log
+    s.log.step = s.step
+    s.log.seconds = s.seconds
+    positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
+    write_record(s.log, {
+        "step": s.step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
+        "loss": loss, "lr": lr, "grad_norm": norm, "tok_per_s": positions, "seconds": round(s.seconds, 3)})
+    minutes_left = (hp.max_iters - s.step - 1) / speed / 60
+    show_progress(s, f"training loss {loss:.3f}, {positions:,} positions/s", minutes_left)
+
+
+def show_progress(s, line, minutes_left):  # beside the bar, or without one, as a line every 5 seconds
+    s.log.bar.set_postfix_str(line)
+    # not after the first step, which may compile
+    if s.log.bar.disable and s.seconds > s.log.printed + 5 and s.step > s.log.first_step:
+        s.log.printed = s.seconds
+        say(f"step {s.step:6d} | {line}, {minutes_left:.1f} min left", s.log.stop)
+
+
+def log_validation(s, records):  # of train.evaluate
+    for record in records:
+        record = {"step": s.step, **record, "seconds": round(s.seconds, 3)}
+        write_record(s.log, record)
+        say(describe(record), s.log.stop)
+
+
+def describe(record):  # of a validation -> a line
+    loss = record["loss"]
+    objective = OBJECTIVES[record["objective"]]
+    figures = record["figures"]
+    line = f"step {record['step']:6d} | validation on {record['data']}: {objective.name} loss {loss:.4f} nats"
+    # "nll" may be the loss itself
+    others = [f"{name} {value:.4f}" for name, value in figures.items() if (name, value) != ("nll", loss)]
+    if others:
+        line += f" ({', '.join(others)})"
+    if "nll" in figures:
+        name = "perplexity" if objective.bpb == "loss" else "perplexity of the targets"
+        line += f", {name} {math.exp(min(figures['nll'], 700.0)):.2f}"              # exp(710) overflows
+    if record["bpb"] is not None:
+        kind = {"bound": "<= ", "causal": "causal rows "}.get(objective.bpb, "")
+        line += f", {kind}{record['bpb']:.4f} bits/byte"
+    return line
+
+
+def end_run(s, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
+    out_dir = s.hp.out_dir
+    stop = s.log.stop
+    if is_stopped:
+        say(f"stopped at step {s.step} and saved. Resume with: python train.py --resume --out_dir "
+            f"{shlex.quote(out_dir)}", stop)
+    elif s.val > s.best:
+        print(f"{out_dir}/best.pt has the lowest validation loss, {s.best:.4f}; the last: {s.val:.4f}")
+    if any_rank(signal.SIGINT in stop):
+        raise KeyboardInterrupt
+    number = stop[0] if stop else signal.SIGTERM                # stop is empty if the signal went to another process
+    return 128 + number if is_stopped else 0
+
+
+def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
+    path = os.path.join(out_dir, "loss.png")
+    curves = {}
+    with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
+        _, *records = [json.loads(line) for line in f]
+    for r in records:
+        if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
+            label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
+            curves.setdefault(label, []).append((r["step"], r["loss"]))
+    if not curves:
+        return
     try:
-        yield stop
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        from matplotlib.figure import Figure  # here, since it is optional
+        axes = Figure().subplots()
+        for label, points in sorted(curves.items()):
+            axes.plot(*zip(*points), ".-" if label.startswith("val") else "-", alpha=0.6, label=label)
+        axes.set(xlabel="step", ylabel="loss (nats)")
+        axes.legend()
+        axes.figure.savefig(path, dpi=120, bbox_inches="tight")
+        print(f"losses: {path}")
+    except Exception as e:                      # matplotlib is missing, or refuses its settings
+        print(f"{path} was not drawn: {first_line(e)}")
 
 
-def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal), the run stops as after a signal
-    try:
-        tqdm.write(text)
-        sys.stdout.flush()
-    except OSError as e:
-        if e.errno == errno.ENOSPC:
-            print(f"error: {e.strerror}, so the run stops. Try to free space", file=sys.stderr)
-        discard_stdout()
-        stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
+def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard library's compressors
+    text = to_bytes(data[:COMPRESSED_BYTES].cpu())
+    results = {"zlib": zlib.compress(text, 9), "bz2": bz2.compress(text), "lzma": lzma.compress(text)}
+    bits = [f"{name} {8 * len(result) / len(text):.3f}" for name, result in results.items()]
+    return f"{', '.join(bits)} bits/byte as one stream of {len(text):,} bytes"
 
 
-def discard_stdout():  # redirects it to the null device; otherwise, flushing it at exit would fail again
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def print_compressors(s):
+    if any(member.objective.bpb for member in s.members):
+        for source in s.corpus:
+            bits = compressor_bits(source["val"])
+            print(f"for comparison, compressors on the validation text of {source['name']}: {bits}")
+    print(flush=True)
 
 
 # ---- a program

@@ -3,48 +3,54 @@
     python train.py                                     clm on the Python standard library's own source
     python train.py --objective mlm --data book.txt     another objective, your own text
     python train.py --resume                            resume the latest run
-    python train.py --init_from out/clm --data new.txt:0.95 stdlib:0.05     continual pre-training, with replay
+    python train.py --init_from out/clm --data new.txt:0.95 stdlib:0.05    continual pre-training, with replay
 
-B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row, N matrices of one shape (r, c)
+Settings, devices, checkpoints and what a run prints are in run.py.
+
+B rows of a batch, T = block_size positions of a row, n raw bytes that fill a row,
+N matrices of one shape (r, c)
 """
 import bisect
-import bz2
-import copy
 import itertools
-import lzma
 import math
-import os
 import shlex
-import signal
 import statistics
 import sys
 import time
-import zlib
 from argparse import Namespace
 from collections import namedtuple
+from dataclasses import dataclass
 from functools import partial
 
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF
-from data import check_sizes, fail, make_rng, open_corpus, read_windows, sample_windows, to_bytes, to_seed
-from model import NGRAMS, StackedLinear
-from objectives import CAUSAL, IGNORE_INDEX, N_BYTES, OBJECTIVES, add_weights, document_mask
+from data import check_sizes, make_rng, open_corpus, read_windows, sample_windows, to_seed
+from model import NGRAMS, Block, StackedLinear, Transformer
+from objectives import CAUSAL, N_BYTES, OBJECTIVES, add_weights, document_mask
 import run
 import torch
 from torch.optim.adamw import adamw
-from tqdm import tqdm
 
 INVERSE_GOLDEN_RATIO = 0.6180339887498949       # its multiples modulo 1 are spread evenly over [0, 1)
-COMPRESSED_BYTES = 1 << 24                      # maximum number of bytes to compress
-HELD_OUT = 4096                                 # bytes of validation text in a checkpoint, for sample.py
 MIN_ITERS = 200                                 # --max_passes never shortens a run below this number of steps
 MOMENTUM = 0.9                                  # of Muon; at width 128 better than .95
 NS_STEPS = 4                                    # iterations of Newton-Schulz; at width 128 as good as 5
 BYTES_PER_ROW = 4                               # bytes of text that a row of the n-gram table can memorize
 
 
-# ---- batches
-def make_batch(member, corpus, split, windows, g, hp):  # windows: source (B,), offset (B,) -> batch of B rows
-    source, offset = (t.to(corpus[0][split].device) for t in windows)
+# ---- batches: the host chooses windows of text, the device reads and corrupts them
+def choose_windows(windows, g, member, corpus, split, key):
+    """Writes the source and the offset of each row into windows (2, B), and seeds g for the corruption,
+    without waiting for the device. The same key, a string, gives the same batch if all other arguments and
+    the kind of device are the same."""
+    B = windows.size(1)
+    chosen = torch.stack(sample_windows(corpus, split, member.n, B, make_rng(f"{key},windows")))
+    if windows.is_cuda:
+        chosen = chosen.pin_memory()
+    windows.copy_(chosen, non_blocking=True)
+    g.manual_seed(to_seed(f"{key},{member.objective.name}"))
+
+
+def make_batch(windows, g, member, corpus, split, hp):  # windows, g: of choose_windows -> batch of B rows
+    source, offset = windows
     x = read_windows(corpus, split, source, offset, member.n)                       # (B, n)
     if hp.device.startswith("cuda") and not x.is_cuda:          # the corpus does not fit on the GPU
         x = x.pin_memory().to(hp.device, non_blocking=True)
@@ -52,40 +58,36 @@ def make_batch(member, corpus, split, windows, g, hp):  # windows: source (B,), 
 
 
 def draw_batch(member, corpus, split, B, key, hp):  # -> batch of B rows
-    """Draws windows and corruption from generators seeded with the string `key`. The same key gives the same batch if
-    all other arguments and the kind of device are the same."""
-    windows = sample_windows(corpus, split, member.n, B, make_rng(f"{key},windows"))
-    g = make_rng(f"{key},{member.objective.name}", hp.device)
-    return make_batch(member, corpus, split, windows, g, hp)
+    windows = torch.zeros(2, B, dtype=torch.long, device=corpus[0][split].device)
+    g = torch.Generator(hp.device)
+    choose_windows(windows, g, member, corpus, split, key)
+    return make_batch(windows, g, member, corpus, split, hp)
 
 
-def micro_batch(batch, i, n, hp):  # -> part i of n
-    B = len(batch["inp"])
-    rows = slice(B * i // n, B * (i + 1) // n)                  # four parts of 10 rows are 0-1, 2-4, 5-6, 7-9
-    # an int is the prefix of all rows
-    part = {key: value if isinstance(value, int) else value[rows] for key, value in batch.items()}
-    if hp.doc_mask:
-        part |= document_mask(part)
-    return part
+def step_key(step, hp):  # -> the key of this step's batch
+    # with --init_from, the steps of the parent count, so windows are new
+    return f"{hp.seed},{hp.init_step + step}"
 
 
 # ---- the plan of a run: number of steps, n-gram drop rate, learning rate
-def passes_per_step(source, members, hp):  # -> the part of a source's training text that a step reads, on average
-    """A pass is an epoch. With 4 rows of 33 bytes, half of them from a source of 6,600 bytes: 2 * 33 / 6,600 = 0.01."""
-    n = sum(member.weight * member.n for member in members)     # bytes that fill a row, on average over the members
+def passes_per_step(source, members, hp):
+    """Returns the part of a source's training text that a step reads, on average. A pass is an epoch. With
+    4 rows of 33 bytes, half of them from a source of 6,600 bytes: 2 * 33 / 6,600 = 0.01."""
+    n = sum(member.weight * member.n for member in members)     # bytes that fill a row, on average
     return source["weight"] * hp.batch_size * hp.accum * n / len(source["train"])
 
 
 def shorten_run(corpus, members, hp):
-    """Lowers hp.max_iters and hp.eval_interval if the run would make more than hp.max_passes passes, which overfits
-    (Muennighoff et al. 2023). The passes over several sources are averaged, weighted by their shares of the rows."""
+    """Lowers hp.max_iters and hp.eval_interval if the run would make more than hp.max_passes passes, which
+    overfits (Muennighoff et al. 2023). The passes over several sources are averaged, weighted by their shares
+    of the rows."""
     passes = sum(source["weight"] * passes_per_step(source, members, hp) for source in corpus)
     max_iters = max(MIN_ITERS, math.ceil(hp.max_passes / passes))
     if max_iters < hp.max_iters:
         hp.max_iters = max_iters
         hp.eval_interval = min(hp.eval_interval, math.ceil(max_iters / 4))
-        print(f"the text is small, so training stops after {max_iters:,} steps (--max_passes {hp.max_passes:g}, but at "
-              f"least {MIN_ITERS} steps). Use --max_iters to override this")
+        print(f"the text is small, so training stops after {max_iters:,} steps (--max_passes {hp.max_passes:g}, "
+              f"but at least {MIN_ITERS} steps). Use --max_iters to override this")
 
 
 def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that training drops
@@ -93,9 +95,9 @@ def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that
 
         1 - (1 - ngram_drop) / (1 + repetitions) ** 0.4
 
-    repetitions: the number of passes after the first one, times the share of the text that fits into the table. In
-        these passes the table could recite what it has memorized. With ngram_drop 0.25 and four passes over a
-        short text, the rate is 1 - 0.75 / (1 + 3) ** 0.4 = 0.57."""
+    repetitions: the number of passes after the first one, times the share of the text that fits into the
+        table. In these passes the table could recite what it has memorized. With ngram_drop 0.25 and four
+        passes over a short text, the rate is 1 - 0.75 / (1 + 3) ** 0.4 = 0.57."""
     if not hp.ngram_drop:
         return 0.0
     n_bytes = sum(len(source["train"]) for source in corpus)
@@ -109,68 +111,80 @@ def ngram_drop_rate(corpus, members, hp):  # -> share of the n-gram lookups that
 
 
 def learning_rate(step, hp):
-    """Rises linearly (warmup_iters), is constant, then falls linearly to 0 (lr_decay). With the defaults and 1,200
-    steps, it is constant from step 20 to step 480, half as large at step 840, and 0 at the end."""
+    """Rises linearly (warmup_iters), is constant, then falls linearly to 0 (lr_decay). With the defaults and
+    1,200 steps, it is constant from step 20 to step 480, half as large at step 840, and 0 at the end."""
     warmup = (step + 1) / (hp.warmup_iters + 1)
     decay = (hp.max_iters - step) / max(1, hp.lr_decay * hp.max_iters)
     return hp.learning_rate * min(warmup, 1.0, decay)
 
 
+def member_of_step(members, step):  # -> the member that this step trains
+    """The members divide [0, 1) in proportion to their weights. Each step trains the member whose part contains
+    the number u = step / golden ratio, modulo 1, which is spread evenly in any stretch of steps. In the first
+    steps, u is 0, 0.62, 0.24, 0.85; of two members of equal weight, these train 0, 1, 0, 1."""
+    u = step * INVERSE_GOLDEN_RATIO % 1
+    ends = [*itertools.accumulate(member.weight for member in members)]
+    return members[min(bisect.bisect(ends, u), len(members) - 1)]               # the last end may be below u
+
+
 # ---- optimizers: by default Muon for the StackedLinear layers inside blocks, AdamW for all other parameters
+MuonState = namedtuple("MuonState", "params momentum")          # weights of a group of matrices; (N, r, c)
 # a parameter, its first and second moments, and how often it was updated (0-D tensor)
 AdamWState = namedtuple("AdamWState", "param first second n_updates")
 
 
-def make_optimizer(model, hp):
-    """Returns a Namespace: lr, the learning rate (0-D); matrices, those of blocks; muon, a list of (weights of a group,
-    momentum (N, r, c)); adamw, a list of AdamWState. A parameter without a gradient, such as a head of another member
-    of a mixture, is not changed."""
-    groups = group_matrices(model)
+@dataclass
+class Optimizer:
+    """A parameter without a gradient, such as a head of another member of a mixture, is not changed."""
+    lr: torch.Tensor            # learning rate, 0-D
+    matrices: list              # the weights (stack, rows, columns) inside blocks; only they decay
+    muon: list                  # of MuonState; empty with --optimizer adamw
+    adamw: list                 # of AdamWState
+
+
+def make_optimizer(model, hp):  # -> Optimizer
+    """Muon updates a group of matrices at once: a few large products are faster than many small ones. A tall
+    matrix is transposed, so r <= c. The blocks of a network have a name in common: "blocks" for the model,
+    "heads.generator.blocks" for electra's generator, which in a mixture has gradients only in electra's
+    steps."""
+    groups = {}                                 # {(name of the blocks, r, c): weights}
+    blocks = {name: block for name, block in model.named_modules() if isinstance(block, Block)}
+    for name, block in blocks.items():
+        for layer in block.modules():
+            if isinstance(layer, StackedLinear):
+                r, c = sorted(layer.weight.shape[1:])
+                groups.setdefault((name.rpartition(".")[0], r, c), []).append(layer.weight)
     matrices = [p for params in groups.values() for p in params]
     in_blocks = set(matrices)
+    assert len(in_blocks) == len(matrices), "a Block inside a Block: its matrices would be updated twice"
     by_adamw = [p for p in model.parameters() if p not in in_blocks]
-    muon = []
+
+    zero = partial(torch.zeros, device=hp.device)
+    opt = Optimizer(lr=zero(()), matrices=matrices, muon=[], adamw=[])
     if hp.optimizer == "adamw":
         by_adamw += matrices
     else:
         for (_, r, c), params in groups.items():
             N = sum(len(p) for p in params)
-            muon.append((params, torch.zeros(N, r, c, device=hp.device)))
-    zero = partial(torch.zeros, (), device=hp.device)
-    states = [AdamWState(p, torch.zeros_like(p), torch.zeros_like(p), zero()) for p in by_adamw]
-    return Namespace(lr=zero(), matrices=matrices, muon=muon, adamw=states)
-
-
-def group_matrices(model):  # -> {(network, r, c): [weight (stack, rows, columns)]} of the matrices inside blocks
-    """Muon updates a group at once: a few large products are faster than many small ones. A tall matrix is transposed,
-    so r <= c. The network is the part of a layer's name before "blocks.": "" for the model, "heads.generator." for
-    electra's generator, which in a mixture has gradients only in electra's steps."""
-    groups = {}
-    for name, layer in model.named_modules():
-        network, separator, _ = name.rpartition("blocks.")
-        if separator and isinstance(layer, StackedLinear):      # a layer inside a block
-            r, c = sorted(layer.weight.shape[1:])
-            groups.setdefault((network, r, c), []).append(layer.weight)
-    return groups
+            opt.muon.append(MuonState(params, zero((N, r, c))))
+    for p in by_adamw:
+        opt.adamw.append(AdamWState(p, torch.zeros_like(p), torch.zeros_like(p), zero(())))
+    return opt
 
 
 def newton_schulz(X, dtype):  # (N, r, c), r <= c -> approximately the nearest matrices with orthonormal rows
-    """Moves all singular values near 1, except those that were very small. The plain form (Jordan et al. 2024) is
+    """Moves all singular values near 1, except those that were very small. The plain form (Jordan et al. 2024):
 
         for _ in range(NS_STEPS):
             A = X @ X.mT
             Q = 3.4445 * I - 4.7750 * A + 2.0315 * A @ A
             X = Q @ X
 
-    The next A is (Q X)(Q X)^T = Q A Q, since Q is symmetric. So several steps can be taken with A and Q alone, which
-    are r x r; X is then multiplied once, by the product of their Qs. This saves products with the larger X (Gram
-    Newton-Schulz, Zhang et al. 2026)."""
-    def polynomial(A):
-        Q = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
-        Q.diagonal(dim1=1, dim2=2).add_(3.4445)
-        return Q
+    The next A is (Q X)(Q X)^T = Q A Q, since Q is symmetric. So several steps can be taken with A and Q alone,
+    which are r x r; X is then multiplied once, by the product of their Qs. This saves products with the larger
+    X (Gram Newton-Schulz, Zhang et al. 2026)."""
     X = X.to(dtype)
-    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)           # the iteration needs singular values of at most 1
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)           # singular values must be at most 1
     # A is computed from X again after n steps, since its rounding errors add up
     n = 2 if dtype == torch.bfloat16 else NS_STEPS
     if X.size(1) == X.size(2):                  # A is as large as X: the plain form needs fewer products
@@ -178,149 +192,142 @@ def newton_schulz(X, dtype):  # (N, r, c), r <= c -> approximately the nearest m
     assert NS_STEPS % n == 0, "in bfloat16 the number of steps must be even"
     for _ in range(NS_STEPS // n):
         A = X @ X.mT                                                                # (N, r, r)
-        Q = polynomial(A)
-        product = Q
+        Q = ns_polynomial(A)
+        product = Q                             # of the Qs of n steps
         for _ in range(n - 1):
             A = Q @ A @ Q
-            Q = polynomial(A)
+            Q = ns_polynomial(A)
             product = Q @ product
         X = product @ X
     return X
 
 
+def ns_polynomial(A):  # (N, r, r) -> 3.4445 I - 4.7750 A + 2.0315 A A
+    Q = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
+    Q.diagonal(dim1=1, dim2=2).add_(3.4445)
+    return Q
+
+
 def muon_step(params, momentum, lr, dtype):  # params: all matrices of a group; momentum (N, r, c), r <= c
-    """Muon (Jordan et al. 2024): Nesterov momentum, orthogonalized. Updates are scaled to the root mean square of those
-    of AdamW (Liu et al. 2025), so one learning rate serves both optimizers."""
-    def transpose_tall(t):  # (stack, rows, columns) -> (stack, r, c)
-        return t if t.size(1) <= t.size(2) else t.mT
-    grad = torch.cat([transpose_tall(p.grad) for p in params])                      # (N, r, c)
+    """Muon (Jordan et al. 2024): Nesterov momentum, orthogonalized. Updates are scaled to the root mean square
+    of those of AdamW (Liu et al. 2025), so one learning rate serves both optimizers."""
+    is_tall = [p.size(1) > p.size(2) for p in params]
+    grad = torch.cat([p.grad.mT if tall else p.grad for p, tall in zip(params, is_tall)])       # (N, r, c)
     momentum.lerp_(grad, 1 - MOMENTUM)
     nesterov = grad.lerp(momentum, MOMENTUM)
     update = newton_schulz(nesterov, dtype).to(momentum.dtype)
     update.mul_(lr * 0.2 * momentum.size(2) ** 0.5)
-    for p, u in zip(params, update.split([len(p) for p in params])):
-        transpose_tall(p).sub_(u)
-
-
-def adamw_step(states, lr):  # states: [AdamWState]; lr: 0-D tensor
-    """AdamW (Loshchilov and Hutter 2019). Weight decay is applied in optimizer_step. This calls torch's functional
-    form, because constructing torch.optim.AdamW imports the compiler, which takes a second."""
-    states = [state for state in states if state.param.grad is not None]
-    adamw(params=[s.param for s in states], grads=[s.param.grad for s in states], exp_avgs=[s.first for s in states],
-          exp_avg_sqs=[s.second for s in states], max_exp_avg_sqs=[], state_steps=[s.n_updates for s in states],
-          fused=True, lr=lr, beta1=0.9, beta2=0.95, eps=1e-10, weight_decay=0.0, amsgrad=False, maximize=False)
+    for p, u, tall in zip(params, update.split([len(p) for p in params]), is_tall):
+        p.sub_(u.mT if tall else u)
 
 
 @torch.no_grad()
-def optimizer_step(opt, hp):  # opt: of make_optimizer
+def optimizer_step(opt, hp):
     if hp.weight_decay:
-        for p in opt.matrices:                  # only these matrices decay
+        for p in opt.matrices:
             if p.grad is not None:
                 p.mul_(1 - opt.lr * hp.weight_decay)
     for params, momentum in opt.muon:
         if params[0].grad is not None:          # then all matrices of this network have one
             muon_step(params, momentum, opt.lr, getattr(torch, hp.dtype))
-    adamw_step(opt.adamw, opt.lr)
+    # AdamW (Loshchilov and Hutter 2019), in torch's functional form: constructing torch.optim.AdamW imports
+    # the compiler, which takes a second
+    states = [state for state in opt.adamw if state.param.grad is not None]
+    adamw(params=[state.param for state in states], grads=[state.param.grad for state in states],
+          exp_avgs=[state.first for state in states], exp_avg_sqs=[state.second for state in states],
+          max_exp_avg_sqs=[], state_steps=[state.n_updates for state in states], fused=True, lr=opt.lr,
+          beta1=0.9, beta2=0.95, eps=1e-10, weight_decay=0.0, amsgrad=False, maximize=False)
 
 
 # ---- a training step
-def prepare(corpus, members, hp):  # -> State before the first step
-    """A State is a Namespace of all that a step reads and writes. load_step_inputs writes the inputs of the step,
-    training_step the rest. Tensors are only modified in place: a CUDA graph reads and writes the same addresses."""
+@dataclass
+class State:
+    """All that a run reads and writes. Tensors are only modified in place: a CUDA graph reads and writes the
+    same addresses."""
+    hp: Namespace               # settings; hp.progress is the share of the steps that are done (0-D)
+    members: list               # of run.Member: a step trains one of them
+    corpus: list                # sources of text, of data.open_corpus
+    model: Transformer
+    opt: Optimizer
+    windows: torch.Tensor       # source and offset of each row of a step, (2, batch_size * accum)
+    g: torch.Generator          # for the corruption
+    # what a checkpoint holds besides tensors and settings
+    step: int = 0               # number of steps done
+    seconds: float = 0.0        # of training, without evaluations
+    val: float = math.inf       # the latest validation loss
+    best: float = math.inf      # the validation loss of best.pt
+    metrics_bytes: int = 0      # length of metrics.jsonl at the checkpoint from which a run is resumed
+    log: object = None          # run.Log: metrics.jsonl, signals; from run.open_log
+
+
+def make_state(corpus, members, hp):  # -> State before the first step
     model = run.build(members, hp)
-    # what identifies each source, for checkpoints and logs
-    sources = [[source[key] for key in ("name", "size", "crc", "weight", "split")] for source in corpus]
-    if hp.init_from and not hp.resume:
-        parent = run.load_checkpoint(hp.init_from)
-        run.start_from(model, parent["model"], hp.init_from)
-        for name in find_new_splits(parent["sources"], sources):
-            print(f"--data {name}: is divided into training and validation text in another way than in {hp.init_from}, "
-                  "which may have trained on what is validation text now: then the validation loss is too low")
-    hp = Namespace(**vars(hp) | {"progress": torch.zeros((), device=hp.device)})
     if model.ngrams is not None:
         model.ngrams.drop = ngram_drop_rate(corpus, members, hp)
-    return Namespace(
-        hp=hp, members=members, corpus=corpus, model=model, opt=make_optimizer(model, hp),
-        # what compile_step replaces
-        loss_fns={member.objective.name: member.objective.loss for member in members},
-        optimizer_step=optimizer_step,
-        # inputs of the step, besides hp.progress and opt.lr
-        windows=corpus[0]["train"].new_zeros(2, hp.batch_size * hp.accum, dtype=torch.long),        # source, offset
-        g=torch.Generator(hp.device),           # for the corruption
-        on_record=None,                         # called with each record of metrics.jsonl
-        best=math.inf,                          # the validation loss of best.pt
-        sources=sources)
-
-
-def find_new_splits(saved, sources):  # sources of a checkpoint, and of now -> names of those that are split differently
-    rules = {os.path.realpath(name): "".join(rule) for name, _, _, _, *rule in saved}             # older ones lack it
-    return [name for name, _, crc, _, rule in sources           # a file without a rule is split anew if it has changed
-            if crc not in [x[2] for x in saved] and rules.get(os.path.realpath(name)) not in (None, rule or None)]
-
-
-def member_of_step(members, step):  # -> the member that this step trains
-    """The members divide [0, 1) in proportion to their weights. Each step trains the member whose part contains the
-    number u = step / golden ratio, modulo 1, which is spread evenly in any stretch of steps. In the first steps, u is
-    0, 0.62, 0.24, 0.85; of two members of equal weight, these train 0, 1, 0, 1."""
-    u = step * INVERSE_GOLDEN_RATIO % 1
-    ends = [*itertools.accumulate(member.weight for member in members)]
-    return members[min(bisect.bisect(ends, u), len(members) - 1)]                   # the last end may be below u
+    hp.progress = torch.full((), 1.0 if hp.init_from else 0.0, device=hp.device)
+    windows = torch.zeros(2, hp.batch_size * hp.accum, dtype=torch.long, device=corpus[0]["train"].device)
+    return State(hp, members, corpus, model, make_optimizer(model, hp), windows, torch.Generator(hp.device))
 
 
 def load_step_inputs(s, member, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
-    key = f"{hp.seed},{hp.init_step + step}"    # with --init_from, the steps of the parent count, so windows are new
-    n_rows = hp.batch_size * hp.accum
-    windows = sample_windows(s.corpus, "train", member.n, n_rows, make_rng(f"{key},windows"))
-    for static, new in zip(s.windows, windows):
-        if static.is_cuda:
-            new = new.pin_memory()
-        static.copy_(new, non_blocking=True)
-    s.g.manual_seed(to_seed(f"{key},{member.objective.name}"))
+    key = step_key(step, hp)
     s.opt.lr.fill_(learning_rate(step, hp))
     hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
+    choose_windows(s.windows, s.g, member, s.corpus, "train", key)
     torch.manual_seed(to_seed(f"{key},{run.RANK},dropped lookups"))
 
 
-def training_step(s, member):  # -> loss (nats), norm of the gradient; 0-D each
-    """Updates the weights once, on the inputs that load_step_inputs has set. Never waits for the device."""
+def training_step(s, member, loss_fn, update):  # -> loss (nats), norm of the gradient; 0-D each
+    """Updates the weights once, on the inputs that load_step_inputs has set. Never waits for the device.
+    loss_fn and update are the member's loss and optimizer_step, or their compiled versions."""
     hp = s.hp
+    batch = make_batch(s.windows, s.g, member, s.corpus, "train", hp)
+
     # forward and backward: the losses of micro-batches add up to that of the step
-    batch = make_batch(member, s.corpus, "train", s.windows, s.g, hp)
-    loss_fn = s.loss_fns[member.objective.name]
     loss = torch.zeros((), device=hp.device)
     for i in range(run.RANK, hp.accum, run.WORLD):              # this process's micro-batches
-        part_loss, _ = loss_fn(s.model, micro_batch(batch, i, hp.accum, hp), hp)
+        rows = slice(i * hp.batch_size, (i + 1) * hp.batch_size)
+        # an int is the prefix of all rows
+        part = {key: value if isinstance(value, int) else value[rows] for key, value in batch.items()}
+        if hp.doc_mask:
+            part |= document_mask(part)
+        part_loss, _ = loss_fn(s.model, part, hp)
         part_loss.backward()
         loss += part_loss.detach()
-    run.sum_over_processes(s.model, loss)
+    if run.WORLD > 1:
+        run.sum_over_processes(s.model, loss)
 
     # clip and update
-    params = [p for p in s.model.parameters() if p.grad is not None]                # those that the loss depends on
+    params = [p for p in s.model.parameters() if p.grad is not None]            # those that the loss depends on
     norm = torch.nn.utils.clip_grad_norm_(params, hp.grad_clip or math.inf)
-    s.optimizer_step(s.opt, hp)
+    update(s.opt, hp)
     s.model.zero_grad(set_to_none=True)
     return loss, norm
 
 
-def compile_step(s):  # compiles the losses and the optimizer, but not the corruption
-    torch._dynamo.reset()                       # torch limits recompilations per process: count anew in each run
-    # a mixture compiles losses and optimizer for each kind of member
-    torch._dynamo.config.recompile_limit = 4 * len(OBJECTIVES)
-    for name, loss_fn in s.loss_fns.items():
-        s.loss_fns[name] = torch.compile(loss_fn, dynamic=False)
-    s.optimizer_step = torch.compile(s.optimizer_step, dynamic=False)
-
-
-def make_step_fns(s):  # -> {objective: function without arguments that calls training_step for this member}
-    """With --cuda_graph each function replays a graph of its own; the graphs share a stream and a memory pool."""
-    step_fns = {member.objective.name: partial(training_step, s, member) for member in s.members}
-    if s.hp.cuda_graph:
-        graphed = None
-        for name, step_fn in step_fns.items():
-            graphed = run.GraphedStep(step_fn, [s.g], share=graphed)
-            step_fns[name] = graphed
+def make_step_fns(s):  # -> {objective: function without arguments that takes a step of this member}
+    """--compile compiles the losses and the optimizer, but not the corruption. With --cuda_graph each function
+    replays a graph of its own; the graphs share a stream and a memory pool."""
+    hp = s.hp
+    update = optimizer_step
+    if hp.compile:
+        # torch limits recompilations per process: count anew in each run
+        torch._dynamo.reset()
+        # a mixture compiles losses and optimizer for each kind of member
+        torch._dynamo.config.recompile_limit = 4 * len(OBJECTIVES)
+        update = torch.compile(update, dynamic=False)
+    step_fns = {}
+    graphed = None
+    for member in s.members:
+        loss_fn = member.objective.loss
+        if hp.compile:
+            loss_fn = torch.compile(loss_fn, dynamic=False)
+        step_fn = partial(training_step, s, member, loss_fn, update)
+        if hp.cuda_graph:
+            step_fn = graphed = run.GraphedStep(step_fn, [s.g], share=graphed)
+        step_fns[member.objective.name] = step_fn
     return step_fns
 
 
@@ -329,214 +336,125 @@ def validation_batches(member, source, hp):  # yields batches, the same whatever
     hp = Namespace(**vars(hp) | {"progress": 1.0})              # validation does not change during training
     for i in range(hp.eval_iters):
         batch = draw_batch(member, [source], "val", run.EVAL_ROWS, f"validation,{i}", hp)
-        yield micro_batch(batch, 0, 1, hp)
+        if hp.doc_mask:
+            batch |= document_mask(batch)
+        yield batch
 
 
 def mean_loss(member, model, batches, hp):  # -> mean loss, {name: mean figure} over batches
     results = [member.objective.loss(model, batch, hp) for batch in batches]
     loss = statistics.fmean(float(loss) for loss, _ in results)
-    return loss, {name: statistics.fmean(float(figures[name]) for _, figures in results) for name in results[0][1]}
+    _, names = results[0]
+    return loss, {name: statistics.fmean(float(figures[name]) for _, figures in results) for name in names}
 
 
-def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats -> bits, or None if not defined
-    """The softmax is over the 256 bytes alone, even if the byte head also predicts special ids, as in a mixture: a text
-    contains none. Objectives with bpb="causal" are evaluated on clm's rows."""
+class ByteModel:
+    """What a loss function calls of a model, with logits of the 256 bytes alone: a text has no special ids."""
+
+    def __init__(self, model):
+        self.model = model
+        self.heads = model.heads
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def logits(self, h):
+        return self.model.logits(h)[..., :N_BYTES]
+
+
+def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats -> bits, or None
+    """The softmax is over the 256 bytes, even if the byte head also predicts special ids, as in a mixture."""
     if member.objective.bpb is None:
         return None
     if member.objective.bpb == "causal":        # evaluate the model on clm's rows
         member = run.Member(CAUSAL, 1.0, hp.block_size + 1)
     elif model.config.n_outputs == N_BYTES:
         return loss / math.log(2)
-    byte_model = copy.copy(model)               # shares the weights
-    byte_model.logits = lambda h: model.logits(h)[..., :N_BYTES]
-    loss, _ = mean_loss(member, byte_model, validation_batches(member, source, hp), hp)
+    loss, _ = mean_loss(member, ByteModel(model), validation_batches(member, source, hp), hp)
     return loss / math.log(2)
 
 
 @torch.no_grad()
 def evaluate(model, members, corpus, hp):  # -> records, loss
-    """Evaluates each member on the validation text of each source. A record holds the names of both, the mean "loss" in
-    nats, the means of the other "figures" that the loss function returns, and "bpb", bits per byte. The loss that is
-    returned is the mean of all, weighted by the weights of source and member."""
+    """Evaluates each member on the validation text of each source. A record holds the names of both, the mean
+    "loss" in nats, the means of the other "figures" that the loss function returns, and "bpb", bits per byte.
+    The loss that is returned is the mean of all, weighted by the weights of source and member."""
     model.eval()
     records = []
     total = 0.0
     for source, member in itertools.product(corpus, members):
         loss, figures = mean_loss(member, model, validation_batches(member, source, hp), hp)
         bpb = bits_per_byte(member, model, source, loss, hp)
-        records.append({"split": "val", "data": source["name"], "objective": member.objective.name, "loss": loss,
-                        "bpb": bpb, "figures": figures})
+        records.append({"split": "val", "data": source["name"], "objective": member.objective.name,
+                        "loss": loss, "bpb": bpb, "figures": figures})
         total += source["weight"] * member.weight * loss
     model.train()
     return records, total
 
 
-# ---- checkpoints
-def optimizer_tensors(s):  # -> {name: tensor}
-    tensors = {f"muon.{i}": momentum for i, (_, momentum) in enumerate(s.opt.muon)}
-    for i, state in enumerate(s.opt.adamw):
-        tensors[f"adamw.{i}.first"] = state.first
-        tensors[f"adamw.{i}.second"] = state.second
-        tensors[f"adamw.{i}.updates"] = state.n_updates
-    return tensors
+def validate(s):  # evaluates, logs, saves best.pt
+    records, s.val = evaluate(s.model, s.members, s.corpus, s.hp)
+    run.check_finite(math.isfinite(s.val), "the validation loss", s)
+    run.log_validation(s, records)
+    if s.step > 0 and s.val < s.best:           # best.pt never holds the weights that a run starts with
+        s.best = s.val
+        # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt
+        run.save(s, "best.pt")
 
 
-def check_finite(is_finite, what, step, hp):
-    if not is_finite:
-        raise FloatingPointError(
-            f"{what} is not finite at step {step}; the last checkpoint, if any, is unchanged. Try "
-            f"--init_from {shlex.quote(hp.out_dir)} with a lower --learning_rate or --dtype float32")
-
-
-def save(s, name, status, metrics):  # name: ckpt.pt or best.pt
-    weights = s.model.state_dict()
-    check_finite(all(bool(t.isfinite().all()) for t in weights.values()), "a weight", status["step"], s.hp)
-    if run.RANK:
-        return
-    ckpt = status | dict(
-        version=run.VERSION, config=run.settings_to_save(s.hp), model_config=vars(s.model.config), model=weights,
-        sources=s.sources, metrics_bytes=metrics.tell(), held_out=s.corpus[0]["val"][:HELD_OUT].cpu().clone())
-    if name == "ckpt.pt":                       # nobody resumes from best.pt
-        ckpt["optimizer"] = optimizer_tensors(s)
-    run.save_checkpoint(os.path.join(s.hp.out_dir, name), ckpt)
-
-
-def resume(ckpt, s):  # loads weights and optimizer -> status; fails if corpus or number of steps do not fit
+# ---- a run
+def train(s):  # -> is the run stopped by a signal, before its last step?
+    """Trains, evaluates and saves. Raises FloatingPointError if a loss, a gradient, a weight or the optimizer's
+    state is not finite, when it is logged, validated or saved. From then on nothing is saved."""
     hp = s.hp
-    if [x[1:4] for x in ckpt["sources"]] != [x[1:4] for x in s.sources]:            # names may differ
-        fail(f"--data {' '.join(hp.data)}: differs from the data of {hp.out_dir} in its text, its weights "
-             "or, in an older program, its held-out documents. Try the same data, or a new run")
-    planned = ckpt["config"]["max_iters"]
-    if hp.max_iters != planned and hp.max_iters <= ckpt["step"]:
-        fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
-    if hp.max_iters != planned:
-        print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
-    run.copy_tensors(s.model.state_dict(), ckpt["model"], hp.resume)
-    run.copy_tensors(optimizer_tensors(s), ckpt["optimizer"], hp.resume)
-    best = os.path.join(hp.out_dir, "best.pt")  # may be later than ckpt.pt, or of a moment at which the run was stopped
-    if os.path.isfile(best):
-        s.best = run.load_checkpoint(best)["val"]
-    return {key: ckpt[key] for key in ("step", "seconds", "val", "metrics_bytes")}
+    step_fns = make_step_fns(s)
+    saved_step = s.step if hp.resume else -1                    # a resumed run starts at a saved step
+    start = time.perf_counter() - s.seconds                     # now - start: seconds without evaluations
+    while True:
+        # evaluate and save if due
+        is_last = s.step == hp.max_iters
+        is_due = is_last or s.step % hp.eval_interval == 0
+        is_stopped = run.any_rank(bool(s.log.stop))
+        if (is_due or is_stopped) and s.step != saved_step:
+            s.seconds = time.perf_counter() - start
+            if is_due:
+                validate(s)
+            run.save(s, "ckpt.pt")
+            start = time.perf_counter() - s.seconds
+        if is_last or is_stopped:
+            break
+
+        # take a step
+        member = member_of_step(s.members, s.step)
+        load_step_inputs(s, member, s.step)
+        loss, norm = step_fns[member.objective.name]()
+
+        # log
+        if s.step % hp.log_interval == 0:
+            loss = float(loss)                  # waits for the device; nothing else does
+            norm = float(norm)
+            run.check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", s)
+            s.seconds = time.perf_counter() - start
+            run.log_step(s, member, loss, norm, learning_rate(s.step, hp))
+        s.step += 1
+        s.log.bar.update()
+
+    s.log.bar.close()
+    # after saving, because the checkpoint must equal that of a run that was not stopped
+    if not is_due and s.step not in (0, saved_step):
+        validate(s)
+    return not is_last
 
 
-# ---- what a run prints and logs
-# {characters that stand for ids when a row is printed: what they mean}
-LEGEND = {
-    "█": "MASK hides text", "∅": "EOT ends a document", "‖": "SEP ends a text", "Ⓒ": "CLS stands for the row",
-    "Ⓟ": "PRE starts a prefix", "Ⓢ": "SUF starts a suffix", "Ⓜ": "MID starts a middle", "ⓡ": "R: short spans",
-    "ⓢ": "S: a suffix", "ⓧ": "X: long spans", "░": "PAD fills the row", "⇥": "tab", "⏎": "newline", "·": "no loss",
-    "①②③④⑤⑥⑦⑧⑨": "sentinels replace spans", "␣": "space", "�": "a byte outside printable ASCII"}
-SYMBOLS = dict(zip((MASK, EOT, SEP, CLS, PRE, SUF, MID, MODE_R, MODE_S, MODE_X, PAD, 9, 10, IGNORE_INDEX), LEGEND))
+def first_batches(s):  # -> {objective: batch} of step 0, as if it trained each of the members
+    B = s.windows.size(1)
+    key = step_key(0, s.hp)
+    return {m.objective.name: draw_batch(m, s.corpus, "train", B, key, s.hp) for m in s.members}
 
 
-def to_symbol(i):  # id -> character
-    if i >= SENTINEL:
-        return "①②③④⑤⑥⑦⑧⑨"[(i - SENTINEL) % 9]
-    return SYMBOLS.get(i) or (chr(i) if 32 <= i < 127 else "�")
-
-
-def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
-    """Shows `width` positions of one row of each kind, starting a third of the width before its first target: inputs,
-    with targets below, then the label, if any. Rows are of the same kind if both or neither have causal attention, and
-    if the same control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown."""
-    inp = batch["inp"].flatten(1)
-    prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
-    rows = {}                                   # {kind: number of a row}
-    for b in (inp == PAD).sum(1).argsort(stable=True).tolist():
-        controls = tuple(i for i in inp[b, :2].tolist() if MASK < i < SENTINEL)
-        rows.setdefault((int(prefix[b]) == 0, controls), b)
-    has_targets = "tgt" in batch and batch["tgt"].dim() == 2
-    lines = []
-    for b in rows.values():
-        start = 0
-        if has_targets:
-            first_target = int((batch["tgt"][b] != IGNORE_INDEX).byte().argmax())
-            start = max(0, first_target - width // 3)
-        for ids in batch["inp"][b].reshape(-1, batch["inp"].size(-1)).tolist():     # one text, or two
-            lines.append(f"  {name} inp   {''.join(map(to_symbol, ids[start:start + width]))}")
-        if has_targets:
-            text = "".join(map(to_symbol, batch["tgt"][b, start:start + width].tolist()))
-            lines.append(f"  {name} tgt   {text.replace(' ', '␣')}")                # a space looks like no loss
-        if "labels" in batch:
-            lines.append(f"  {name} label {int(batch['labels'][b])}")
-    return lines
-
-
-def explain_symbols(text):  # -> "█ MASK hides text, ①② sentinels replace spans", the symbols that occur in the text
-    used = {meaning: "".join(symbol for symbol in symbols if symbol in text) for symbols, meaning in LEGEND.items()}
-    return ", ".join(f"{symbols} {meaning}" for meaning, symbols in used.items() if symbols)
-
-
-def announce(s, metrics, status, stop):  # prints what is trained, and logs it in the first line of metrics.jsonl
-    hp = s.hp
-    table = 0 if s.model.ngrams is None else s.model.ngrams.table.numel()
-    size = sum(p.numel() for p in s.model.parameters()) - table
-    threads = torch.get_num_threads()
-    if metrics.tell() == 0:
-        record = {"config": run.settings_to_save(hp), "version": run.VERSION, "torch": torch.__version__,
-                  "processes": run.WORLD, "threads": threads, "parameters": size + table, "ngram_parameters": table,
-                  "sources": s.sources}
-        run.write_line(metrics, record, s.on_record)
-    run.say(f"{hp.objective} | {size:,} parameters and {table:,} in the n-gram table | {hp.out_dir}", stop)
-    print(f"{hp.device}, threads: {threads}, processes: {run.WORLD} | activations {hp.dtype} | "
-          f"{status['step']:,} of {hp.max_iters:,} steps done")
-    for source in s.corpus:
-        passes = hp.max_iters * passes_per_step(source, s.members, hp)
-        print(f"--data {source['name']}: trains on {len(source['train']):,} bytes, validates on {len(source['val']):,}"
-              f"; {source['weight']:.1%} of rows, {passes:.3g} passes")
-    if status["step"] == 0:
-        lines = []
-        for member in s.members:
-            load_step_inputs(s, member, 0)
-            batch = make_batch(member, s.corpus, "train", s.windows, s.g, hp)
-            lines += draw_rows(member.objective.name, batch)
-        rows = "\n".join(lines)
-        print("a part of one row of each kind in the first batch, with one character for each position:")
-        print(f"{explain_symbols(rows)}\n{rows}", flush=True)
-
-
-def describe(step, record):  # -> a line for a record of evaluate
-    loss = record["loss"]
-    line = f"step {step:6d} | validation on {record['data']}: {record['objective']} loss {loss:.4f} nats"
-    figures = record["figures"]
-    others = [f"{name} {value:.4f}" for name, value in figures.items() if value != loss]        # "nll" may be the loss
-    if others:
-        line += f" ({', '.join(others)})"
-    if "nll" in figures:
-        name = "perplexity" if OBJECTIVES[record["objective"]].bpb == "loss" else "perplexity of the targets"
-        line += f", {name} {math.exp(min(figures['nll'], 700.0)):.2f}"              # exp(710) overflows
-    if record["bpb"] is not None:
-        kind = {"bound": "<= ", "causal": "causal rows "}.get(OBJECTIVES[record["objective"]].bpb, "")
-        line += f", {kind}{record['bpb']:.4f} bits/byte"
-    return line
-
-
-def log_step(s, member, metrics, last_log, step, loss, norm, seconds):  # -> loss and speed (text), minutes left
-    hp = s.hp
-    speed = (step - last_log["step"]) / (seconds - last_log["seconds"])             # steps/s since the last log
-    positions = round(speed * hp.batch_size * hp.accum * hp.block_size)             # per second
-    record = {"step": step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
-              "loss": loss, "lr": learning_rate(step, hp), "grad_norm": norm, "tok_per_s": positions,
-              "seconds": round(seconds, 3)}
-    run.write_line(metrics, record, s.on_record)
-    minutes = (hp.max_iters - step - 1) / speed / 60
-    return f"training loss {loss:.3f}, {positions:,} positions/s", minutes
-
-
-def compressor_bits(data):  # (N,) uint8 -> text: bits per byte of the standard library's compressors, for comparison
-    text = to_bytes(data[:COMPRESSED_BYTES].cpu())
-    results = {"zlib": zlib.compress(text, 9), "bz2": bz2.compress(text), "lzma": lzma.compress(text)}
-    bits = [f"{name} {8 * len(result) / len(text):.3f}" for name, result in results.items()]
-    return f"{', '.join(bits)} bits/byte as one stream of {len(text):,} bytes"
-
-
-def finish(s):  # after training: prints what compressors reach on the validation text, and a sample of the model
+def finish(s):  # prints what compressors reach on the validation text, and a sample of the model
     out_dir = s.hp.out_dir
-    if any(member.objective.bpb for member in s.members):
-        for source in s.corpus:
-            bits = compressor_bits(source["val"])
-            print(f"for comparison, compressors on the validation text of {source['name']}: {bits}")
-    print(flush=True)
+    run.print_compressors(s)
     hint = f"sample.py has no use for {s.hp.objective}"
     if any(member.objective.uses for member in s.members):
         import sample  # here, since training does not need it
@@ -545,147 +463,51 @@ def finish(s):  # after training: prints what compressors reach on the validatio
     print(f"\ndone: {out_dir}/ckpt.pt. {hint}")
 
 
-# ---- a run
-def move_corpus(corpus, hp):  # to the GPU, as uint8, if it takes less than a quarter of the free memory
-    if not hp.device.startswith("cuda"):
-        return
-    size = sum(source["size"] for source in corpus)
-    free, _ = torch.cuda.mem_get_info(torch.device(hp.device))
-    if size < free / 4:
-        for source in corpus:
-            source["train"] = source["train"].to(hp.device)
-            source["val"] = source["val"].to(hp.device)
-    elif hp.cuda_graph:
-        fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
+def main(argv=None, with_sample=True, on_record=None):
+    """Trains, and returns the exit code: 0 when done, 128 + signal after a signal. Changes settings of torch and
+    of the process (run.use_device).
 
+        with_sample     at the end, draw loss.png, compress the validation text and print a sample
+        on_record       called with each record of metrics.jsonl, a dict
 
-def set_up(hp):  # -> State, status: the numbers that a checkpoint holds besides weights and settings
-    """All refusals come before the run's folder is made."""
+    Raises UserError if the flags or the data cannot be used, and FloatingPointError as `train` does. After
+    Ctrl-C, saves and raises KeyboardInterrupt, so that a loop over runs ends, too."""
+    # settings, text, model and optimizer; all refusals come before the run's folder is made
+    hp = run.get_config(sys.argv[1:] if argv is None else argv)
+    if run.WORLD > 1:
+        run.join_processes(hp)
     run.use_device(torch.device(hp.device))
     members = run.get_members(hp)
     corpus = open_corpus(hp.data)
     check_sizes(corpus, max(member.n for member in members), hp.block_size)
     if hp.max_passes and not hp.resume:
         shorten_run(corpus, members, hp)
-    move_corpus(corpus, hp)
-    s = prepare(corpus, members, hp)
+    run.move_corpus(corpus, hp)
+    s = make_state(corpus, members, hp)
     if hp.resume:
-        status = resume(run.load_checkpoint(hp.resume), s)
-    else:
-        status = dict(step=0, seconds=0.0, val=math.inf, metrics_bytes=0)
-        s.hp.out_dir = run.choose_out_dir(hp)
-    if hp.compile:
-        compile_step(s)
-    return s, status
+        run.resume(s)
+    elif hp.init_from:
+        run.load_parent(s)
+    if not hp.resume:
+        hp.out_dir = run.choose_out_dir(hp)
 
-
-def validate(s, status, metrics, stop):  # evaluates, logs, saves best.pt
-    step = status["step"]
-    records, loss = evaluate(s.model, s.members, s.corpus, s.hp)
-    check_finite(math.isfinite(loss), "the validation loss", step, s.hp)
-    for record in records:
-        record = {"step": step, **record, "seconds": round(status["seconds"], 3)}
-        run.write_line(metrics, record, s.on_record)
-        run.say(describe(step, record), stop)
-    status["val"] = loss
-    if step > 0 and loss < s.best:              # best.pt never holds the weights that a run starts with
-        s.best = loss
-        # before ckpt.pt: a run that is killed between the two resumes from the older ckpt.pt
-        save(s, "best.pt", status, metrics)
-
-
-def end_run(s, status, stop, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
-    out_dir = s.hp.out_dir
-    if is_stopped:
-        run.say(f"stopped at step {status['step']} and saved. Resume with: python train.py --resume --out_dir "
-                f"{shlex.quote(out_dir)}", stop)
-    elif status["val"] > s.best:
-        print(f"{out_dir}/best.pt has the lowest validation loss, {s.best:.4f}; the last: {status['val']:.4f}")
-    if run.any_rank(signal.SIGINT in stop):
-        raise KeyboardInterrupt
-    number = stop[0] if stop else signal.SIGTERM                # stop is empty if the signal went to another process
-    return 128 + number if is_stopped else 0
-
-
-def train(s, status):  # s, status: of set_up -> exit code
-    """Trains, evaluates and saves. The exit code is 0 when done, and 128 + signal after a signal. After Ctrl-C, saves
-    and raises KeyboardInterrupt, so that a loop over runs ends, too. Raises FloatingPointError if a loss, a gradient or
-    a weight is not finite, when it is logged, validated or saved. From then on nothing is saved. status describes the
-    latest checkpoint."""
-    hp = s.hp
-    step_fns = make_step_fns(s)
-    first_step = status["step"]
-    run.barrier()                               # every process has chosen the folder before the first one makes it
-    with run.open_metrics(hp.out_dir, status["metrics_bytes"]) as metrics, run.catch_signals() as stop:
-        announce(s, metrics, status, stop)
-        start = time.perf_counter() - status["seconds"]         # now - start: seconds of training, without evaluations
-        last_line = status["seconds"]
-        last_log = {"step": first_step - 1, "seconds": status["seconds"]}
-        # the last iteration takes no step: it only evaluates and saves
-        bar = tqdm(range(first_step, hp.max_iters + 1), total=hp.max_iters, initial=first_step,
-                   disable=True if run.RANK else None, unit="step", dynamic_ncols=True)     # None: only on a terminal
-        for step in bar:
-            # evaluate and save if due
-            is_due = step % hp.eval_interval == 0 or step == hp.max_iters
-            is_stopped = run.any_rank(bool(stop))
-            is_saved = bool(hp.resume) and step == first_step   # a resumed run starts at a saved step
-            if (is_due or is_stopped) and not is_saved:
-                new = status | {"step": step, "seconds": time.perf_counter() - start}
-                if is_due:
-                    validate(s, new, metrics, stop)
-                save(s, "ckpt.pt", new, metrics)
-                status.update(new)
-                # after saving, because the checkpoint must equal that of a run that was not stopped
-                if is_stopped and not is_due and step > 0:
-                    validate(s, new, metrics, stop)
-                start = time.perf_counter() - status["seconds"]
-            if step == hp.max_iters or is_stopped:
-                break
-
-            # take a step
-            member = member_of_step(s.members, step)
-            load_step_inputs(s, member, step)
-            loss, norm = step_fns[member.objective.name]()
-
-            # log
-            if step % hp.log_interval == 0:     # only logging waits for the device
-                loss = float(loss)
-                norm = float(norm)
-                check_finite(math.isfinite(loss) and math.isfinite(norm), "loss or gradient", step, hp)
-                seconds = time.perf_counter() - start
-                line, minutes = log_step(s, member, metrics, last_log, step, loss, norm, seconds)
-                last_log = {"step": step, "seconds": seconds}
-                bar.set_postfix_str(line)
-                # without a bar, print a line every 5 seconds, but not after the first step, which may compile
-                if bar.disable and seconds > last_line + 5 and step > first_step:
-                    last_line = seconds
-                    run.say(f"step {step:6d} | {line}, {minutes:.1f} min left", stop)
-        is_stopped = is_stopped and step < hp.max_iters
-        return end_run(s, status, stop, is_stopped)
-
-
-def main(argv=None, with_sample=True, on_record=None):
-    """Trains, and returns the exit code. Changes settings of torch and of the process (run.use_device).
-
-        with_sample     at the end, draw loss.png, compress the validation text and print a sample
-        on_record       called with each record of metrics.jsonl, a dict
-
-    Raises UserError if the flags or the data cannot be used, and FloatingPointError and KeyboardInterrupt as `train`
-    does."""
-    hp = run.get_config(sys.argv[1:] if argv is None else argv)
-    run.join_processes(hp)
-    s, status = set_up(hp)
-    s.on_record = on_record
+    # train
     is_shown = with_sample and not run.RANK
     try:
-        code = train(s, status)
+        with run.open_log(s, on_record):
+            run.announce(s, [hp.max_iters * passes_per_step(source, members, hp) for source in corpus])
+            if s.step == 0:
+                run.show_rows(s, first_batches(s))
+            code = run.end_run(s, train(s))
     except (FloatingPointError, KeyboardInterrupt):             # raised in all processes
         if is_shown:
-            run.draw_losses(s.hp.out_dir)
+            run.draw_losses(hp.out_dir)
         run.barrier()                           # torchrun ends all processes as soon as one has failed
         raise
+
+    # show what was learned
     if is_shown:
-        run.draw_losses(s.hp.out_dir)
+        run.draw_losses(hp.out_dir)
         if code == 0:
             finish(s)
     return code

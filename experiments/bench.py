@@ -24,8 +24,8 @@ from experiments.common import load_latest, parse_with_train_flags
 import sample
 import train
 from model import for_inference
-from objectives import OBJECTIVES, find_use
-from run import build, get_config, get_members, parse, run_program, use_device
+from objectives import OBJECTIVES, document_mask, find_use
+from run import build, get_config, get_members, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,7 +81,7 @@ def gemm(device, dtype):  # -> a program that multiplies square matrices; its un
 def random_corpus(hp):
     text = torch.randint(1, 256, (1 << 20,), generator=make_rng("bench"), dtype=torch.uint8)
     text = text.to(hp.device if "cuda" in hp.device else "cpu")
-    return [dict(name="random", weight=1.0, train=text, val=text, size=len(text), crc=0, split="")]
+    return [dict(name="random", weight=1.0, train=text, val=text, size=len(text), crc=0, division="")]
 
 
 def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backward pass of a micro-batch
@@ -90,10 +90,12 @@ def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backw
     cpu = Namespace(**vars(hp) | {"device": "cpu"})
     members = get_members(cpu)
     corpus = random_corpus(cpu)
-    model = train.prepare(corpus, members, cpu).model.to("meta")                    # shapes without values: no work
+    model = train.make_state(corpus, members, cpu).model.to("meta")                 # shapes without values: no work
     flops = 0.0
     for member in members:
-        batch = train.micro_batch(train.draw_batch(member, corpus, "train", hp.batch_size, "flops", cpu), 0, 1, cpu)
+        batch = train.draw_batch(member, corpus, "train", hp.batch_size, "flops", cpu)
+        if hp.doc_mask:
+            batch |= document_mask(batch)
         batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}
         with FlopCounterMode(display=False) as counter:
             loss, _ = member.objective.loss(model, batch, hp)
@@ -103,9 +105,7 @@ def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backw
 
 
 def make_step(hp):  # -> a function that takes one training step
-    s = train.prepare(random_corpus(hp), get_members(hp), hp)
-    if hp.compile:
-        train.compile_step(s)
+    s = train.make_state(random_corpus(hp), get_members(hp), hp)
     [m] = s.members
     [step_fn] = train.make_step_fns(s).values()
     numbers = itertools.count()
@@ -272,9 +272,8 @@ def main(argv=None):  # -> exit code
     hp = get_config(["--objective", flags.objectives.split(",")[0], *rest])
     if flags.nanogpt:
         load_nanogpt(flags.nanogpt)             # fails now, instead of after a training
-    flags.rest = rest
-    for name in {"batch_size", "block_size"} - parse(rest).keys():                  # the same for all objectives
-        flags.rest = [*flags.rest, f"--{name}", str(getattr(hp, name))]
+    # the same for all objectives
+    flags.rest = [*rest, "--batch_size", str(hp.batch_size), "--block_size", str(hp.block_size)]
     use_device(torch.device(hp.device))
     print(f"torch {torch.__version__}, {hp.device}, {torch.get_num_threads()} threads; {hp.n_layer} layers, "
           f"width {hp.n_embd}, block {hp.block_size}, batch {hp.batch_size}")

@@ -169,9 +169,9 @@ def list_runs(cell, crcs, out_dir):  # cell, checksums of the corpora -> [Run], 
         return [Run(cell.hp, cell.argv, run_folder(cell.hp, crcs, out_dir))]
     first_hp = get_config(cell.first_argv)
     first_folder = run_folder(first_hp, crcs[:1], out_dir)
-    argv = [*cell.argv, "--init_from", first_folder]
-    for name in {"block_size", "attn_scale"} - parse(argv).keys():                  # not those of the first run
-        argv += [f"--{name}", str(getattr(cell.hp, name))]
+    # not the block size and sharpness of the first run
+    argv = [*cell.argv, "--block_size", str(cell.hp.block_size), "--attn_scale", str(cell.hp.attn_scale),
+            "--init_from", first_folder]
     given = parse(argv)
     parent = parent_settings({"config": vars(first_hp), "step": first_hp.max_iters}, given)
     inherited = {name: value for name, value in parent.items() if name not in given}

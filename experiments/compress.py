@@ -16,8 +16,7 @@ from data import EOT, Flag, fail, from_bytes, to_bytes
 from experiments.common import load_latest, parse_own_flags
 from model import Cache
 from objectives import N_BYTES, find_use
-from run import DEVICE_FLAGS, get_members, newest_run, run_program
-from train import compressor_bits
+from run import DEVICE_FLAGS, compressor_bits, get_members, newest_run, run_program
 import torch
 import torch.nn.functional as F
 

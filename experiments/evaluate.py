@@ -27,7 +27,7 @@ import sample
 import train
 from model import for_inference, norm
 from objectives import IGNORE_INDEX, N_BYTES, find_use
-from run import EVAL_ROWS, Member, build, get_members, load_run
+from run import COMPRESSED_BYTES, EVAL_ROWS, Member, build, get_members, load_run
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -174,7 +174,7 @@ def eval_second_half(model, objective, hp, text):
     """Bits per byte of a window's second half, given the first. Baseline: the better of bz2 and lzma, on one stream."""
     n = hp.block_size // 2 - 2                  # leaves space for special ids around a prompt
     x = windows(text, 2 * n, 4 * ROWS, "halves").to(hp.device)
-    stream = to_bytes(text[:train.COMPRESSED_BYTES])
+    stream = to_bytes(text[:COMPRESSED_BYTES])
     size = min(len(bz2.compress(stream)), len(lzma.compress(stream)))
     return {"task": bits_per_byte(middle_logits(left_logits, model, objective, hp, x, n, n), x[:, n:]),
             "task_baseline": 8 * size / len(stream)}
@@ -629,8 +629,7 @@ def logged_metrics(folder, hp):  # -> {metric: number} from metrics.jsonl and th
     for member, record in zip(members, last):
         if member.objective.bpb:
             metrics.setdefault("bound" if member.objective.bpb == "bound" else "left_to_right", record["bpb"])
-    flops = count_flops(Namespace(**vars(hp) | {"init_from": ""}))                  # of any weights
-    return metrics | {"tflop": flops * hp.accum * last[0]["step"] / 1e12}
+    return metrics | {"tflop": count_flops(hp) * hp.accum * last[0]["step"] / 1e12}
 
 
 def validation_bits(folder, device, sources):  # -> [bits per byte of each source]

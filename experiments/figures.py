@@ -18,8 +18,7 @@ from experiments.evaluate import BITS, HOLE_LENGTHS, Metric, summarize
 from experiments.common import parse_own_flags
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES
-from run import get_config, get_members, run_program
-from train import explain_symbols, to_symbol
+from run import explain_symbols, get_config, get_members, run_program, to_symbol
 import torch
 
 T = 32

@@ -20,7 +20,7 @@ import time
 from data import Flag, fail
 from experiments.bench import load_nanogpt
 from experiments.common import ROOT, parse_with_train_flags
-from run import load_run, parse, run_program
+from run import load_run, run_program
 import torch
 import torch.nn.functional as F
 
@@ -33,8 +33,8 @@ T = 64
 NANOGPT_FLAGS = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20",
                  "--log_interval=1", f"--block_size={T}", "--batch_size=12", "--n_layer=4", "--n_head=4",
                  "--n_embd=128", "--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0"]
-OUR_FLAGS = ["--device", "cpu", "--block_size", str(T), "--n_layer", "4", "--n_embd", "128"]
-OUR_DEFAULTS = {"batch_size": "12", "max_iters": "130", "ngram_rows": "32768"}
+OUR_FLAGS = ["--device", "cpu", "--block_size", str(T), "--n_layer", "4", "--n_embd", "128",
+             "--batch_size", "12", "--max_iters", "130", "--ngram_rows", "32768"]               # flags given may differ
 
 
 def run_timed(argv, folder):  # -> seconds from start to exit
@@ -88,8 +88,6 @@ def main(argv=None):
             losses["nanoGPT"].append(nanogpt_loss(flags.nanogpt, theirs, text))
             ours = os.path.join(work, "ours")
             argv = ["train.py", *OUR_FLAGS, *rest, "--data", os.path.abspath(path), "--out_dir", ours]
-            for name in OUR_DEFAULTS.keys() - parse(rest).keys():
-                argv += [f"--{name}", OUR_DEFAULTS[name]]
             seconds["nanoPretext"].append(run_timed(argv, ROOT))
             model, _, _ = load_run(os.path.join(ours, "ckpt.pt"), "cpu", "float32")
             losses["nanoPretext"].append(mean_nats(lambda x: model.logits(model(x)), torch.tensor([*text.encode()])))

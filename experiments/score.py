@@ -23,8 +23,7 @@ from data import EOT, MASK, Flag, fail, from_bytes, make_rng
 from experiments.common import load_latest, parse_own_flags
 import sample
 from objectives import N_BYTES, OBJECTIVES, add_weights, find_use
-from run import DEVICE_FLAGS, get_members, newest_run, run_program
-from train import compressor_bits
+from run import DEVICE_FLAGS, compressor_bits, get_members, newest_run, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm

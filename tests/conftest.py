@@ -21,16 +21,8 @@ TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
 
 
-def tiny(*words):  # -> flags of a tiny run, then these; of a flag that is given twice, the last one
-    values = {}
-    for word in (*TINY, *words):
-        if word.startswith("--"):
-            flag = word
-            values.pop(flag, None)
-            values[flag] = []
-        else:
-            values[flag].append(word)
-    return [word for flag, given in values.items() for word in (flag, *given)]
+def tiny(*words):  # flags of a tiny run, then these; of a flag that is given twice, the last one counts
+    return [*TINY, *words]
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +88,7 @@ def randomize(module, seed=0):
 
 def settings(name, T, **changes):  # -> all settings of a run of this objective or mixture, in rows of T positions
     tiny = dict(objective=name, block_size=T, device="cpu", dtype="float32", batch_size=4, ngram_rows=64,
-                init_step=0, resume="", progress=1.0)
+                init_step=0, checkpoint="", progress=1.0)
     return argparse.Namespace(**run.defaults() | tiny | changes)
 
 

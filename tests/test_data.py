@@ -69,7 +69,7 @@ def test_if_whole_documents_are_too_few_or_too_many_bytes_last_tenths_are_held_o
     trained_on = next(text for text in texts if zlib.crc32(text) % 10 != 9)
     held_out = next(text for text in texts if zlib.crc32(text) % 10 == 9)
     documents = [trained_on] * n_train + [held_out] * n_held_out
-    train, val, n = data.split_documents(documents)
+    train, val, n = data.divide_documents(documents)
     assert n == (n_held_out if whole else 0)
     want = documents[n_train:] if whole else [text[360:] for text in documents]
     assert data.to_bytes(val) == b"".join(text + b"\0" for text in want)
@@ -94,8 +94,7 @@ def test_the_documents_of_a_jsonl_file_are_its_texts(where, name, tmp_path, caps
     assert f": 2 of 20 documents held out; {len(bad)} files or lines skipped: " in capsys.readouterr().out
     assert data.to_bytes(s["val"]).decode() == f"{texts[9]}\0{texts[19]}\0"
     assert data.to_bytes(s["train"]).decode() == "".join(f"{t}\0" for i, t in enumerate(texts) if i not in (9, 19))
-    (tmp_path / "b.json").write_text('{\n "name": "a text of its own"}')
-    assert not data.has_json_lines(str(tmp_path / "b.json"))
+    assert not data.has_json_lines("b.json", b'{\n "name": "a text of its own"}')
 
 
 @pytest.mark.parametrize("first", [b"", b"\n \n", b'{"id": 1}\n', b'{"text": "%s"}\n' % (b"x" * (1 << 20))])
@@ -164,7 +163,8 @@ def test_nuls_between_documents_and_other_encodings_are_read(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-@pytest.mark.parametrize("name, content", [("pipe", b"a" * 100_000), ("a.jsonl", b'{"text": "abc"}\n'), ("pipe", b"")])
+@pytest.mark.parametrize("name, content", [("pipe", b"a" * 100_000), ("a.jsonl", b'{"text": "abc"}\n'),
+                                           ("a.json", b'{"text": "abc"}\n'), ("pipe", b"")])
 def test_a_pipe_is_read_to_its_end(name, content, text, refuses):
     os.mkfifo(name)
     writer = threading.Thread(target=Path(name).write_bytes, args=(content,), daemon=True)
@@ -173,7 +173,7 @@ def test_a_pipe_is_read_to_its_end(name, content, text, refuses):
         refuses("can be read only once", open_corpus, [name])
     else:
         [s] = open_corpus([name])
-        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == (b"ab\0c\0" if "jsonl" in name else content)
+        assert data.to_bytes(torch.cat((s["train"], s["val"]))) == (b"ab\0c\0" if "json" in name else content)
     writer.join()
 
 

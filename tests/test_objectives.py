@@ -227,8 +227,9 @@ def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name, **changes):
                                    max_iters=50, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     data = torch.randint(1, 256, (200_000,), generator=make_rng("corpus"), dtype=torch.uint8)
-    corpus = [dict(name="random", weight=1.0, train=data[:100_000], val=data[100_000:], size=200_000, crc=0, split="")]
-    s = train.prepare(corpus, get_members(hp), hp)
+    source = dict(name="random", weight=1.0, size=200_000, crc=0, division="")
+    corpus = [source | dict(train=data[:100_000], val=data[100_000:])]
+    s = train.make_state(corpus, get_members(hp), hp)
     [m] = s.members
     batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(2)]
     labels = [batch["labels"] for batch in batches if "labels" in batch and objective.target_hidden]
@@ -255,7 +256,7 @@ def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name, **changes):
         pytest.skip("has no likelihood of hidden bytes")
     for step in range(hp.max_iters):
         train.load_step_inputs(s, m, step)
-        train.training_step(s, m)
+        train.training_step(s, m, m.objective.loss, train.optimizer_step)
     after = figures()
     limit = math.log(255)                       # bytes are drawn uniformly from 1..255
     if likelihoods and not of_text:             # no fixed prediction of the same bytes is better than their frequencies

@@ -37,10 +37,11 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
 
 # ---- settings
 @pytest.mark.parametrize("flags, expected", [
-    ("", dict(objective="clm", data=["stdlib"], resume="", n_layer=4, learning_rate=0.01, max_passes=8.0)),
+    ("", dict(objective="clm", data=["stdlib"], resume=False, checkpoint="", n_layer=4, learning_rate=0.01,
+              max_passes=8.0)),
     ("--optimizer adamw", dict(learning_rate=0.003, weight_decay=0.0)),
     ("--max_iters 5", dict(max_passes=0.0)), ("--data a:1 b:2 --data c:3", dict(data=["a:1", "b:2", "c:3"])),
-    ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)),
+    ("--max_iters 5 --max_passes 2", dict(max_passes=2.0)), ("--seed 2 --dtype bfloat16 --seed=3", dict(seed=3)),
     ("--objective bd3lm", dict(block_size=512, batch_size=16)),
     ("--objective contrastive", dict(batch_size=32, n_head=4)),
     ("--objective rotation", dict(block_size=64, batch_size=64)),
@@ -81,7 +82,7 @@ def test_a_resumed_run_has_all_settings_of_its_checkpoint_except_the_device(text
     del ckpt["config"]["attn_scale"]
     save_checkpoint("a/ckpt.pt", ckpt)
     hp = get_config(["--resume", "--out_dir", "a", "--log_interval", "5"])
-    own = dict(attn_scale=1.0, resume=os.path.join("a", "ckpt.pt"), log_interval=5, device=hp.device)
+    own = dict(attn_scale=1.0, resume=True, checkpoint=os.path.join("a", "ckpt.pt"), log_interval=5, device=hp.device)
     assert vars(hp) == ckpt["config"] | own and hp.device != "cuda:99"
 
 
@@ -259,7 +260,7 @@ def test_a_second_signal_and_signals_that_nohup_ignores_are_not_caught(at_start,
 
 # ---- what must be refused
 BAD = [  # flags, part of the error message
-    ("--max_iter 3", "--max_iter"), ("--init_from a --seed 1 --seed=1", "--seed: is given twice"),
+    ("--max_iter 3", "--max_iter"),
     ("--max_iters many", "invalid int value: 'many'"), ("--init_from run --n_head 1", "has 2 heads"),
     ("--objective clm:", "positive weights"), ("--objective mlm --mask_rate 1.5", "1.5 is more than 1.0"),
     ("--max_passes inf", "inf is more than"), ("--objective mml", "Try mlm"),

@@ -936,7 +936,6 @@ def test_every_use_can_be_asked_for(runs, capsys):
 
 # ---- what is refused
 BAD = [
-    ("clm", ["--prompt", "a", "--prompt", "b"], "--prompt: is given twice"),
     ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
     ("contrastive", ["--prompt", "a"], "only to continue a prompt or write in blocks or"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),

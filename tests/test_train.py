@@ -23,6 +23,7 @@ from torch.distributions import Bernoulli, Categorical
 from torch.testing import assert_close
 
 import model
+import run
 import train
 from data import make_rng, open_corpus
 from objectives import OBJECTIVES, document_mask
@@ -68,8 +69,8 @@ def assert_same_run(a, b):
 def start(*flags):  # -> State before the first step
     hp = get_config(tiny(*flags))
     corpus = open_corpus(hp.data)
-    train.move_corpus(corpus, hp)
-    return train.prepare(corpus, get_members(hp), hp)
+    run.move_corpus(corpus, hp)
+    return train.make_state(corpus, get_members(hp), hp)
 
 
 def load_inputs(s, step):  # -> the member that the step trains
@@ -79,17 +80,18 @@ def load_inputs(s, step):  # -> the member that the step trains
 
 
 def batch_of(s, step):  # -> what a step trains on
-    return train.make_batch(load_inputs(s, step), s.corpus, "train", s.windows, s.g, s.hp)
+    return train.make_batch(s.windows, s.g, load_inputs(s, step), s.corpus, "train", s.hp)
 
 
 def take(s, *steps):  # -> what the last of these steps returns
     for step in steps:
-        out = train.training_step(s, load_inputs(s, step))
+        m = load_inputs(s, step)
+        out = train.training_step(s, m, m.objective.loss, train.optimizer_step)
     return out
 
 
 def state_of(s):  # -> copies of all that a step writes
-    tensors = s.model.state_dict() | train.optimizer_tensors(s)
+    tensors = s.model.state_dict() | run.optimizer_tensors(s.opt)
     return {name: t.clone() for name, t in tensors.items()}
 
 
@@ -222,12 +224,19 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     for module in (s.model, net):
         randomize(module)
     grads = []
-    s.optimizer_step = lambda *args: grads.extend(p.grad for p in s.model.parameters() if p.grad is not None)
-    loss, norm = take(s, 0)
+    n_rows = []                                 # of each micro-batch
 
-    m = train.member_of_step(s.members, 0)
+    def update(*args):
+        grads.extend(p.grad for p in s.model.parameters() if p.grad is not None)
+
+    def counted_loss(net, part, hp):
+        n_rows.append(len(part["inp"]))
+        return m.objective.loss(net, part, hp)
+    m = load_inputs(s, 0)
+    loss, norm = train.training_step(s, m, counted_loss, update)
+    assert n_rows == [batch_size] * accum, "rows are lost"
+
     batch = train.draw_batch(m, s.corpus, "train", batch_size * accum, f"{s.hp.seed},0", s.hp)
-    assert [len(train.micro_batch(batch, i, 3, s.hp)["inp"]) for i in range(3)] == [2, 3, 3], "rows are lost"
     total, _ = m.objective.loss(net, batch, s.hp)
     total.backward()
     want = [p.grad for p in net.parameters() if p.grad is not None]
@@ -291,7 +300,7 @@ def test_a_child_continues_after_its_parents_windows(text, capsys):
     capsys.readouterr()
     fit(text, "b", "--max_iters", "2", "--init_from", "a")
     batch = batch_of(start("--data", text, "--init_from", "a"), 0)
-    assert f"mdlm inp   {''.join(map(train.to_symbol, batch['inp'][0].tolist()))}\n" in capsys.readouterr().out
+    assert f"mdlm inp   {''.join(map(run.to_symbol, batch['inp'][0].tolist()))}\n" in capsys.readouterr().out
     fit(text, "c", "--max_iters", "0", "--init_from", "a")
     assert losses("c", split="val") == losses("a", split="val")[-1:]
     os.rename("a", "gone")
@@ -313,8 +322,9 @@ def test_a_source_that_is_split_in_another_way_is_not_resumed_and_is_named_by_a_
     for source, out in (("texts", "a"), (text, "b")):
         fit(source, out, "--max_iters", "1")
         ckpt = load_checkpoint(out)
-        ckpt["sources"][0].pop()                # as in older runs
-        ckpt["sources"][0][2] += source == "texts"              # the checksum, as if the text were divided differently
+        [[name, size, crc, weight, _]] = [x.values() for x in ckpt["sources"]]
+        crc += source == "texts"                # the checksum, as if the text were divided differently
+        ckpt["sources"] = [[name, size, crc, weight]]           # as in older runs
         save_checkpoint(f"{out}/ckpt.pt", ckpt)
         fit(source, f"child of {out}", "--max_iters", "0", "--init_from", out)
         assert (f"in another way than in {out}," in capsys.readouterr().out) == (source == "texts")
@@ -414,7 +424,13 @@ def test_validation_keeps_documents_apart_as_training_does(text):
     write("nul.txt", b"abcdefghijk\0" * 600)
     s = start("--data", "nul.txt", "--objective", "mdlm", "--doc_mask")
     [val] = train.validation_batches(s.members[0], s.corpus[0], s.hp)
-    for batch in (train.micro_batch(batch_of(s, 0), 0, 1, s.hp), val):
+    trained = []
+
+    def loss(net, part, hp):
+        trained.append(dict(part))
+        return s.members[0].objective.loss(net, part, hp)
+    train.training_step(s, load_inputs(s, 0), loss, train.optimizer_step)
+    for batch in (*trained, val):
         found = {key: batch.pop(key) for key in ("mask", "before")}
         assert equal(found, document_mask(batch))
 
@@ -442,7 +458,7 @@ def test_a_recorded_step_can_be_replayed(name, own, more, text):
             recorded[member][0].replay()
         else:
             with Recording() as recording:
-                recorded[member] = recording, train.training_step(graphed, m)
+                recorded[member] = recording, train.training_step(graphed, m, m.objective.loss, train.optimizer_step)
         assert_close((recorded[member][1], state_of(graphed)), (want, state_of(eager)), rtol=0, atol=0)
 
 
@@ -465,12 +481,19 @@ def test_steps_on_a_gpu_never_wait_for_it_and_give_the_same_losses_eager_compile
 
 
 # ---- what a run prints and saves
-def test_the_speed_is_that_of_the_steps_since_the_last_log(text):
+def test_the_speed_is_that_of_the_steps_since_the_last_log(text, capsys):
     s = start("--data", text, "--max_iters", "30", "--batch_size", "3")
-    log = mock.MagicMock()
-    found = train.log_step(s, s.members[0], log, {"step": 9, "seconds": 52.0}, 19, 0.5, math.inf, 54.0)
-    assert found == (f"training loss 0.500, {5 * 3 * s.hp.block_size:,} positions/s", 2 / 60)
-    assert json.loads(log.write.call_args.args[0])["grad_norm"] is None, "JSON lacks infinity"
+    metrics = mock.MagicMock()
+    bar = mock.MagicMock(disable=True)
+    s.log = run.Log(metrics, [], bar, None, first_step=0, step=9, seconds=52.0, printed=48.0)
+    s.step = 19
+    s.seconds = 54.0
+    run.log_step(s, s.members[0], 0.5, math.inf, 0.01)
+    line = f"training loss 0.500, {5 * 3 * s.hp.block_size:,} positions/s"
+    bar.set_postfix_str.assert_called_with(line)
+    assert capsys.readouterr().out == f"step     19 | {line}, {2 / 60:.1f} min left\n"
+    assert json.loads(metrics.write.call_args.args[0])["grad_norm"] is None, "JSON lacks infinity"
+    assert (s.log.step, s.log.seconds, s.log.printed) == (19, 54.0, 54.0)
 
 
 def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys, monkeypatch):
@@ -513,7 +536,7 @@ def test_a_run_outside_of_the_main_thread_trains_without_handlers_of_signals(tex
 
 def test_each_member_is_validated_on_each_source_and_best_has_the_lowest_weighted_sum(text):
     write("new.txt", b"other text, of its own kind\n" * 200)
-    fit(text, "a", "--objective", "clm:3,mlm:1", "--data", text + ":0.9", "new.txt:0.1", "--max_iters", "20",
+    fit(text + ":0.9", "a", "--objective", "clm:3,mlm:1", "--data", "new.txt:0.1", "--max_iters", "20",
         "--eval_interval", "5", "--learning_rate", "10", "--lr_decay", "0")
     total = dict.fromkeys(range(0, 21, 5), 0.0)
     weights = {"clm": 0.75, "mlm": 0.25, text: 0.9, "new.txt": 0.1}
@@ -533,11 +556,11 @@ def test_one_row_of_each_kind_is_shown_with_its_label(text):
     for name, n_rows in (("clm", 1), ("hybrid", 2), ("ul2", 3), ("rotation", 1), ("fim", 3), ("contrastive", 2)):
         s = start("--data", text, "--objective", name, "--batch_size", "16")
         batch = batch_of(s, 0)
-        lines = train.draw_rows(name, batch)
+        lines = run.draw_rows(name, batch)
         assert sum(f"{name} inp" in line for line in lines) == n_rows, name
         assert any("label" in line for line in lines) == ("labels" in batch)
     for line, ids in zip(lines, batch["inp"][0].tolist()):
-        assert line == f"  {name} inp   {''.join(map(train.to_symbol, ids))}"
+        assert line == f"  {name} inp   {''.join(map(run.to_symbol, ids))}"
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -639,15 +662,19 @@ def test_compiling_gives_the_same_losses(text):
 @pytest.mark.parametrize("where, log, what", [("loss", 4, "loss or gradient is not finite at step 8"),
                                               ("gradient", 7, "loss or gradient is not finite at step 7"),
                                               ("loss", 100, "the validation loss is not finite at step 10"),
-                                              ("n-gram", 100, "a weight is not finite at step 10")])
+                                              ("n-gram", 100, "a weight is not finite at step 10"),
+                                              ("moment", 100, "the optimizer's state is not finite at step 10")])
 def test_a_step_that_is_not_finite_ends_the_run_and_saves_nothing(where, log, what, text, monkeypatch, capsys):
     """In step 7 the first of two micro-batches is bad. It is noticed when step 7 or 8 is logged, or before step 10,
     whose state is validated and saved. A row of the n-gram table that no validation text reads is noticed when it is
-    saved. A child of the run trains; the resumed run repeats the step."""
+    saved. So is an infinite second moment, as of a gradient whose square overflows: it changes no weight. A child of
+    the run trains; the resumed run repeats the step."""
     plan = ["--accum", "2", "--lr_decay", "0", "--ngram_drop", "0", "--eval_interval", "5", "--log_interval", str(log)]
     forward = model.Transformer.forward
     hash_ngrams = model.hash_ngrams
+    update = train.optimizer_step
     passes = itertools.count()
+    updates = itertools.count()
 
     def poisoned(net, *args, **how):
         h = forward(net, *args, **how)
@@ -659,8 +686,15 @@ def test_a_step_that_is_not_finite_ends_the_run_and_saves_nothing(where, log, wh
             return h
         zero = (h * 0).sum()                    # the gradient of its root is not finite
         return h + (zero * math.nan if where == "loss" else zero.sqrt())
+    def poisoned_update(opt, hp):
+        update(opt, hp)
+        if next(updates) == 7:
+            opt.adamw[0].second.fill_(math.inf)
     with monkeypatch.context() as patch:
-        patch.setattr(model.Transformer, "forward", poisoned)
+        if where == "moment":
+            patch.setattr(train, "optimizer_step", poisoned_update)
+        else:
+            patch.setattr(model.Transformer, "forward", poisoned)
         with pytest.raises(FloatingPointError) as e:
             fit(text, "a run", "--max_iters", "12", *plan)
     assert str(e.value).startswith(f"{what}; the last checkpoint, if any, is unchanged. Try --init_from 'a run' with")
@@ -803,10 +837,10 @@ STOPPED = """
 import os, signal, sys, train
 step = train.training_step
 steps = iter(range(1000))
-def signalled(s, m):
+def signalled(*args):
     if train.run.RANK == 1 and next(steps) == 5:
         os.kill(os.getpid(), signal.SIGTERM)
-    return step(s, m)
+    return step(*args)
 train.training_step = signalled
 train.run.run_program(train.main)
 """
