@@ -314,6 +314,16 @@ class Cache:
         # W - 1 EOTs, then the ids: the id at position t is ids[:, t + W - 1]
         self.ids = torch.zeros(B, CONTEXT_WIDTH - 1 + T_k, dtype=torch.long, device=device)
         self.length = torch.zeros((), dtype=torch.long, device=device)              # only modified in place
+        self.start = 0                          # index in the text of the first cached id
+
+    def first_unread(self, n):  # a text has n ids so far -> index of the first one that the next pass reads
+        """When the cache is full, it is emptied, and the last T_k / 2 ids of the text are read again. With
+        T_k = 8, while a text of 6 ids grows, the passes read the ids 0-5, 6, 7, 5-8, 9, ..."""
+        T_k = self.k[0].size(2)
+        if n - self.start > T_k:
+            self.start = n - (T_k // 2 if self.length else T_k)
+            self.length.zero_()
+        return self.start + int(self.length)
 
     def append_kv(self, i, q_pos, k, v):  # layer i, positions (T,), k and v (B, H, T, D) -> all slots (B, H, T_k, D)
         return self.k[i].index_copy_(2, q_pos, k), self.v[i].index_copy_(2, q_pos, v)

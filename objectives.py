@@ -198,11 +198,22 @@ def aligned_window(T, hp):  # n_bytes of objectives whose row of T positions is 
     return T
 
 
-# ---- what a model is used for. `modes` are the modes of sample.py that a use serves
+# ---- what a model is used for
+# An Objective's `uses` is a dict {mode of sample.py: what this mode needs}. Its first mode is the default:
+#
+#   continue          Continue         continues a prompt
+#   continue_blocks   ContinueBlocks   continues a prompt block by block
+#   fill              Fill             fills MASKs in a text that is read in both directions
+#   write             Fill             continues a prompt by filling MASKs; trained with up to 100% MASKs
+#   correct           Fill             finds wrong bytes: each byte is masked, and predicted from the others
+#   infill            Infill           writes into holes of unknown length
+#   repair            Repair           writes the clean version of a noisy text
+#   mark              a function       (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
+#   follow            a function       (model, first ids, second ids, hp) -> log-odds (0-D) that the second follows
+#   search            Search           finds the nearest lines of a file
+#   seam              a function       (model, x (B, T)) -> scores (B, T): did the rotated text begin here?
 @dataclass(frozen=True)
 class Continue:
-    """Continues a prompt."""
-    modes = ("continue",)
     both_ways: bool = False                     # does the prompt attend to itself in both directions?
     left_ids: tuple = ()                        # ids before the prompt
     right_ids: tuple = ()                       # ids after the prompt
@@ -211,33 +222,40 @@ class Continue:
     drafter: Callable | None = None
 
 
+def frame_prompt(ids, use):  # prompts (N, n), a Continue -> rows with the ids around them, prefix length
+    row = frame(ids, use)
+    return row, row.size(1) if use.both_ways else 0
+
+
+def frame(ids, use):  # (N, n), a Continue or a Fill -> the ids between its left_ids and right_ids
+    left = ids.new_tensor(use.left_ids).expand(len(ids), -1)
+    right = ids.new_tensor(use.right_ids).expand(len(ids), -1)
+    return torch.cat((left, ids, right), dim=1)
+
+
 @dataclass(frozen=True)
 class ContinueBlocks:
-    """Continues a prompt block by block. Appends a block of MASKs to the clean blocks and fills it."""
-    modes = ("continue_blocks",)
+    """Appends a block of MASKs to the clean blocks and fills it."""
     length: Callable                            # (hp) -> number of bytes in a block
+    order: str = "left"                         # in which the MASKs of a block are filled by default
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Fills MASKs in a text that is read in both directions. Finds and corrects wrong bytes: each byte is masked, and
-    predicted from the others. If layout is None, the objective must train on bidirectional rows."""
-    modes = ("fill", "correct")
+    """If layout is None, the objective must train on bidirectional rows."""
     left_ids: tuple = ()                        # ids before the text
     right_ids: tuple = ()                       # ids after the text
     shift: int = 0                              # 1 if position i - 1 predicts byte i, 0 if position i does
     # (ids (N, n) with MASKs) -> batch whose first n positions predict the bytes, in a row that holds the text twice.
     # None: the row is left_ids, ids, right_ids, with bidirectional attention
     layout: Callable | None = None
-    trained_at_any_rate: bool = False           # trained with up to 100% MASKs, so it can write a text from nothing
+    order: str = "confident"                    # in which MASKs are filled by default (sample.choose_masks)
 
 
 def fill_logits(model, ids, fill):  # ids (N, n) with MASKs, fill: a Fill -> (N, n, V) predictions of every byte
     if fill.layout:
         return model.logits(hidden_states(model, fill.layout(ids))[:, :ids.size(1)])
-    before = ids.new_tensor(fill.left_ids).expand(len(ids), -1)
-    after = ids.new_tensor(fill.right_ids).expand(len(ids), -1)
-    row = torch.cat((before, ids, after), dim=1)
+    row = frame(ids, fill)
     h = model(row, row.size(1))
     first = len(fill.left_ids) - fill.shift     # the position that predicts the first byte
     return model.logits(h[:, first:first + ids.size(1)])
@@ -251,9 +269,8 @@ def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T p
 
 @dataclass(frozen=True)
 class Infill:
-    """Writes bytes other than EOT into holes of unknown length. Without a prompt, tries every number of MASKs and takes
-    the most likely answer; for this, the objective needs a Fill and a causal Continue."""
-    modes = ("infill",)
+    """Writes bytes other than EOT into holes. Without a prompt, tries every number of MASKs and takes the
+    most likely answer; for this, the objective needs "fill" and a causal "continue"."""
     # (texts around the holes, number of bytes expected in a hole, hp) -> ids up to the first answer, prefix length
     prompt: Callable | None = None
     stop_ids: tuple = ()                        # stop_ids[i] ends the answer of hole i and starts that of hole i + 1
@@ -261,28 +278,16 @@ class Infill:
 
 @dataclass(frozen=True)
 class Repair:
-    """Writes the clean version of a noisy text. Its rows are made by seq2seq."""
-    modes = ("repair",)
+    """Its rows are made by seq2seq."""
     # (hp) -> maximum number of bytes to repair at once; fewer if a row has less space
     max_bytes: Callable = lambda hp: hp.block_size
 
 
 @dataclass(frozen=True)
-class Predict:
-    """Answers a question about a text. It has one of these modes:
-
-        mark     (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
-        follow   (model, first ids, second ids, hp) -> log-odds (0-D) that the second text follows the first
-        search   (model, x (B, n)) -> embeddings (B, C) of norm 1, close if texts are similar
-        seam     (model, x (B, T)) -> scores (B, T): how likely did the rotated text begin here?
-    """
-    modes: tuple
-    predict: Callable
-    piece_bytes: Callable = lambda hp: hp.block_size    # search: (hp) -> maximum number of bytes to embed at once
-
-
-def find_use(objective, mode):  # -> the objective's use with this mode, or None
-    return next((use for use in objective.uses if mode in use.modes), None)
+class Search:
+    # (model, x (B, n)) -> embeddings (B, C) of norm 1, close if texts are similar
+    embed: Callable
+    piece_bytes: Callable                       # (hp) -> maximum number of bytes to embed at once
 
 
 # ---- an objective
@@ -321,8 +326,8 @@ class Objective:
     # True: inputs hide the targets, except chosen bytes that stay unchanged (by default 10% in mlm, 15% in electra).
     # False: inputs may contain targets, and the tests check only masked and causal targets
     target_hidden: bool = True
-    # without a text, sample.py takes the first mode of the first use; (): sample.py cannot use the model
-    uses: tuple = ()
+    # {mode of sample.py: what it needs}; without a text, it takes the first; {}: it cannot use the model
+    uses: dict = dataclasses.field(default_factory=dict)
 
 
 OBJECTIVES = {}                                 # {name: Objective}, in the order of this file
@@ -340,7 +345,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", uses=(Continue(),))
+    supports_doc_mask=True, bpb="loss", uses={"continue": Continue()})
 CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" are evaluated on its rows
 
 
@@ -371,7 +376,7 @@ def mlm_bytes(T, hp):
 
 OBJECTIVES["mlm"] = Objective(
     "mlm", corrupt=mlm, help="masked bytes from the others", use_help="fill [MASK], correct", attention="bidirectional",
-    n_bytes=mlm_bytes, supports_doc_mask=True, uses=(Fill(),),
+    n_bytes=mlm_bytes, supports_doc_mask=True, uses={"fill": Fill(), "correct": Fill()},
     flags=MASK_RATE | {
         "mask_token": Flag(0.8, "share of the predicted positions that become MASK", 0.0, 1.0),
         "mask_random": Flag(0.1, "share of the predicted positions that become a random byte", 0.0, 1.0)})
@@ -397,7 +402,7 @@ def prefix_lm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
 OBJECTIVES["prefix"] = Objective(
     "prefix", corrupt=prefix_lm, help="a suffix from a prefix read both ways", use_help="read a prompt, continue",
     attention="prefix", flags={"prefix_max": Flag(0.5, "longest prefix, as a share of the block", 0.001, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Continue(both_ways=True),))
+    supports_doc_mask=True, bpb="causal", uses={"continue": Continue(both_ways=True)})
 
 
 # ---- span: span corruption. Spans of a text become sentinels, and the model writes the spans
@@ -530,7 +535,7 @@ OBJECTIVES["span"] = Objective(
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
     flags={"span_rate": Flag(0.3, "share of bytes in spans", 0.001, 0.999),
            "span_mean": Flag(6.0, "mean length of a span in bytes; a row has at least one span", 1.0, 1e6)},
-    numbering=span_positions, uses=(Infill(span_prompt, SPAN_ENDS),))
+    numbering=span_positions, uses={"infill": Infill(span_prompt, SPAN_ENDS)})
 
 
 # ---- ul2: a mixture of denoisers
@@ -589,7 +594,8 @@ def ul2_prompt(pieces, expected, hp):
 OBJECTIVES["ul2"] = dataclasses.replace(
     OBJECTIVES["span"], name="ul2", corrupt=ul2, help="short spans, long spans, suffixes",
     use_help="fill holes, continue", n_bytes=ul2_bytes, min_rows=4,
-    uses=(Infill(ul2_prompt, SPAN_ENDS), Continue(both_ways=True, left_ids=(MODE_S,), right_ids=(SEP,))))
+    uses={"infill": Infill(ul2_prompt, SPAN_ENDS),
+          "continue": Continue(both_ways=True, left_ids=(MODE_S,), right_ids=(SEP,))})
 
 
 # ---- fim: fill in the middle
@@ -652,7 +658,7 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    uses=(Infill(fim_prompt, (EOT,)), Continue()))
+    uses={"infill": Infill(fim_prompt, (EOT,)), "continue": Continue()})
 
 
 # ---- mtp: multi-token prediction
@@ -741,7 +747,7 @@ OBJECTIVES["mtp"] = Objective(
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
     supports_doc_mask=True, bpb="causal",
-    uses=(Continue(drafter=lambda hp: parallel_logits if hp.mtp_kind == "parallel" else None),))
+    uses={"continue": Continue(drafter=lambda hp: parallel_logits if hp.mtp_kind == "parallel" else None)})
 
 
 # ---- electra: replaced token detection
@@ -805,7 +811,7 @@ OBJECTIVES["electra"] = Objective(
            "electra_weight": Flag(50.0, "weight of the discriminator's loss", 0.0),
            "gen_scale": Flag(0.25, "width of the generator, as a share of n_embd", 0.001, 4.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(Predict(("mark",), lambda model, x: score_positions(model, x, "replaced")),))
+    uses={"mark": lambda model, x: score_positions(model, x, "replaced")})
 
 
 # ---- bart: denoising. A noisy text is the source, the clean text is the target
@@ -1018,7 +1024,7 @@ OBJECTIVES["bart"] = Objective(
     # short rows are learned sooner; n-grams lower the loss, but with them the model loses its place sooner
     flag_defaults=(SHARP_ATTENTION | MORE_HEADS
                    | {"block_size": 128, "batch_size": {"cpu": 32, "cuda": 256}, "ngram_rows": 0}),
-    numbering=bart_positions, target_hidden=False, uses=(Repair(max_bytes=bart_piece_bytes),))
+    numbering=bart_positions, target_hidden=False, uses={"repair": Repair(max_bytes=bart_piece_bytes)})
 
 
 # ---- nsp: next sentence prediction
@@ -1090,7 +1096,8 @@ OBJECTIVES["nsp"] = Objective(
            "nsp_negatives": Flag("random", "take another row's text, or swap the texts", choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
     flag_defaults=SHARP_ATTENTION | MORE_HEADS,
-    uses=(Predict(("follow",), predict_follows), Fill(left_ids=(CLS,), right_ids=(SEP,))))
+    uses=({"follow": predict_follows}
+          | dict.fromkeys(("fill", "correct"), Fill(left_ids=(CLS,), right_ids=(SEP,)))))
 
 
 # ---- contrastive: InfoNCE over crops
@@ -1138,7 +1145,8 @@ OBJECTIVES["contrastive"] = Objective(
     flags={"tau": Flag(0.05, "temperature of the similarities", 1e-4, 1e4),
            "crop": Flag(0.25, "length of a crop, as a share of the block", 0.01, 0.9)},
     flag_defaults=MORE_HEADS | {"batch_size": 32},            # the other rows are the negatives
-    compares_rows=True, uses=(Predict(("search",), embed_crops, piece_bytes=lambda hp: crop_bytes(hp.block_size, hp)),))
+    compares_rows=True,
+    uses={"search": Search(embed_crops, piece_bytes=lambda hp: crop_bytes(hp.block_size, hp))})
 
 
 # ---- mdlm: masked diffusion
@@ -1205,7 +1213,7 @@ OBJECTIVES["mdlm"] = Objective(
     flags={"early_mask_rate": Flag(0.4, "share of bytes masked before uniform_from; not with init_from", 0.001, 1.0),
            "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
     flag_defaults=SHARP_ATTENTION,
-    uses=(Fill(trained_at_any_rate=True),))
+    uses=dict.fromkeys(("fill", "write", "correct"), Fill(order="ancestral")))
 
 
 # ---- sedd: score entropy discrete diffusion. Rows are mdlm's, and the cost differs
@@ -1301,7 +1309,7 @@ OBJECTIVES["bd3lm"] = dataclasses.replace(
     flags={"bd3lm_block": Flag(4, "number of bytes in a block", 1)},
     # the two copies take twice the positions
     flag_defaults=SHARP_ATTENTION | {"block_size": {"cpu": 512, "cuda": 2048}, "batch_size": {"cpu": 16, "cuda": 64}},
-    uses=(ContinueBlocks(lambda hp: hp.bd3lm_block),))
+    uses={"continue_blocks": ContinueBlocks(lambda hp: min(hp.bd3lm_block, hp.block_size // 2))})
 
 
 # ---- xlnet: permutation language modeling
@@ -1341,7 +1349,8 @@ def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries a
 
 OBJECTIVES["xlnet"] = dataclasses.replace(
     OBJECTIVES["bd3lm"], name="xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order",
-    attention="any order", flags={}, uses=(Fill(layout=xlnet_fill_row, trained_at_any_rate=True),))
+    attention="any order", flags={},
+    uses=dict.fromkeys(("fill", "write", "correct"), Fill(layout=xlnet_fill_row, order="ancestral")))
 
 
 # ---- rotation: find the seam
@@ -1371,7 +1380,7 @@ OBJECTIVES["rotation"] = Objective(
     attention="bidirectional", n_bytes=aligned_window, heads=lambda config, hp: {"seam": ScalarHead(config)},
     loss=rotation_loss,
     flag_defaults={"block_size": 64, "batch_size": {"cpu": 64, "cuda": 512}},       # 16 rows of 256 do not learn
-    uses=(Predict(("seam",), lambda model, x: score_positions(model, x, "seam")),))
+    uses={"seam": lambda model, x: score_positions(model, x, "seam")})
 
 
 # ---- hybrid: masked and causal rows
@@ -1410,7 +1419,9 @@ OBJECTIVES["hybrid"] = Objective(
     "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill holes", attention="both",
     min_rows=2, loss=weighted_loss(position_nats),              # no "nll": a perplexity of both kinds means nothing
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
-    supports_doc_mask=True, bpb="causal", uses=(Fill(left_ids=(EOT,), shift=1), Continue(), Infill()))
+    supports_doc_mask=True, bpb="causal",
+    uses=(dict.fromkeys(("fill", "correct"), Fill(left_ids=(EOT,), shift=1))
+          | {"continue": Continue(), "infill": Infill()}))
 
 
 # ---- other names: --objective refuses them, and suggests the objective

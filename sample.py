@@ -17,41 +17,33 @@
 Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
 In an <extra_id_0>, hybrid tries 0 to 16 bytes (or up to max_new_tokens, at most a third of the block).
-Temperatures: 0.8 to continue a text (mdlm, sedd, xlnet, bd3lm: 1, with top_p 0.8), 0 for holes and repairs, but 0.8
-with num_samples, top_k or top_p. mdlm, sedd and xlnet fill [MASK]s in order ancestral, in 64 passes; bd3lm in order
-left, all others in order confident, one byte in a pass. Corrections take 4 passes.
 Texts go to standard output, and notes to standard error. A terminal highlights what was filled in.
 """
 # N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
 import codecs
-import contextlib
-import io
 import math
 import os
 import re
 import sys
 from argparse import Namespace
 from collections import namedtuple
-from functools import partial
 
 from data import EOT, MASK, SEP, Flag, check_text, fail, from_bytes, make_rng
 from model import Cache
-from objectives import N_BYTES, OBJECTIVES, fill_logits, find_use, inverse_cdf, text_space
+from objectives import N_BYTES, OBJECTIVES, fill_logits, frame_prompt, inverse_cdf, text_space
 from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-TEMPERATURE = 0.8                               # default for text that is written from left to right
-DIFFUSION_SAMPLING = dict(temperature=1.0, top_p=0.8)           # default for text that is written by diffusion
 END_THRESHOLD = 0.15                            # a hole ends as soon as its end has this probability
 HOLE_BYTES = 4                                  # expected length of a hole of unknown length
 LONGEST_FILLED = 16                             # by default, the longest answer that is tried by filling [MASK]s
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
+ANCESTRAL_PASSES = 64                           # default number of passes in order ancestral
 CORRECTION_PASSES = 4                           # default number of passes of corrections
 ERROR_RATE = 0.01                               # default share of wrong bytes that corrections assume
-ESCAPES = {i: f"\\x{i:02x}" for i in {*range(32), *range(127, 160)} - {*b"\t\n"}}      # of control characters
 MAX_ROWS = 64                                   # maximum number of rows of a forward pass
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::([1-9]\d{0,5}))?\]"
@@ -60,6 +52,14 @@ MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the mar
 # a marker of a hole, or one that was mistyped, but not x[mask]
 LIKE_A_HOLE = (rb"(?i:<\|?(?:mask|extra.?id|fill|blank)[^<>\s]{0,20}>|(?<!\w)\[ ?(?:mask|blank)[^]\[\n]{0,12}\])"
                rb"|\[MASK[^]\[\n]{0,12}\]")
+# Start and end of a part to highlight, in the text that a mode yields. These are halves of surrogate
+# pairs, which no decoded text contains; `render` replaces them
+FILLED = "\ud800\ud801"                         # the model has filled it in
+WRONG = "\ud802\ud803"                          # it looks wrong
+IN_A_FILE = str.maketrans({FILLED[0]: "", FILLED[1]: "", WRONG[0]: "«", WRONG[1]: "»"})
+CONTROL = {*range(32), *range(127, 160)} - {*b"\t\n"}
+ON_A_TERMINAL = {i: f"\\x{i:02x}" for i in CONTROL} | {ord("\r"): ""} | str.maketrans(
+    {FILLED[0]: "\033[7m", FILLED[1]: "\033[0m", WRONG[0]: "\033[7m", WRONG[1]: "\033[0m"})
 SAMPLING = "temperature", "top_k", "top_p"
 SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do
 
@@ -76,13 +76,12 @@ FLAGS = {
         "query": Flag("", "contrastive: text to look for"),
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
-    "writing": {
+    "writing": {                                # for defaults that depend on the mode see list_defaults
         "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: above 16 a hole, it writes long spans)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
-        "temperature": Flag({"text": TEMPERATURE, "holes and repairs": 0.0, "diffusion": 1.0},
-                            "randomness; 0 takes the most likely byte", 0.0, 1e6),
+        "temperature": Flag(0.0, "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
-        "top_p": Flag(1.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
+        "top_p": Flag(0.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled", choices=("confident", "left", "ancestral")),
         "steps": Flag(0, "number of passes to fill the [MASK]s of a window or a block, or to correct a text", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
@@ -146,8 +145,7 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, get_po
         stop_id         the id that ends a hole; None: EOT ends the text
         get_positions   (ids (N, n)) -> position numbers (N, n); None: 0, 1, 2, ...
 
-    The cache holds up to T ids. When it is full, a text with a prefix ends. Otherwise the cache is emptied, and the
-    last T / 2 ids are read again. For T = 8 and a prompt of 6 ids, the passes read the ids 0-5, 6, 7, 5-8, 9, ..."""
+    When the cache of T ids is full, a text with a prefix ends; for others see Cache.first_unread."""
     device = model.embed.weight.device
     ids = prompt.cpu()
     N, n = ids.shape
@@ -155,28 +153,23 @@ def generate(model, prompt, max_new_tokens, T, g, prefix=0, stop_id=None, get_po
         max_new_tokens = min(max_new_tokens, T + 1 - n)
     ended = torch.zeros(N, dtype=torch.bool)
     cache = Cache(model, N, T)
-    cache_start = max(0, n - T)                 # index in ids of the first id in the cache
-    new = ids[:, cache_start:]                  # the ids that the next pass reads
 
     def step(new, positions=None):  # (N, m) -> logits of the next id (N, V)
         h = model(new.to(device), prefix, cache=cache, positions=positions)
         return model.logits(h[:, -1])
     fast_step = make_fast_step(step, ids[:, :1], device, compile)
     for _ in range(max_new_tokens):
-        if ids.size(1) - cache_start > T:
-            cache.length.zero_()
-            cache_start = ids.size(1) - T // 2
-            new = ids[:, cache_start:]
+        new = ids[:, cache.first_unread(ids.size(1)):]          # the ids that this pass reads
         if get_positions:
             logits = step(new, get_positions(ids)[:, -new.size(1):].to(device))
         elif new.size(1) == 1:
-            logits = fast_step(new)
+            # a copy, whose strides do not depend on the length of the text: so the step is compiled once
+            logits = fast_step(new.clone(memory_format=torch.contiguous_format))
         else:
             logits = step(new)
         new_id = sample_byte(logits.cpu(), g, stop_id, **sampling).masked_fill(ended, EOT)
         ended |= new_id == (EOT if stop_id is None else stop_id)
-        new = new_id[:, None]
-        ids = torch.cat((ids, new), dim=1)
+        ids = torch.cat((ids, new_id[:, None]), dim=1)
         yield new_id
         if ended.all():
             return
@@ -217,7 +210,6 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
     ids = list(prompt)
     device = model.embed.weight.device
     end = len(ids) + max_new_tokens
-    cache_start = max(0, len(ids) - T)          # index in ids of the first id in the cache
     cache = Cache(model, 1, T)
     drafts = []                                 # guesses of the ids after ids[-1]
     q = torch.zeros(0, N_BYTES)                 # the distributions from which they were drawn
@@ -229,13 +221,11 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
     full_step = make_fast_step(step, torch.zeros(1, n_heads + 1, dtype=torch.long), device, compile)
     while len(ids) < end:
         # 1. make space in the cache, as `generate` does; drop drafts that would exceed it or max_new_tokens
-        if len(ids) - cache_start > T:
-            cache.length.zero_()
-            cache_start = len(ids) - T // 2
-        n_drafts = min(len(drafts), cache_start + T - len(ids), end - len(ids) - 1)
+        unread = ids[cache.first_unread(len(ids)):]
+        n_drafts = min(len(drafts), cache.start + T - len(ids), end - len(ids) - 1)
         drafts = drafts[:n_drafts]
         # 2. one pass over the ids that are not cached yet; keep the predictions after ids[-1] and after each draft
-        new = torch.tensor([ids[cache_start + int(cache.length):] + drafts])
+        new = torch.tensor([unread + drafts])
         logits, draft_logits = full_step(new) if new.size(1) == n_heads + 1 else step(new)
         logits = logits[-n_drafts - 1:]                         # (n_drafts + 1, V)
         draft_logits = draft_logits[-n_drafts - 1:]             # (n_drafts + 1, n_heads, V)
@@ -279,30 +269,30 @@ def read_block(model, ids, cache):  # (N, n) -> states (N, n, C); attends to all
 @torch.inference_mode()
 def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=False, **sampling):
     """Fills the MASKs of ids (N, n), and yields ids after each pass. A pass predicts all MASKs, and keeps the sampled
-    bytes of those that `choose_masks` chooses. steps: number of passes; 0: one for each MASK, or 64 in order ancestral.
-    cache: in block diffusion, the blocks before ids; then `use` is ignored. may_end: EOT may be sampled."""
+    bytes of those that `choose_masks` chooses. If it chose none, the next pass reuses the predictions.
+
+        steps       number of passes; 0: one for each MASK, or ANCESTRAL_PASSES in order ancestral
+        cache       in block diffusion, the blocks before ids; then `use` is ignored
+        may_end     EOT may be sampled
+    """
     if not steps:
-        steps = 64 if order == "ancestral" else max(1, int((ids == MASK).sum(1).max()))
+        steps = ANCESTRAL_PASSES if order == "ancestral" else max(1, int((ids == MASK).sum(1).max()))
+    changed = True                              # are these ids new to the model?
     for passes_left in range(steps, 0, -1):
         is_mask = ids == MASK
-        if cache is None:
+        if changed and cache is None:
             logits = fill_logits(model, ids, use)               # (N, n, V)
-        else:                                   # block diffusion
+        elif changed:                           # block diffusion
             logits = model.logits(read_block(model, ids, cache))
             cache.length -= ids.size(1)         # the block is cached when it is complete
         allowed = logits if may_end else without_eot(logits)
         sampled = draw(distribution(allowed, **sampling), g).to(ids.device)         # (N, n)
-        chosen = choose_masks(order, is_mask, logits, sampled, passes_left, g)
-        ids = torch.where(is_mask & chosen, sampled, ids)
+        chosen = is_mask & choose_masks(order, is_mask, logits, sampled, passes_left, g)
+        changed = bool(chosen.any())
+        ids = torch.where(chosen, sampled, ids)
         yield ids
         if not (ids == MASK).any():
             return
-
-
-def default_order(use):  # of `unmask`. In order confident, a text that is written from nothing becomes white space
-    if "continue_blocks" in use.modes:
-        return "left"
-    return "ancestral" if use.trained_at_any_rate else "confident"
 
 
 def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) bool
@@ -313,7 +303,8 @@ def choose_masks(order, is_mask, logits, sampled, passes_left, g):  # -> (N, n) 
                     without the noise that it adds to the ranking)
         ancestral   each MASK with probability 1 / passes_left, as MDLM's sampler
 
-    Orders left and confident choose 1 / passes_left of the MASKs, rounded up: of 5 in 2 passes, 3 and 2."""
+    Orders left and confident choose 1 / passes_left of the MASKs, rounded up: of 5 in 2 passes, 3 and 2.
+    In order confident, a text that is written from nothing becomes white space."""
     n_chosen = (is_mask.sum(1, keepdim=True) + passes_left - 1) // passes_left      # (N, 1)
     if order == "left":
         return is_mask.cumsum(1) <= n_chosen
@@ -425,20 +416,24 @@ def correct(model, ids, T, use, passes, error_rate):  # bytes (n,), a Fill -> wh
 def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **sampling):
     """Fills n_holes holes, one after the other. Returns their answers, a list of bytes for each, and whether all
     ended by themselves. prompt, prefix: what Infill.prompt returns. Each answer ends with its stop id, which also
-    starts the next answer. After an answer that does not end, no space is left, so the last one shows whether all
-    ended. The last position of a full row is not used: in training, its target is always EOT."""
+    starts the next answer. An answer that does not end leaves no space for the next ones, which stay empty.
+    The last position of a full row is not used: in training, its target is always EOT."""
     T = hp.block_size
     ids = list(prompt)
     get_positions = position_function(objective, prefix, hp)
-    answers = []
-    for stop_id in find_use(objective, "infill").stop_ids[:n_holes]:
-        space = min(max_new_tokens - sum(map(len, answers)), T - len(ids))
+    answers = [[] for _ in range(n_holes)]
+    space = max_new_tokens
+    for answer, stop_id in zip(answers, objective.uses["infill"].stop_ids):
         row = to_row(ids, hp)
-        written = [int(i) for i in generate(model, row, space, T, g, prefix, stop_id, get_positions, **sampling)]
-        ended = written[-1:] == [stop_id]
-        answers.append(written[:-1] if ended else written)
+        n = min(space, T - len(ids))
+        written = [int(i) for i in generate(model, row, n, T, g, prefix, stop_id, get_positions, **sampling)]
+        if stop_id not in written:
+            answer += written
+            return answers, False
+        answer += written[:-1]
         ids += written
-    return answers, ended
+        space -= len(answer)
+    return answers, True
 
 
 @torch.inference_mode()
@@ -452,7 +447,7 @@ def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids
     """Returns the shortest start of the answer after which the text after the hole is at least a tenth as likely as
     after the best start: fim rarely ends an answer with EOT. A model that cannot continue a text keeps its answer."""
     after = after[:SUFFIX_BYTES]
-    use = find_use(objective, "continue")
+    use = objective.uses.get("continue")
     if not after or use is None or use.both_ways:
         return answer
     nats = [float(text_nats(model, hp, before + answer[:cut], after)) for cut in range(len(answer) + 1)]
@@ -469,7 +464,7 @@ def fill_any_length(model, objective, hp, before, after, longest, g, **sampling)
     candidates = []
     for n in tqdm(range(longest + 1), disable=None, leave=False):
         row = to_row(before + [MASK] * n + after, hp)
-        *_, row = unmask(model, row, g, find_use(objective, "fill"), **sampling)
+        *_, row = unmask(model, row, g, objective.uses["fill"], **sampling)
         answer = row[0, len(before):len(before) + n].tolist()
         nats = float(text_nats(model, hp, before, answer + after[:SUFFIX_BYTES]))
         candidates.append((nats, answer))
@@ -479,7 +474,7 @@ def fill_any_length(model, objective, hp, before, after, longest, g, **sampling)
 def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampling):  # texts: lists of ids
     """Fills the holes between the texts one after the other. Reads only what is nearest to a hole: the text before it
     with its answers, and the text up to the next hole. Returns the answers and whether all ended."""
-    use = find_use(objective, "infill")
+    use = objective.uses["infill"]
     space = min(longest, hp.block_size // 3)    # for the answer
     room = hp.block_size - 8 - space            # for the texts on both sides; 8: space for special ids
     before = texts[0]
@@ -502,13 +497,24 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
     return answers, ended
 
 
+def fill_holes(model, objective, hp, texts, expected, longest, g, **sampling):  # -> as infill_from_left
+    """Several at once, if the model was trained to write them and a row holds the text. Otherwise from the left."""
+    use = objective.uses["infill"]
+    n_holes = len(texts) - 1
+    if 1 < n_holes <= len(use.stop_ids):
+        row, prefix = use.prompt(texts, expected, hp)
+        if len(row) + n_holes <= hp.block_size:
+            return infill(model, objective, hp, row, prefix, n_holes, longest, g, **sampling)
+    return infill_from_left(model, objective, hp, texts, expected, longest, g, **sampling)
+
+
 # ---- repairing
 @torch.inference_mode()
 def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any length -> yields bytes
     T = hp.block_size
     n = objective.n_bytes(T, hp)                # maximum number of clean bytes in a row
-    use = find_use(objective, "repair")
-    longest = min(T - 1 - n, use.max_bytes(hp))                 # a noisy text may be longer than the clean one
+    # a noisy text may be longer than the clean one
+    longest = min(T - 1 - n, objective.uses["repair"].max_bytes(hp))
     # without EOT: the model would copy it, and it ends a row
     pieces = [[i for i in piece if i != EOT] for piece in cut_after_spaces(noisy, longest)]
     pieces = [piece for piece in pieces if piece]
@@ -536,7 +542,7 @@ def cut_after_spaces(ids, n):  # -> yields pieces of up to n ids
         yield ids[start:]
 
 
-# ---- reading and printing texts
+# ---- reading texts
 def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always the name of a file
     path = os.path.expanduser(value.removeprefix("FILE:"))
     if not value.startswith("FILE:") and flag != "corpus":
@@ -559,62 +565,20 @@ def read_masks(text):  # bytes such as b"a[MASK:2]" -> ids [97, MASK, MASK]
     return ids
 
 
+def read_holes(text):  # bytes such as b"a<extra_id_0>b" -> the texts around the holes: [[97], [98]]
+    return [list(part) for part in re.split(HOLES, text)]
+
+
+def read_prompt(text):  # bytes -> {mode: the prompt as this mode reads it}, the modes whose holes are in it
+    masked = read_masks(text)
+    around = read_holes(text)
+    prompts = dict.fromkeys(MODES, list(text)) | {"fill": masked, "repair": masked, "infill": around}
+    has_hole = {"fill": MASK in masked, "repair": MASK in masked, "infill": len(around) > 1}
+    return prompts, {mode for mode in has_hole if has_hole[mode]}
+
+
 def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
     return torch.as_tensor(ids).long().to(hp.device)[None]
-
-
-def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out
-    text = bytearray()
-    for i in ids:
-        if i == MASK:
-            text += "█".encode()
-        elif i != EOT:
-            text.append(int(i))
-    return printable(text.decode("utf-8", "replace"))
-
-
-def printable(text):  # on a terminal, writes control characters as escapes (ESC: \x1b) and drops carriage returns
-    return text.replace("\r", "").translate(ESCAPES) if sys.stdout.isatty() else text
-
-
-def highlight(ids, is_new, plain=("", "")):  # ids, a bool for each -> str
-    """Highlights new characters: on a terminal in reverse video, elsewhere between the two strings of `plain`. A
-    character of several bytes is new if one of them is."""
-    mark_on, mark_off = ("\033[7m", "\033[0m") if sys.stdout.isatty() else plain
-    # in UTF-8, the first byte of a character is never in 0x80 .. 0xbf, and all others are
-    starts = [i for i, byte in enumerate(ids) if i == 0 or not 0x80 <= byte < 0xc0]
-    out = ""
-    highlighted = False
-    for start, end in zip(starts, [*starts[1:], len(ids)]):     # a character
-        if any(is_new[start:end]) != highlighted:
-            highlighted = not highlighted
-            out += mark_on if highlighted else mark_off
-        out += to_text(ids[start:end])
-    return out + mark_off if highlighted else out
-
-
-def stream(prompt, ids):  # list of ids, iterator of ids -> list of the ids that it yielded
-    """Prints the prompt, then each character as soon as all of its bytes are there. The line between them goes to
-    standard error, so that a pipe or a file gets only text."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def show(new):  # ids -> the characters that they complete
-        text = decoder.decode(bytes(i for i in new if i != EOT))
-        print(printable(text), end="", flush=True)
-        return text
-    text = show(prompt)
-    if text:
-        note("the model continues:", start="" if text.endswith("\n") else "\n")
-    written = []
-    for i in ids:
-        written.append(int(i))
-        show(written[-1:])
-    print(decoder.decode(b"", final=True), flush=True)          # the rest, if the last character is incomplete
-    return written
-
-
-def note(text, start=""):  # prints what is not part of the answer, to standard error
-    print(f"{start}--- {text}", file=sys.stderr, flush=True)
 
 
 def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
@@ -623,110 +587,159 @@ def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
     return ids[-n:]
 
 
-# ---- modes: (model, objective, use, hp, args, g) -> prints one sample
-# use: the objective's use of that mode. args: all flags, with their defaults. --prompt is a list of ids (in infill_mode
-# bytes), the other texts are bytes or lists of bytes; a text that was not given is None. Further fields of args:
-#     given           names of the flags that were given
-#     sampling        the arguments of `distribution` that were given
-#     fill_sampling   the same for holes and repairs, which have another default temperature
+# ---- writing texts
+def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out
+    text = bytearray()
+    for i in ids:
+        if i == MASK:
+            text += "█".encode()
+        elif i != EOT:
+            text.append(int(i))
+    return text.decode("utf-8", "replace")
+
+
+def highlight(ids, is_new, marks):  # ids, a bool for each -> str
+    """Puts new characters between the two marks. A character of several bytes is new if one of them is."""
+    # in UTF-8, the first byte of a character is never in 0x80 .. 0xbf, and all others are
+    starts = [i for i, byte in enumerate(ids) if i == 0 or not 0x80 <= byte < 0xc0]
+    out = ""
+    highlighted = False
+    for start, end in zip(starts, [*starts[1:], len(ids)]):     # a character
+        if any(is_new[start:end]) != highlighted:
+            highlighted = not highlighted
+            out += marks[0] if highlighted else marks[1]
+        out += to_text(ids[start:end])
+    return out + marks[1] if highlighted else out
+
+
+def stream(prompt, ids):  # list of ids, iterator of ids -> yields text; returns the list of the ids
+    """Yields the prompt, then each character as soon as all of its bytes are there. The line between them
+    goes to standard error, so that a pipe or a file gets only text."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def decode(new):  # ids -> the characters that they complete
+        return decoder.decode(bytes(i for i in new if i != EOT))
+    text = decode(prompt)
+    yield text
+    if text:
+        note("the model continues:", start="" if text.endswith("\n") else "\n")
+    written = []
+    for i in ids:
+        written.append(int(i))
+        yield decode(written[-1:])
+    yield decoder.decode(b"", final=True) + "\n"    # the rest, if the last character is incomplete
+    return written
+
+
+def render(text, on_terminal=False):  # replaces the marks; a terminal gets no other control character
+    return text.translate(ON_A_TERMINAL if on_terminal else IN_A_FILE)
+
+
+def show(text, raw=False):  # prints to standard output. All that this program prints there passes here
+    print(render(text, sys.stdout.isatty() and not raw), end="", flush=True)
+
+
+def note(text, start=""):  # prints what is not part of the answer, to standard error
+    print(f"{start}--- {text}", file=sys.stderr, flush=True)
+
+
+# ---- modes: (model, objective, use, hp, args, g) -> yields the text of a sample, piece by piece
+# use: what objective.uses has for this mode. args: all flags, with the defaults of the mode, but texts that
+# were not given are None. args.prompt is a list of ids, in infill_mode a list of the texts around the holes;
+# the other texts are bytes or lists of bytes. Further fields of args:
+#     given       names of the flags that were given
+#     sampling    the arguments of `distribution`
 def continue_mode(model, objective, use, hp, args, g):
     T = hp.block_size
-    sampling = dict(temperature=TEMPERATURE) | args.sampling
     text = args.prompt or [EOT]                 # an empty prompt is the start of a document
+    n = args.max_new_tokens
+    how = dict(compile=args.compile, **args.sampling)
     draft = use.drafter(hp) if use.drafter and args.speculate else None
     if draft:
         stats = []
-        ids = generate_drafted(model, draft, text, args.max_new_tokens, T, g, stats, args.compile, **sampling)
-        written = stream(text, ids)
+        ids = generate_drafted(model, draft, text, n, T, g, stats, **how)
+    else:
+        prompt = text
+        if use.both_ways:                       # a block holds the prompt and, in up to half of it, the new text
+            space = T - len(use.left_ids) - len(use.right_ids)
+            prompt = keep_last(text, space - min(n, T // 2))
+        row, prefix = frame_prompt(to_row(prompt, hp), use)
+        ids = generate(model, row, n, T, g, prefix, **how)
+    written = yield from stream(text, ids)
+    if draft:
         note(f"{len(written) / max(1, len(stats)):.2f} bytes per forward pass")
-        return
-    prompt = text
-    if use.both_ways:                           # one block holds the prompt and, in up to half of it, the new text
-        space = T - len(use.left_ids) - len(use.right_ids)
-        prompt = keep_last(text, space - min(args.max_new_tokens, T // 2))
-    row = to_row([*use.left_ids, *prompt, *use.right_ids], hp)
-    prefix = row.size(1) if use.both_ways else 0
-    written = stream(text, generate(model, row, args.max_new_tokens, T, g, prefix, compile=args.compile, **sampling))
-    if use.both_ways and len(written) < args.max_new_tokens and written[-1] != EOT:
+    elif use.both_ways and len(written) < n and written[-1] != EOT:
         note(f"the block of {T} is full")
 
 
 def continue_blocks_mode(model, objective, use, hp, args, g):
     prompt = args.prompt or [EOT]               # an empty prompt is the start of a document
     T = objective.n_bytes(hp.block_size, hp)
-    length = min(use.length(hp), T)
-    order = args.order or default_order(use)
-    sampling = DIFFUSION_SAMPLING | args.sampling
-    stream(prompt, generate_blocks(model, prompt, args.max_new_tokens, T, length, g, args.steps, order, **sampling))
+    n = args.max_new_tokens
+    how = dict(steps=args.steps, order=args.order, **args.sampling)
+    yield from stream(prompt, generate_blocks(model, prompt, n, T, use.length(hp), g, **how))
 
 
 def fill_mode(model, objective, use, hp, args, g):
-    T = hp.block_size
-    prompt = args.prompt
-    sampling = args.fill_sampling
-    has_hole = MASK in prompt
-    if not has_hole:                            # continue it: the model was trained at any mask rate
-        space = text_space(use, T)
-        prompt = keep_last(prompt, space // 2)
-        n_new = min(args.max_new_tokens, space - len(prompt))
-        if n_new < args.max_new_tokens:
-            note(f"writes only {n_new} bytes, which fill the block of {space}")
-        prompt = prompt + [MASK] * n_new
-        sampling = DIFFUSION_SAMPLING | args.sampling
-    row = filled = to_row(prompt, hp)
-    order = args.order or default_order(use)
-    for filled in unmask_long(model, row, T, g, use, steps=args.steps, order=order, may_end=not has_hole, **sampling):
+    row = to_row(args.prompt, hp)
+    how = dict(steps=args.steps, order=args.order, **args.sampling)
+    ids = row                                   # if there is no MASK, it stays as it is
+    for ids in unmask_long(model, row, hp.block_size, g, use, **how):
         if args.show:
-            print(f"--- pass\n{to_text(filled[0])}", flush=True)
-    ids = filled[0].tolist()
-    if has_hole:
-        print(highlight(ids, [i == MASK for i in prompt]))
-    else:
-        new = ids[prompt.index(MASK):] if MASK in prompt else []
-        stream(args.prompt, new[:new.index(EOT)] if EOT in new else new)
+            yield f"--- pass\n{to_text(ids[0])}\n"
+    yield highlight(ids[0].tolist(), [i == MASK for i in args.prompt], FILLED) + "\n"
+
+
+def write_mode(model, objective, use, hp, args, g):  # continues a prompt by filling MASKs, in one block
+    space = text_space(use, hp.block_size)
+    prompt = keep_last(args.prompt, space // 2)
+    n_new = min(args.max_new_tokens, space - len(prompt))
+    if n_new < args.max_new_tokens:
+        note(f"writes only {n_new} bytes, which fill the block of {space}")
+    row = to_row(prompt + [MASK] * n_new, hp)
+    how = dict(steps=args.steps, order=args.order, **args.sampling)
+    ids = row                                   # if there is no MASK, it stays as it is
+    for ids in unmask_long(model, row, hp.block_size, g, use, may_end=True, **how):
+        if args.show:
+            yield f"--- pass\n{to_text(ids[0])}\n"
+    new = ids[0, len(prompt):].tolist()
+    yield from stream(args.prompt, new[:new.index(EOT)] if EOT in new else new)
 
 
 def infill_mode(model, objective, use, hp, args, g):
     # 1. the texts around the holes, one more than there are holes
-    prompt = args.prompt
-    if prompt is None:                          # a hole between the two texts
-        prompt = bytes(args.prefix or []) + b"<extra_id_0>" + bytes(args.suffix or [])
+    texts = args.prompt
+    if texts is None:                           # a hole between the two texts
+        texts = read_holes(bytes(args.prefix or []) + b"<extra_id_0>" + bytes(args.suffix or []))
     elif args.prefix is not None or args.suffix is not None:
         fail("--prompt: already contains the text around its holes. Try it without --prefix and --suffix")
-    texts = [list(text) for text in re.split(HOLES, prompt)]
     n_holes = len(texts) - 1
     if not n_holes:
         fail("--prompt: has no hole. Try an <extra_id_0> where bytes are missing")
-    # 2. the answers: several at once, if the model was trained to write them
+    # 2. the answers
     is_given = "max_new_tokens" in args.given
     longest = args.max_new_tokens if is_given or use.prompt else LONGEST_FILLED
     expected = longest // n_holes if is_given else HOLE_BYTES
-    row = []
-    if 1 < n_holes <= len(use.stop_ids):
-        row, prefix = use.prompt(texts, expected, hp)
-    if row and len(row) + n_holes <= hp.block_size:
-        answers, ended = infill(model, objective, hp, row, prefix, n_holes, longest, g, **args.fill_sampling)
-    else:
-        answers, ended = infill_from_left(model, objective, hp, texts, expected, longest, g, **args.fill_sampling)
+    answers, ended = fill_holes(model, objective, hp, texts, expected, longest, g, **args.sampling)
     # 3. the whole text
     ids = texts[0]
     is_new = [False] * len(ids)
     for answer, text in zip(answers, texts[1:]):
         ids = ids + answer + text
         is_new += [True] * len(answer) + [False] * len(text)
-    print(highlight(ids, is_new), flush=True)
+    yield highlight(ids, is_new, FILLED) + "\n"
     if not ended:
         note(f"the answer was cut off after {longest} bytes, or at the end of the block of {hp.block_size}")
 
 
 def repair_mode(model, objective, use, hp, args, g):
-    stream([], repair(model, objective, args.prompt, hp, g, **args.fill_sampling))
+    yield from stream([], repair(model, objective, args.prompt, hp, g, **args.sampling))
 
 
 def mark_mode(model, objective, use, hp, args, g):
     pieces = tqdm(list(cut_after_spaces(args.prompt, hp.block_size)), disable=None, leave=False)
-    p = torch.cat([use.predict(model, to_row(piece, hp))[0].sigmoid().cpu() for piece in pieces])
-    print_suspects(args.prompt, p.tolist(), hp)
+    p = torch.cat([use(model, to_row(piece, hp))[0].sigmoid().cpu() for piece in pieces])
+    yield from list_suspects(args.prompt, p.tolist(), hp)
 
 
 def correct_mode(model, objective, use, hp, args, g):
@@ -736,22 +749,23 @@ def correct_mode(model, objective, use, hp, args, g):
     passes = args.steps or CORRECTION_PASSES
     odds, others, is_better = correct(model, ids, hp.block_size, use, passes, args.error_rate)
     if args.fix:
-        fixed = bytes(others.where(is_better, ids).tolist())
-        sys.stdout.buffer.write(fixed)          # bytes: line ends must not change
-        sys.stdout.buffer.flush()
-        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected", start="" if fixed.endswith(b"\n") else "\n")
+        fixed = bytes(others.where(is_better, ids).tolist()).decode("utf-8", "surrogateescape")
+        yield fixed
+        start = "" if fixed.endswith("\n") else "\n"
+        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected", start)
         return
-    print_suspects(args.prompt, odds.sigmoid().tolist(), hp, bytes(others.where(odds > 0, ids).tolist()))
+    corrected = bytes(others.where(odds > 0, ids).tolist())
+    yield from list_suspects(args.prompt, odds.sigmoid().tolist(), hp, corrected)
 
 
-def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that each byte is wrong
+def list_suspects(prompt, p, hp, corrected=None):  # p: the probability that each byte is wrong -> yields text
     """Lists words with suspicious bytes, the most suspicious first, after the marked text if it fits into a block.
     corrected: the text with the best other byte in place of each suspicious one."""
     is_marked = [x > 0.5 for x in p]
     words = [word for word in find_words(prompt, is_marked) if any(is_marked[word])]
     words.sort(key=lambda word: -max(p[word]))
     if len(prompt) <= hp.block_size:
-        print(highlight(prompt, is_marked, ("«", "»")), flush=True)
+        yield highlight(prompt, is_marked, WRONG) + "\n"
     note(f"{len(words)} suspicious words: line:column, the word, and the probability that it is wrong")
     whole = bytes(prompt)
     for word in words:
@@ -759,11 +773,11 @@ def print_suspects(prompt, p, hp, corrected=None):  # p: the probability that ea
         line = whole.count(b"\n", 0, worst) + 1
         line_start = whole.rfind(b"\n", 0, worst) + 1
         column = len(whole[line_start:worst + 1].decode("utf-8", "replace"))
-        text = highlight(prompt[word], is_marked[word], ("«", "»"))
+        text = highlight(prompt[word], is_marked[word], WRONG)
         if corrected:
             text += f" -> {to_text(corrected[word])}"
         text = text.replace("\n", "\\n")
-        print(f"{line}:{column}: {text}  {p[worst]:.2f}")
+        yield f"{line}:{column}: {text}  {p[worst]:.2f}\n"
 
 
 def find_words(ids, is_marked):  # -> slices of ids: words of up to 40 characters; marked white space belongs to a word
@@ -772,65 +786,100 @@ def find_words(ids, is_marked):  # -> slices of ids: words of up to 40 character
     return [slice(*word.span()) for word in re.finditer(rb"(?:%b){1,40}" % character, solid)]
 
 
-def follow_mode(model, objective, use, hp, args, g):  # prints the probability that --suffix follows --prefix
-    p = float(use.predict(model, args.prefix, args.suffix, hp).sigmoid())
-    print(f"the second text follows the first with probability {p:.3f} (.5 is chance)")
+def follow_mode(model, objective, use, hp, args, g):  # the probability that --suffix follows --prefix
+    p = float(use(model, args.prefix, args.suffix, hp).sigmoid())
+    yield f"the second text follows the first with probability {p:.3f} (.5 is chance)\n"
 
 
 def search_mode(model, objective, use, hp, args, g):
-    """Prints the three lines of --corpus that are nearest to --query. Texts are embedded in pieces, at most as long as
-    those in training. Each piece of the query is compared with the nearest of a line, and counts by its length."""
+    """Yields the three lines of --corpus that are nearest to --query. Texts are embedded in pieces, at most
+    as long as those in training. Each piece of the query is compared with the nearest of a line, and counts
+    by its length."""
     whole = args.corpus.splitlines()
     lines = list(dict.fromkeys(line for line in whole if line.strip()))             # without duplicates
     if not lines:
         fail("--corpus: has no line of text. Try another file")
     n = use.piece_bytes(hp)
     cut = [list(cut_after_spaces(text, n)) for text in [bytes(args.query), *lines]]
-    vectors = embed_texts(model, use, [piece for pieces in cut for piece in pieces], hp)
-    query, *others = vectors.split([len(pieces) for pieces in cut])                 # (pieces, C) each
-    lengths = torch.tensor([len(piece) for piece in cut[0]], device=query.device)
-    similarity = torch.stack([(query @ line.T).amax(1) @ (lengths / lengths.sum()) for line in others])
+    pieces = [piece for text in cut for piece in text]
+    query, *others = embed_texts(model, use, pieces, hp).split([len(text) for text in cut])     # (pieces, C) each
+    weight = torch.tensor([len(piece) for piece in cut[0]], device=query.device)
+    weight = weight / weight.sum()
+    similarity = torch.stack([(query @ line.T).amax(1) @ weight for line in others])
     for i in similarity.argsort(descending=True)[:3].tolist():
-        print(f"--- similarity {float(similarity[i]):.3f}, line {whole.index(lines[i]) + 1}:\n{to_text(lines[i])}")
+        number = whole.index(lines[i]) + 1
+        yield f"--- similarity {float(similarity[i]):.3f}, line {number}:\n{to_text(lines[i])}\n"
 
 
-def embed_texts(model, use, texts, hp):  # list of N bytes -> (N, C)
-    """Texts of equal length form a batch: the model, which is bidirectional, would attend to padding."""
-    vectors = {}                                # {index: embedding (C,)}
+def embed_texts(model, search, texts, hp):  # a Search, list of N bytes -> (N, C)
+    vectors = map_texts(lambda x: search.embed(model, x), texts, hp.device)
+    return torch.stack([vectors[text] for text in texts])
+
+
+def map_texts(function, texts, device):  # function: ids (N, n) -> N results; list of bytes -> {text: result}
+    """A batch consists of texts of equal length: a bidirectional model would attend to padding. Equal texts
+    have equal results."""
+    results = {}
+    texts = list(dict.fromkeys(texts))          # without duplicates
     with tqdm(total=len(texts), disable=None, leave=False) as bar:
-        for n in set(map(len, texts)):
-            same = [i for i, text in enumerate(texts) if len(text) == n]
+        for n in sorted({len(text) for text in texts}):
+            same = [text for text in texts if len(text) == n]
             for first in range(0, len(same), MAX_ROWS):
                 batch = same[first:first + MAX_ROWS]
-                x = torch.tensor([list(texts[i]) for i in batch], device=hp.device)
-                vectors.update(zip(batch, use.predict(model, x)))
+                x = torch.tensor([list(text) for text in batch], device=device)
+                results.update(zip(batch, function(x)))
                 bar.update(len(batch))
-    return torch.stack([vectors[i] for i in range(len(texts))])
+    return results
 
 
 def seam_mode(model, objective, use, hp, args, g):  # rotates a text so that it starts where the model finds its start
     ids = keep_last(args.prompt, hp.block_size)
-    p = use.predict(model, to_row(ids, hp))[0].softmax(0)
+    p = use(model, to_row(ids, hp))[0].softmax(0)
     seam = int(p.argmax())
-    print(f"--- the text starts at byte {seam} (probability {float(p[seam]):.2f}):\n{to_text(ids[seam:] + ids[:seam])}")
+    rotated = to_text(ids[seam:] + ids[:seam])
+    yield f"--- the text starts at byte {seam} (probability {float(p[seam]):.2f}):\n{rotated}\n"
 
 
-# task: what it does, for messages; flags: all that it reads, except those of a run; required: texts that must be given
-Mode = namedtuple("Mode", "function task flags required", defaults=[()])
+# task: what it does, for messages; flags: all that it reads, except those of a run; sampling: its default
+# arguments of `distribution`; required: texts that must be given
+Mode = namedtuple("Mode", "function task flags sampling required", defaults=({}, ()))
 WRITING = "max_new_tokens", "num_samples", *SAMPLING
+LEFT_TO_RIGHT = dict(temperature=0.8)
+DIFFUSION = dict(temperature=1.0, top_p=0.8)
+LIKELIEST = dict(temperature=0.0)               # LEFT_TO_RIGHT with num_samples, top_k or top_p
 MODES = {
-    "continue": Mode(continue_mode, "continue a prompt", ("prompt", "speculate", "compile", *WRITING)),
-    "continue_blocks": Mode(continue_blocks_mode, "write in blocks", ("prompt", "order", "steps", *WRITING)),
-    "fill": Mode(fill_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", *WRITING)),
+    "continue": Mode(continue_mode, "continue a prompt", ("prompt", "speculate", "compile", *WRITING), LEFT_TO_RIGHT),
+    "continue_blocks": Mode(continue_blocks_mode, "write in blocks", ("prompt", "order", "steps", *WRITING), DIFFUSION),
+    "fill": Mode(fill_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", *WRITING), LIKELIEST),
+    "write": Mode(write_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", *WRITING), DIFFUSION),
     "correct": Mode(correct_mode, "correct a text", ("prompt", "correct", "fix", "error_rate", "steps"),
                     required=("prompt",)),
-    "infill": Mode(infill_mode, "write between texts", ("prompt", "prefix", "suffix", *WRITING)),
-    "repair": Mode(repair_mode, "repair a text", ("prompt", "num_samples", *SAMPLING), required=("prompt",)),
+    "infill": Mode(infill_mode, "write between texts", ("prompt", "prefix", "suffix", *WRITING), LIKELIEST),
+    "repair": Mode(repair_mode, "repair a text", ("prompt", "num_samples", *SAMPLING), LIKELIEST, ("prompt",)),
     "mark": Mode(mark_mode, "mark suspicious bytes", ("prompt",), required=("prompt",)),
     "follow": Mode(follow_mode, "compare two texts", ("prefix", "suffix"), required=("prefix", "suffix")),
     "search": Mode(search_mode, "search", ("query", "corpus"), required=("query", "corpus")),
     "seam": Mode(seam_mode, "find where a text was cut", ("prompt",), required=("prompt",)),
 }
+
+
+def objectives_with(*modes):  # -> names of the objectives that have a mode, in the order of the modes
+    return [name for mode in modes for name, objective in OBJECTIVES.items() if mode in objective.uses]
+
+
+def list_defaults():  # -> the table of --help: the defaults of each mode, and the objectives that have it
+    steps = {"left": "1 a byte", "confident": "1 a byte", "ancestral": ANCESTRAL_PASSES}
+    rows = {}                                   # {columns: [name of an objective]}
+    for mode, about in MODES.items():
+        temperature, top_p = (about.sampling.get(flag, "") for flag in ("temperature", "top_p"))
+        for name in objectives_with(mode):
+            order = OBJECTIVES[name].uses[mode].order if "order" in about.flags else ""
+            n_steps = CORRECTION_PASSES if mode == "correct" else steps.get(order, "")
+            rows.setdefault((mode, temperature, top_p, order, n_steps), []).append(name)
+    lines = ["defaults:         temperature  top_p  order      steps     objectives"]
+    for columns, names in rows.items():
+        lines.append("  {:15} {:>11}  {:>5}  {:9}  {:8}  ".format(*columns) + ", ".join(names))
+    return "\n".join([*lines, "The temperature 0 becomes 0.8 with num_samples, top_k or top_p."])
 
 
 # ---- the command
@@ -842,27 +891,24 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
     return chosen
 
 
-def choose_use(members, texts, switches=()):  # [Member], {flag: bytes}, given flags of SWITCHES -> member, use, mode
-    """Prefers modes that read all of these flags; if none does, `main` refuses one. With a prompt, prefers a mode whose
-    holes are marked in it, then one that needs no hole, then "correct". Of equals, takes the first."""
-    candidates = [(m, use, mode) for m in members for use in m.objective.uses for mode in use.modes]
-    if not candidates:
+def choose_use(members, flags, has_hole):  # [Member], names of texts and SWITCHES, modes -> objective, mode
+    """Of several uses, takes the first one. flags: those that were given. has_hole: the modes whose holes
+    are in the prompt."""
+    uses = [(m.objective, mode) for m in members for mode in m.objective.uses]
+    if not uses:
         names = " ".join(m.objective.name for m in members)
         fail(f"--objective {names}: sample.py has no use for this objective. Try a run of another one")
+    # uses that read all of the flags; if none does, plan_samples refuses one of the flags
+    uses = prefer(uses, lambda mode: flags <= {*MODES[mode].flags})
+    if "prompt" in flags:                       # uses for its holes, else those that need none, "correct" last
+        uses = prefer(uses, lambda mode: mode in has_hole)
+        uses = prefer(uses, lambda mode: mode in has_hole or mode not in ("fill", "infill"))
+        uses = prefer(uses, lambda mode: mode != "correct")
+    return uses[0]
 
-    def fit(candidate):  # -> sort key
-        _, use, mode = candidate
-        reads_all = {*texts, *switches} <= set(MODES[mode].flags)
-        if "prompt" not in texts:
-            rank = 0
-        elif mode in MARKERS and re.search(MARKERS[mode], texts["prompt"]):
-            rank = 3
-        elif mode == "infill" or mode == "fill" and not use.trained_at_any_rate:
-            rank = 0                            # needs a hole
-        else:
-            rank = 1 if mode == "correct" else 2
-        return reads_all, rank
-    return max(candidates, key=fit)
+
+def prefer(uses, is_good):  # -> the uses with a good mode; if there is none, all
+    return [use for use in uses if is_good(use[1])] or uses
 
 
 def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode does not read, and says what reads it
@@ -871,30 +917,24 @@ def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode
          "without it, or python sample.py --help for the objectives that can")
 
 
-def objectives_with(mode):  # -> "span, ul2, fim": the objectives with a use of this mode
-    return ", ".join(name for name, objective in OBJECTIVES.items() if find_use(objective, mode))
-
-
-def check_holes(text, objective, mode, given):
+def check_markers(text, objective, mode):
     """Prints a note if the text has a marker that is read as text, which may be mistyped. Refuses such a marker
-    beside a hole that is filled, and max_new_tokens for holes of given lengths."""
-    if given.get("correct") or given.get("fix"):                # all of a text to correct is text
-        return
-    if mode == "fill" and "max_new_tokens" in given and re.search(MASKS, text):
-        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
-    own = MARKERS.get(mode)
-    as_text = [word for word in re.findall(LIKE_A_HOLE, text) if not (own and re.fullmatch(own, word))]
+    beside a hole that is filled."""
+    own = MARKERS.get(mode, rb"(?!)")           # (?!) matches nothing
+    as_text = [word for word in re.findall(LIKE_A_HOLE, text) if not re.fullmatch(own, word)]
     if not as_text:
         return
+    of_given_length = ", ".join(objectives_with("fill", "repair"))
+    of_any_length = ", ".join(objectives_with("infill"))
     message = (f"{as_text[0].decode('utf-8', 'replace')} is read as text when {objective.name} is used to "
-               f"{MODES[mode].task}. Holes are written [MASK] or [MASK:4] for {objectives_with('fill')}, "
-               f"{objectives_with('repair')}, and <extra_id_0> for {objectives_with('infill')}")
-    if own and re.search(own, text):
+               f"{MODES[mode].task}. Holes are written [MASK] or [MASK:4] for {of_given_length}, "
+               f"and <extra_id_0> for {of_any_length}")
+    if re.search(own, text):
         fail(f"--prompt: {message}. Try one kind of hole")
     note(message)
 
 
-def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, corrupted as the mode needs them
+def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, what to print before the answer
     text = held_out[:T // 2].tolist()
     half = len(text) // 2
     noisy = [ord("x") if i % 20 == 9 else byte for i, byte in enumerate(text)]
@@ -908,42 +948,56 @@ def demonstration(mode, held_out, T):  # -> {flag: text} from held-out bytes, co
         "search": dict(query=text[:half], corpus=bytes(held_out[half:].tolist())),  # does not contain the query
         "seam": dict(prompt=text[half:] + text[:half]),
     }.get(mode, dict(prompt=text))              # to continue
-    print(f"held-out text:\n{to_text(text)}")
+    lines = [f"held-out text:\n{to_text(text)}"]
     for flag, ids in texts.items():
         if flag != "corpus" and ids != text:
-            print(f"--- as --{flag}:\n{to_text(ids)}")
-    print("--- the model's answer:", flush=True)
-    return texts
+            lines.append(f"--- as --{flag}:\n{to_text(ids)}")
+    return texts, "\n".join([*lines, "--- the model's answer:\n"])
 
 
-def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a function for each sample, which prints it
+def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a generator of text for each sample
     model, hp, ckpt = loaded
-    defaults = {name: flag.default for flags in FLAGS.values() for name, flag in flags.items()}
-    args = Namespace(**defaults | given)
+    # 1. the texts, and what to do with them
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
-    members = choose_members(hp, args.objective)
     switches = {flag for flag in SWITCHES if given.get(flag)}
-    m, use, mode_name = choose_use(members, texts, switches)
-    objective = m.objective
+    prompts, has_hole = read_prompt(texts.get("prompt", b""))
+    members = choose_members(hp, given.get("objective"))
+    objective, mode_name = choose_use(members, {*texts, *switches}, has_hole)
     mode = MODES[mode_name]
+    use = objective.uses[mode_name]
+    # 2. what does not fit is refused; --no-fix and --no-correct always fit
     for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
         refuse_flag(flag, objective, mode)
     if objective.name != hp.objective:
         note(f"used as {objective.name}")
-    check_holes(b"\n".join(text for flag, text in texts.items() if flag != "corpus"), objective, mode_name, given)
-    if "prompt" in texts and mode_name != "infill":             # infill_mode splits the bytes at their holes
-        texts["prompt"] = read_masks(texts["prompt"]) if mode_name in MARKERS else list(texts["prompt"])
+    if mode_name == "fill" and "fill" in has_hole and "max_new_tokens" in given:
+        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
+    if not switches:                            # all of a text to correct is text
+        read = [text for flag, text in texts.items() if flag != "corpus"]
+        check_markers(b"\n".join(read), objective, mode_name)
+    # 3. the arguments of the mode
+    if "prompt" in texts:
+        texts["prompt"] = prompts[mode_name]
     if not texts and not switches:
-        texts = demonstration(mode_name, ckpt["held_out"], hp.block_size)
+        texts, introduction = demonstration(mode_name, ckpt["held_out"], hp.block_size)
+        show(introduction)
     for flag in mode.required:
         if not texts.get(flag):
             fail(f"--{flag}: is missing or empty. Try {'the name of a file' if flag == 'corpus' else 'some text'}")
-    vars(args).update(dict.fromkeys(FLAGS["texts"]) | texts)
-    args.given = set(given)
-    args.sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
-    args.fill_sampling = dict(temperature=TEMPERATURE if args.num_samples > 1 or args.sampling else 0.0) | args.sampling
+    defaults = {name: flag.default for flags in FLAGS.values() for name, flag in flags.items()}
+    defaults["order"] = getattr(use, "order", "")
+    args = Namespace(**defaults | given | dict.fromkeys(FLAGS["texts"]) | texts, given=set(given))
+    args.sampling = choose_sampling(mode, given)
+    # 4. a generator of text for each sample
     generators = [make_rng(f"{args.seed},{i},sample") for i in range(args.num_samples)]
-    return [partial(mode.function, model, objective, use, hp, args, g) for g in generators]
+    return [mode.function(model, objective, use, hp, args, g) for g in generators]
+
+
+def choose_sampling(mode, given):  # -> arguments of `distribution`: those that were given, and defaults
+    sampling = {flag: given[flag] for flag in SAMPLING if flag in given}
+    if mode.sampling == LIKELIEST and (sampling or given.get("num_samples", 1) > 1):
+        return LEFT_TO_RIGHT | sampling         # so that samples differ
+    return mode.sampling | sampling
 
 
 def ask(loaded, **flags):
@@ -954,27 +1008,26 @@ def ask(loaded, **flags):
 
     flags: those of the program except out_dir, device and dtype. A text that begins with FILE: is read from that file.
     Raises a UserError if they cannot be used, and a TypeError if a value is None or a list. Notes go to standard error,
-    and the text of a demonstration to standard output. Do not call it in several threads: it redirects sys.stdout."""
-    words = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words.append(f"--{name}={value if isinstance(value, (int, float)) else os.fsdecode(value)}")
+    and the text of a demonstration to standard output."""
     groups = FLAGS | {"run": {flag: FLAGS["run"][flag] for flag in ("objective", "seed")}}
+    given = parse([to_word(name, value) for name, value in flags.items()], groups)
     texts = []
-    for print_sample in plan_samples(loaded, parse(words, groups)):
-        out = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
-        with contextlib.redirect_stdout(out):
-            print_sample()
-        out.flush()
-        text = out.buffer.getvalue().decode(errors="surrogateescape")
+    for pieces in plan_samples(loaded, given):
+        text = render("".join(pieces))
         texts.append(text if flags.get("fix") else text.removesuffix("\n"))
     return texts if "num_samples" in flags else texts[0]
 
 
+def to_word(name, value):  # a flag of `ask` -> the word of a command line, which has its checks
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    if isinstance(value, (int, float)):
+        return f"--{name}={value}"
+    return f"--{name}={os.fsdecode(value)}"     # a TypeError if it is no text
+
+
 def parse(argv, groups=FLAGS):  # -> {name: value} of the flags that were given
-    return vars(make_parser("python sample.py", __doc__, groups).parse_args(argv))
+    return vars(make_parser("python sample.py", __doc__, groups, list_defaults()).parse_args(argv))
 
 
 def main(argv=None):
@@ -982,11 +1035,15 @@ def main(argv=None):
     loaded = load_run(given.get("out_dir") or newest_run(), given.get("device", "auto"), given.get("dtype", "auto"))
     _, hp, ckpt = loaded
     note(f"{ckpt['path']}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
+    fix = given.get("fix", False)
+    if fix:                                     # all bytes and line ends must survive
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", newline="\n")
     samples = plan_samples(loaded, given)
-    for i, print_sample in enumerate(samples):
+    for i, pieces in enumerate(samples):
         if len(samples) > 1:
-            print(f"--- sample {i + 1}")
-        print_sample()
+            show(f"--- sample {i + 1}\n")
+        for text in pieces:
+            show(text, raw=fix)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from experiments.common import load_latest, parse_with_train_flags
 import sample
 import train
 from model import for_inference
-from objectives import OBJECTIVES, document_mask, find_use
+from objectives import OBJECTIVES, document_mask
 from run import build, get_config, get_members, run_program, use_device
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -231,7 +231,7 @@ def bench_decode(flags, hp):  # bytes per second of a single sample: plain, comp
     model, hp, prompt = load_decoder(flags, hp)
     x = torch.tensor([prompt], device=hp.device)
     n_and_T = flags.new, hp.block_size
-    use = find_use(get_members(hp)[0].objective, "continue")
+    use = get_members(hp)[0].objective.uses.get("continue")
     draft = use.drafter(hp) if use and use.drafter else None
     stats = []
 

@@ -15,7 +15,7 @@ import zlib
 from data import EOT, Flag, fail, from_bytes, to_bytes
 from experiments.common import load_latest, parse_own_flags
 from model import Cache
-from objectives import N_BYTES, find_use
+from objectives import N_BYTES
 from run import DEVICE_FLAGS, compressor_bits, get_members, newest_run, run_program
 import torch
 import torch.nn.functional as F
@@ -38,19 +38,15 @@ NOT_RESTORED = ("its text cannot be restored: the file is damaged, or the model 
 @torch.inference_mode()
 def byte_frequencies(model, S, T):  # a coroutine: is sent the last bytes (S,), yields frequencies of the next (S, 256)
     """Reads one byte of each stream at a time, also when compressing, so that both directions compute the same bits."""
-    ids = new = torch.full((S, 1), EOT, device=model.embed.weight.device)
+    ids = torch.full((S, 1), EOT, device=model.embed.weight.device)
     cache = Cache(model, S, T)
     while True:
-        if ids.size(1) > T:                     # the block is full: encode its last half again
-            ids = new = ids[:, -(T // 2):]
-            cache.length.zero_()
-        h = model(new, 0, cache=cache)
+        h = model(ids[:, cache.first_unread(ids.size(1)):], 0, cache=cache)
         p = model.logits(h[:, -1])[:, :N_BYTES].cpu().double().softmax(-1)              # mps has no float64
         freq = (p * (2 ** PRECISION - N_BYTES)).long() + 1      # at least 1: every byte can be coded
         rest = 2 ** PRECISION - freq.sum(1, keepdim=True)
         byte = yield freq.scatter_add(1, p.argmax(1, keepdim=True), rest)
-        new = byte[:, None].to(ids.device)
-        ids = torch.cat((ids, new), dim=1)
+        ids = torch.cat((ids, byte[:, None].to(ids.device)), dim=1)
 
 
 def weights_checksum(model):  # -> int
@@ -134,7 +130,8 @@ def main(argv=None):  # -> exit code
     if os.path.exists(out):
         fail(f"--file {path}: would overwrite {out}, which exists. Try to rename that file")
     model, hp, _ = load_latest(flags.out_dir or newest_run(), flags.device, "float32")
-    exact = [m for m in get_members(hp) if m.objective.bpb in ("loss", "causal") and find_use(m.objective, "continue")]
+    objectives = [m.objective for m in get_members(hp)]
+    exact = [o for o in objectives if o.bpb in ("loss", "causal") and "continue" in o.uses]
     if not exact:
         fail(f"--out_dir: {hp.objective} has no left-to-right probability. Try a run trained as clm")
     try:

@@ -26,7 +26,7 @@ from experiments.score import score_by_filling
 import sample
 import train
 from model import for_inference, norm
-from objectives import IGNORE_INDEX, N_BYTES, find_use
+from objectives import IGNORE_INDEX, N_BYTES, frame_prompt
 from run import COMPRESSED_BYTES, EVAL_ROWS, Member, build, get_members, load_run
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
     format. By the chain rule, the nats of all bytes add up to those of the middle. If a model writes the end of a hole,
     that is predicted too: (N, m + 1, V)."""
     left, middle, right = x.split((a, m, x.size(1) - a - m), dim=1)
-    fill = find_use(objective, "fill")
+    fill = objective.uses.get("fill")
     if fill:                                    # pass i reads the first i bytes of the middle
         logits = []
         for i in range(m):
@@ -62,20 +62,20 @@ def infill_logits(model, objective, hp, x, a, m):  # x (N, n) -> (N, m, V) for b
             row = torch.cat((left, middle[:, :i], masks, right), dim=1)
             logits.append(sample.fill_logits(model, row, fill)[:, a + i])
         return torch.stack(logits, dim=1)
-    infill = find_use(objective, "infill")
+    infill = objective.uses["infill"]
     prompts = [infill.prompt(pieces, m, hp) for pieces in zip(left.tolist(), right.tolist())]
+    row = middle.new_tensor([ids for ids, _ in prompts])
     ended = F.pad(middle, (0, 1), value=infill.stop_ids[0])
-    return target_logits(model, objective, hp, [ids for ids, _ in prompts], prompts[0][1], ended)
+    return target_logits(model, objective, hp, row, prompts[0][1], ended)
 
 
 def left_logits(model, objective, hp, x, a, m):  # the same, given only the left side
-    use = find_use(objective, "continue")
-    prompts = [[*use.left_ids, *row, *use.right_ids] for row in x[:, :a].tolist()]
-    return target_logits(model, objective, hp, prompts, len(prompts[0]) if use.both_ways else 0, x[:, a:a + m])
+    row, P = frame_prompt(x[:, :a], objective.uses["continue"])
+    return target_logits(model, objective, hp, row, P, x[:, a:a + m])
 
 
-def target_logits(model, objective, hp, prompts, P, middle):  # N lists of n ids each, their prefix, (N, m) -> (N, m, V)
-    row = torch.cat((middle.new_tensor(prompts), middle[:, :-1]), dim=1)            # the last id predicts nothing here
+def target_logits(model, objective, hp, prompts, P, middle):  # (N, n), their prefix, (N, m) -> (N, m, V)
+    row = torch.cat((prompts, middle[:, :-1]), dim=1)           # the last id predicts nothing here
     positions = objective.numbering(row, row.new_full((len(row),), P), hp) if objective.numbering else None
     h = model(row, P, positions=positions)
     return model.logits(h[:, -middle.size(1):])
@@ -109,9 +109,9 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m
         if m + 2 > n:
             continue
         predictors = {}
-        if find_use(objective, "continue"):
+        if "continue" in objective.uses:
             predictors[f"left_{m}"] = left_logits
-        if find_use(objective, "infill") or find_use(objective, "fill"):
+        if objective.uses.keys() & {"infill", "fill"}:
             predictors[f"infill_{m}"] = infill_logits
         x = windows(text, n, MIDDLE_BYTES // m, f"infill,{m}").to(hp.device)
         a = (n - m) // 2
@@ -120,13 +120,13 @@ def eval_infilling(model, objective, hp, text):  # -> {left_m, infill_m, ended_m
             logits = middle_logits(predict, model, objective, hp, x, a, m)
             out[name] = bits_per_byte(logits, middle)
             if logits.size(1) > m:
-                out[f"ended_{m}"] = ended_bits(logits, middle, find_use(objective, "infill").stop_ids[0])
+                out[f"ended_{m}"] = ended_bits(logits, middle, objective.uses["infill"].stop_ids[0])
     return out
 
 
 def eval_filling_in_order(model, objective, hp, text):  # -> {left_by_filling: bits per byte}
     """Exact bits of a model that fills, by the chain rule. As in left to right, windows start without context."""
-    fill = find_use(objective, "fill")
+    fill = objective.uses.get("fill")
     if not fill:
         return {}
     n = sample.text_space(fill, hp.block_size)
@@ -147,10 +147,10 @@ def eval_corruption(model, objective, hp, text):  # -> {replaced_auc}
     other = text[torch.randint(0, len(text), clean.shape, generator=g)].long()
     is_replaced = (torch.rand(clean.shape, generator=g) < 0.1) & (other != clean)
     x = torch.where(is_replaced, other, clean).to(hp.device)
-    mark = find_use(objective, "mark")
-    fill = find_use(objective, "fill")
+    mark = objective.uses.get("mark")
+    fill = objective.uses.get("fill")
     if mark:
-        score = mark.predict(model, x)
+        score = mark(model, x)
     elif fill:
         logp = torch.stack([sample.masked_log_probs(model, row[None], fill, passes=8) for row in x])
         score = -logp.gather(2, x[..., None].cpu().clamp(min=1) - 1)[..., 0]        # logp (N, n, 255), of bytes 1..255
@@ -184,11 +184,11 @@ def eval_tokenizable_lines(model, objective, hp, text):
     """Share of the written bytes in lines that Python's tokenizer accepts, each line by itself. The model continues
     prompts of 32 bytes. Baseline: bytes drawn independently, each as often as in the text. A model that repeats one
     good line would reach 1, so `distinct` is the share of lines that differ from all earlier ones."""
-    use = objective.uses[0]
-    if "fill" in use.modes and not use.trained_at_any_rate or hp.block_size < MIN_BLOCK:
+    use = objective.uses.get("write") or objective.uses.get("continue_blocks")
+    if not use or hp.block_size < MIN_BLOCK:
         return {}                               # not trained on rows that are mostly MASKs
     x = windows(text, objective.n_bytes(hp.block_size, hp), 2 * ROWS, "lines")      # some 500 lines
-    written = write(model, objective, hp, sample.default_order(use), x, make_rng("compare,written"))
+    written = write(model, objective, hp, use.order, x, make_rng("compare,written"))
     drawn = text[torch.randint(0, len(text), (len(x), 2000), generator=make_rng("compare,lines"))]
     score, distinct, _ = line_figures(written[:, PROMPT:])
     baseline, *_ = line_figures(drawn)
@@ -201,24 +201,21 @@ def write(model, objective, hp, order, x, g, temperature=0.8, steps=64):  # wind
     n = x.size(1)
     ids = x[:, :PROMPT]
     if order == "left to right":
-        use = find_use(objective, "continue")
-        row = torch.tensor([[*use.left_ids, *prompt, *use.right_ids] for prompt in ids.tolist()])
-        prefix = row.size(1) if use.both_ways else 0
+        row, prefix = frame_prompt(ids, objective.uses["continue"])
         written = sample.generate(model, row, n - PROMPT, hp.block_size, g, prefix, temperature=temperature)
         ids = torch.cat((ids, torch.stack(list(written), dim=1)), dim=1)
         return F.pad(ids, (0, n - ids.size(1)), value=EOT)      # shorter if all rows have ended
-    sampling = sample.DIFFUSION_SAMPLING | {"order": order}
-    use = find_use(objective, "continue_blocks")
+    sampling = sample.DIFFUSION | {"order": order}
+    use = objective.uses.get("continue_blocks")
     if use:
         T = objective.n_bytes(hp.block_size, hp)
-        block = min(use.length(hp), T)
         rows = []
         for prompt in ids.tolist():
-            written = sample.generate_blocks(model, prompt, n - PROMPT, T, block, g, **sampling)
+            written = sample.generate_blocks(model, prompt, n - PROMPT, T, use.length(hp), g, **sampling)
             rows.append(F.pad(ids.new_tensor([*prompt, *written]), (0, n), value=EOT)[:n])
         return torch.stack(rows)
     row = F.pad(ids, (0, n - PROMPT), value=MASK).to(hp.device)
-    *_, ids = sample.unmask(model, row, g, find_use(objective, "fill"), steps, **sampling)
+    *_, ids = sample.unmask(model, row, g, objective.uses["fill"], steps, **sampling)
     return ids.cpu()
 
 
@@ -235,7 +232,7 @@ def line_figures(rows):  # (N, n) -> share of bytes in lines that tokenize, shar
 def eval_infill_exact_match(model, objective, hp, text):
     """Share of holes of 4 bytes that are restored exactly. Writes up to 20 bytes and trims them, as sample.py does.
     Baseline: four spaces. `ends` is the share of holes in which the model itself ends the text."""
-    if hp.block_size < MIN_BLOCK or not find_use(objective, "infill").prompt:
+    if hp.block_size < MIN_BLOCK or not objective.uses["infill"].prompt:
         return {}
     half = min(80, hp.block_size // 2 - 48)
     results = []
@@ -243,7 +240,7 @@ def eval_infill_exact_match(model, objective, hp, text):
         left = row[:half - 2]
         middle = row[half - 2:half + 2]
         right = row[half + 2:]
-        ids, P = find_use(objective, "infill").prompt([left, right], 4, hp)
+        ids, P = objective.uses["infill"].prompt([left, right], 4, hp)
         [written], ended = sample.infill(model, objective, hp, ids, P, 1, 20, make_rng("holes"), temperature=0)
         trimmed = sample.trim_to_suffix(model, objective, hp, left, written, right)
         results.append((trimmed == middle, bytes(middle) == b"    ", ended))
@@ -253,7 +250,7 @@ def eval_infill_exact_match(model, objective, hp, text):
 
 def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}: share of restored holes
     """Holes of 1 to 12 bytes in turn, and of 4 bytes, if that is not the objective's own task."""
-    use = find_use(objective, "infill")
+    use = objective.uses.get("infill")
     if not use:
         return {}
     half = min(80, hp.block_size // 2 - 48)
@@ -315,7 +312,7 @@ def eval_typos(model, objective, hp, text):
     """The share of windows whose typo is the most suspicious byte. Baseline: the byte that forms the two rarest pairs
     with its neighbours."""
     x, _, typo = make_typos(text, min(hp.block_size, 128), 4 * ROWS)
-    marked = find_use(objective, "mark").predict(model, x.to(hp.device)).argmax(1, keepdim=True).cpu()
+    marked = objective.uses["mark"](model, x.to(hp.device)).argmax(1, keepdim=True).cpu()
     pair_counts = torch.bincount(text[:-1].long() * 256 + text[1:].long(), minlength=1 << 16)
     counts = pair_counts[x[:, :-1] * 256 + x[:, 1:]]                                # (N, n - 1)
     rarest = (counts[:, :-1] + counts[:, 1:]).argmin(1, keepdim=True) + 1
@@ -329,7 +326,7 @@ def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds 
 
 
 def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES, error_rate=sample.ERROR_RATE):
-    use = find_use(objective, "correct")
+    use = objective.uses.get("correct")
     if not use:
         return {}
     x, clean, typo = make_typos(text, 128, 4 * ROWS)
@@ -344,8 +341,8 @@ def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES
 def eval_replaced(model, objective, hp, text, passes=sample.CORRECTION_PASSES):
     """Of windows in which 5% of the bytes are replaced by random printable ones: the edit distance from the corrected
     (error rate 5%) or repaired to the clean text, divided by that from the noisy text. Changing nothing: 1."""
-    use = find_use(objective, "correct")
-    if not use and not find_use(objective, "repair"):
+    use = objective.uses.get("correct")
+    if not use and "repair" not in objective.uses:
         return {}
     g = make_rng("compare,replaced")
     clean = windows(text.masked_fill(text == EOT, ord("\n")), 128, ROWS, "replaced")            # as in eval_repairs
@@ -363,7 +360,7 @@ def eval_replaced(model, objective, hp, text, passes=sample.CORRECTION_PASSES):
 def eval_retrieval(model, objective, hp, text):
     """Share of 256 passages of which the first half is nearest to its own second half. Baseline: histograms of bytes
     in place of embeddings."""
-    embed = find_use(objective, "search").predict
+    embed = objective.uses["search"].embed
     pairs = windows(text, hp.block_size // 2 * 2, 256, "recalls").unflatten(1, (2, -1))             # (256, 2, n)
 
     def recall(e):  # (256, 2, C) -> share
@@ -380,7 +377,7 @@ def eval_accuracy(model, objective, hp, text):
     corpus = [dict(weight=1.0, text=text)]
     batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
     _, figures = train.mean_loss(member, model, batches, hp)
-    n_answers = 2 if find_use(objective, "follow") else hp.block_size
+    n_answers = 2 if "follow" in objective.uses else hp.block_size
     return {"task": figures["accuracy"], "task_baseline": 1 / n_answers} if "accuracy" in figures else {}
 
 
@@ -400,7 +397,7 @@ TASKS = {                                       # {mode: (what is measured, with
 def eval_task(model, objective, hp, text):  # -> metrics of the objective's first use, with a heading in words
     if not objective.uses:
         return {}
-    heading, evaluate = TASKS[objective.uses[0].modes[0]]
+    heading, evaluate = TASKS[next(iter(objective.uses))]
     figures = evaluate(model, objective, hp, text)
     return {"task_heading": heading} | figures if figures else {}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data import Flag
 from experiments.common import parse_own_flags
-from objectives import OBJECTIVES, find_use
+from objectives import OBJECTIVES
 from run import resolve_device, run_program
 from torch.utils.collect_env import get_pretty_env_info
 
@@ -33,7 +33,7 @@ SIZE_128 = "--n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12"
 SMALL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 128 --batch_size 4 --ngram_rows 64 --eval_iters 1"
 FIRST = next(iter(OBJECTIVES))
 OF_EACH_MASK = {objective.attention: name for name, objective in reversed(OBJECTIVES.items())}      # the first of each
-DRAFTING = [name for name, o in OBJECTIVES.items() if getattr(find_use(o, "continue"), "drafter", None)]
+DRAFTING = [name for name, o in OBJECTIVES.items() if getattr(o.uses.get("continue"), "drafter", None)]
 Step = namedtuple("Step", "name words")         # words: arguments of the Python interpreter
 
 

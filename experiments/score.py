@@ -22,7 +22,7 @@ import math
 from data import EOT, MASK, Flag, fail, from_bytes, make_rng
 from experiments.common import load_latest, parse_own_flags
 import sample
-from objectives import N_BYTES, OBJECTIVES, add_weights, find_use
+from objectives import N_BYTES, OBJECTIVES, add_weights
 from run import DEVICE_FLAGS, compressor_bits, get_members, newest_run, run_program
 import torch
 import torch.nn.functional as F
@@ -132,19 +132,8 @@ def pseudo_scores(model, x, use):  # bytes (N, n), a Fill -> pseudo-log-likeliho
     return logp.gather(2, x[..., None].cpu() - 1).sum((1, 2))                       # logp (N, n, 255), of bytes 1..255
 
 
-@torch.inference_mode()
-def score_texts(score, texts, device):  # score: bytes (N, n) -> (N,); texts as bytes -> {text: its score}
-    """A batch consists of texts of equal length, so that none is padded. Equal texts have equal scores."""
-    scores = {}
-    for n in tqdm(sorted({len(text) for text in texts}), disable=None, leave=False):
-        group = list(dict.fromkeys(text for text in texts if len(text) == n))       # without duplicates
-        x = torch.stack([from_bytes(text) for text in group]).long().to(device)
-        scores |= zip(group, torch.cat([score(rows) for rows in x.split(sample.MAX_ROWS)]).tolist())
-    return scores
-
-
 def has_probability(objective):  # does the objective define a probability of a text?
-    return bool(objective.bpb or find_use(objective, "fill"))
+    return bool(objective.bpb or "fill" in objective.uses)
 
 
 def choose_scored(members):  # -> the first member that defines a probability of a text, or None
@@ -154,13 +143,13 @@ def choose_scored(members):  # -> the first member that defines a probability of
 def check_pairs(pairs, objective, hp):  # fails if a text does not fit into a row
     size = min(hp.block_size, objective.n_bytes(hp.block_size, hp))                 # maximum number of bytes of a text
     if not objective.bpb:
-        size = sample.text_space(find_use(objective, "fill"), hp.block_size)
+        size = sample.text_space(objective.uses["fill"], hp.block_size)
     if not all(0 < len(text) <= size and EOT not in text for pair in pairs for text in pair[1:]):
         fail(f"--pairs: a text is empty, contains a NUL or is longer than {size} bytes. Try other texts")
 
 
+@torch.inference_mode()
 def score_pairs(model, objective, hp, pairs, seed):  # -> [1, 0.5 or 0 for each pair], how the texts are scored
-    fill = find_use(objective, "fill")
     if objective.bpb == "bound":
         score = lambda x: torch.tensor([-score_bound(model, objective, text, hp, seed)[0] for text in x])
         kind = f"{objective.name}'s bound, estimated in {BOUND_GROUPS * BOUND_ROWS} passes for each text"
@@ -168,9 +157,10 @@ def score_pairs(model, objective, hp, pairs, seed):  # -> [1, 0.5 or 0 for each 
         score = lambda x: exact_scores(model, x)
         kind = "exact log-probability, left to right after an EOT, 1 pass for each text"
     else:
-        score = lambda x: pseudo_scores(model, x, fill)
+        score = lambda x: pseudo_scores(model, x, objective.uses["fill"])
         kind = "pseudo-log-likelihood, n passes for a text of n bytes"
-    scores = score_texts(score, [text for pair in pairs for text in pair[1:]], hp.device)
+    texts = [text for pair in pairs for text in pair[1:]]
+    scores = sample.map_texts(lambda x: score(x).tolist(), texts, hp.device)
     return [(scores[good] > scores[bad]) + (scores[good] == scores[bad]) / 2 for _, good, bad in pairs], kind
 
 
@@ -227,7 +217,7 @@ def main(argv=None):  # -> exit code
     elif objective.bpb:
         bits = score_exact(model, data, T, T // 2)
         print_bits(bits, len(data), f"left to right, windows of {T}, stride {T // 2}")
-    fill = find_use(objective, "fill")
+    fill = objective.uses.get("fill")
     if fill:
         size = sample.text_space(fill, T)
         data = data[:FILLED_BYTES]

@@ -61,7 +61,7 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "validation"]
     assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out and out.count(" min left\n") == 3
     assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
-    assert {objective.uses[0].modes[0] for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
+    assert {next(iter(objective.uses)) for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
     assert {"left_4", "left_16", "replaced_auc", "tflop"} <= metrics["mtp"].keys()
     assert metrics["mtp"]["task"] == few["task"]
     assert {"typos_first", "typos_corrected", "typos_damaged", "replaced_left"} <= set(metrics["mdlm"])

@@ -11,7 +11,7 @@ from conftest import randomized, settings
 import data
 from data import EOT, MASK, from_bytes, make_rng, open_corpus, to_bytes
 from experiments import evaluate
-from objectives import OBJECTIVES, Predict, find_use
+from objectives import OBJECTIVES, Search
 from run import get_members
 
 SENTENCES = from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
@@ -23,11 +23,11 @@ def ids(*shape):
 
 @torch.no_grad()
 def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):
-    """Evaluates a random model. use (modes, predict) replaces the objective's uses."""
+    """Evaluates a random model. use (mode, function) replaces the objective's uses."""
     hp = settings(name, T, **changes)
     objective = OBJECTIVES[name]
     if use:
-        objective = dataclasses.replace(objective, uses=(Predict(*use),))
+        objective = dataclasses.replace(objective, uses=dict([use]))
     model = randomized()
     model.heads.update(objective.heads(model.config, hp))
     return evaluation(model.eval(), objective, hp, text)
@@ -38,10 +38,10 @@ def measure(evaluation, name, T=64, text=SENTENCES, use=None, **changes):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_byte_of_a_middle_is_predicted_from_the_sides_and_the_middle_before_it(name, mode):
     """Otherwise the bits would not add up to those of the middle. The right side is not read by mode continue."""
-    use = find_use(OBJECTIVES[name], mode)
+    use = OBJECTIVES[name].uses.get(mode)
     if mode == "infill" and use and not use.prompt:
         return                                  # fills MASKs
-    objective = dataclasses.replace(OBJECTIVES[name], uses=(use,))
+    objective = dataclasses.replace(OBJECTIVES[name], uses={mode: use})
     net, x, a, m = randomized().requires_grad_(False), ids(2, 20), 8, 4
 
     def predict(x, objective=objective):
@@ -76,7 +76,7 @@ def test_bits_with_the_end_are_those_of_all_that_infilling_writes(name):
     net, x, a, m = randomized().requires_grad_(False), ids(1, 20), 8, 4
     objective = OBJECTIVES[name]
     hp = settings(name, 64)
-    use = find_use(objective, "infill")
+    use = objective.uses["infill"]
     row, P = use.prompt([x[0, :a].tolist(), x[0, a + m:].tolist()], m, hp)
     bits = 0.0
     for right in [*([i] for i in x[0, a:a + m].tolist()), [*{use.stop_ids[0], EOT}]]:
@@ -106,7 +106,7 @@ def test_replaced_bytes_are_found_by_a_model_that_knows_the_text(name):
 def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_in_the_text(monkeypatch):
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.full((64, 62), ord("b")))
     seen = []
-    use = ("mark",), lambda model, x: seen.append(x) or (x != ord("b")).float()
+    use = "mark", lambda model, x: seen.append(x) or (x != ord("b")).float()
     found = measure(evaluate.eval_corruption, "electra", text=from_bytes(b"aabc" * 100), use=use)
     assert found == {"replaced_auc": 1.0}, "a byte that is replaced by itself is not replaced"
     share = [float((seen[0] == ord(letter)).float().mean()) for letter in "ac"]
@@ -134,7 +134,7 @@ def test_a_typo_is_found_by_a_model_that_knows_the_text():
     def differs(model, x):  # -> (N, 64): from the window that differs in the fewest bytes
         differences = windows != x[:, None]                     # (N, 45, 64)
         return differences[torch.arange(len(x)), differences.sum(2).argmin(1)].float()
-    found = measure(evaluate.eval_typos, "electra", use=(("mark",), differs))
+    found = measure(evaluate.eval_typos, "electra", use=("mark", differs))
     assert found["task"] == 1 and found["task_baseline"] > 0.95         # few typos form a pair that the text has
 
 
@@ -142,8 +142,8 @@ def test_a_typo_is_found_by_a_model_that_knows_the_text():
 def test_retrieval_counts_the_halves_whose_nearest_is_their_own(shift, recall, monkeypatch):
     x = torch.arange(256)[:, None].expand(-1, 32)
     monkeypatch.setattr(evaluate, "windows", lambda *args: torch.cat((x, (x + shift) % 256), dim=1))
-    use = "search", lambda model, x: F.one_hot(x[:, 0], 256).float()
-    found = measure(evaluate.eval_retrieval, "contrastive", use=use)
+    search = Search(lambda model, x: F.one_hot(x[:, 0], 256).float(), piece_bytes=None)
+    found = measure(evaluate.eval_retrieval, "contrastive", use=("search", search))
     assert found == {"task": recall, "task_baseline": recall}
 
 
@@ -217,7 +217,7 @@ def test_holes_of_all_objectives_are_in_texts_of_the_same_length(name, T, monkey
 def test_a_random_model_has_the_accuracy_of_chance(name, chance):
     found = measure(evaluate.eval_accuracy, name, 32)
     assert found["task_baseline"] == chance and abs(found["task"] - chance) < 0.1
-    assert measure(evaluate.eval_accuracy, "clm", 32, use=(("follow",), None)) == {}, "has no figure named accuracy"
+    assert measure(evaluate.eval_accuracy, "clm", 32, use=("follow", None)) == {}, "has no figure named accuracy"
 
 
 def test_lines_count_by_their_bytes_and_repeated_lines_are_not_distinct(monkeypatch):

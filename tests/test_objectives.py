@@ -24,7 +24,7 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, make_rng
 from model import CONTEXT_WIDTH, Cache, ModelConfig, can_attend, norm, run_blocks
-from objectives import IGNORE_INDEX, OBJECTIVES, Continue, Fill, Infill, Repair, find_use
+from objectives import IGNORE_INDEX, OBJECTIVES, Fill
 from run import get_members
 
 T = 48
@@ -114,7 +114,7 @@ def hidden_targets(objective, batch):
         causal = has_target & (prefixes(batch) < inp.size(1))[:, None]
     if "is_hidden" in batch:
         return causal, has_target & ~causal & batch["is_hidden"]
-    fills = find_use(objective, "fill")
+    fills = objective.uses.get("fill")
     shift = fills.shift if fills else 0
     unmasked = has_target & ~causal & F.pad(inp < O.N_BYTES, (0, shift))[:, shift:]
     hides_all = objective.bpb in ("loss", "bound") or 2 * unmasked.sum() > has_target.sum()
@@ -377,22 +377,23 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     x, batch, hp = make(name)
     objective = OBJECTIVES[name]
     assert objective.name == name
-    assert {mode for use in objective.uses for mode in use.modes} <= set(sample.MODES)
-    assert all(isinstance(use.modes, tuple) for use in objective.uses), "(\"mark\",) is a tuple of one mode"
-    for use in objective.uses:
+    assert objective.uses.keys() <= set(sample.MODES)
+    assert {*objective.uses} & {"write", "correct"} == set() or "fill" in objective.uses
+    for mode, use in objective.uses.items():
         if isinstance(use, Fill):
             assert use.shift <= len(use.left_ids)
             assert "mask" in batch or (prefixes(batch) == T).any(), "no row has prefix T, with which sample.py fills"
         if isinstance(use, Fill) and (use.left_ids, use.right_ids, use.shift) == ((), (), 0):
             clean = F.pad(x, (0, T - x.size(1)), value=IGNORE_INDEX)
             assert ((batch["tgt"] == clean) | (batch["tgt"] == IGNORE_INDEX)).all(), "a target is not the clean byte"
-        if isinstance(use, Infill) and not use.prompt:
-            is_causal = any(isinstance(other, Continue) and not other.both_ways for other in objective.uses)
-            assert is_causal and find_use(objective, "fill"), "without a prompt, it needs a Fill and a causal Continue"
-        elif isinstance(use, Infill):
+        if mode == "infill" and not use.prompt:
+            other = objective.uses.get("continue")
+            is_causal = other and not other.both_ways
+            assert is_causal and "fill" in objective.uses, "without a prompt, it needs a Fill and a causal Continue"
+        elif mode == "infill":
             ids, P = use.prompt([[97], [98]], 4, hp)
             assert 0 <= P <= len(ids) and use.stop_ids and max(use.stop_ids) < objective.n_outputs
-        if isinstance(use, Repair):
+        if mode == "repair":
             last = (prefixes(batch) - 1).clamp(min=0)           # of the prefix
             assert (batch["inp"].gather(1, last[:, None]) == SEP).all(), "its rows are not made by seq2seq"
             i = torch.arange(T)
@@ -404,7 +405,7 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
 @every
 def test_a_prompt_is_laid_out_as_in_training(name):
     x, batch, _ = make(name, B=8)
-    use = find_use(OBJECTIVES[name], "continue")
+    use = OBJECTIVES[name].uses.get("continue")
     if not use:
         pytest.skip("continues nothing")
     is_like_training = []
@@ -518,9 +519,9 @@ READS_ITS_TARGET = {    # objective; its wrong fields, or wrong keys of its batc
     "clean bytes before others of its block": (
         "bd3lm", lambda batch: {"before": batch["before"].chunk(2, dim=1)[1].repeat(1, 2, 1)}, False),
     "targets at positions that depend on them": (
-        "mlm", dict(corrupt=mlm_in_slots, n_bytes=lambda T, hp: T // 2, uses=()), True),
+        "mlm", dict(corrupt=mlm_in_slots, n_bytes=lambda T, hp: T // 2, uses={}), True),
     "another mask for some letters": ("mlm_letters", dict(corrupt=mlm_letters_that_shows_the_case), True),
-    "a replaced byte": ("mlm", dict(corrupt=lambda *args: random_noise(*args, leaks=True), uses=()), True),
+    "a replaced byte": ("mlm", dict(corrupt=lambda *args: random_noise(*args, leaks=True), uses={}), True),
     "a prefix too long by one byte": ("prefix", lambda batch: {"prefix": batch["prefix"] + 1}, False),
     "its own byte": ("prefix", last_of_prefix_predicts_itself, False),
     "a label from bytes": ("clm", lambda batch: {"labels": batch["inp"][:, 5] % 2}, False),
@@ -712,7 +713,7 @@ def test_fim_rows_can_be_put_together_again_and_have_thirds(rate, spm_rate):
     """PSM: PRE prefix SUF suffix MID middle EOT. SPM, the paper's second variant: PRE SUF suffix MID prefix middle EOT,
     as PSM with an empty prefix."""
     x, batch, hp = make("fim", B=2000, T=33, fim_rate=rate, fim_spm_rate=spm_rate)
-    prompt = find_use(OBJECTIVES["fim"], "infill").prompt([[65], [90]], 4, hp)
+    prompt = OBJECTIVES["fim"].uses["infill"].prompt([[65], [90]], 4, hp)
     assert prompt == ([PRE, SUF, 90, MID, 65] if spm_rate else [PRE, 65, SUF, 90, MID], 0)
     assert torch.equal(batch["inp"][:, 1:], batch["tgt"][:, :-1])
     z = torch.cat((batch["inp"], batch["tgt"][:, -1:]), dim=1)
@@ -748,7 +749,7 @@ def test_parallel_heads_equal_the_papers_equations():
     for z, tgt in zip(logits, batch["future_tgt"].unbind(2)):
         want = want + 0.25 * F.cross_entropy(z.mT, tgt)
     assert_close(objective.loss(net, batch, hp)[0], want)
-    draft = find_use(objective, "continue").drafter(hp)
+    draft = objective.uses["continue"].drafter(hp)
     assert_close(draft(net, h[0]), torch.stack(logits, dim=2)[0])
 
 
@@ -768,7 +769,7 @@ def test_sequential_modules_equal_the_papers_equations(doc_mask):
         h = norm(run_blocks([block], joined, net.config, 0, mask=batch.get("mask")))
         want = F.cross_entropy(net.logits(h).mT, batch["future_tgt"][:, :, k - 1])  # -100: no target
         assert_close(figures[f"head{k + 1}"], want, rtol=1e-4, atol=1e-4)
-    assert find_use(objective, "continue").drafter(hp) is None
+    assert objective.uses["continue"].drafter(hp) is None
 
 
 @pytest.mark.parametrize("doc_mask", [False, True])
@@ -1035,7 +1036,7 @@ def test_a_noisy_block_after_cached_clean_ones_equals_one_pass_over_both_copies(
 @torch.no_grad()
 def test_xlnet_fills_a_hole_as_in_a_training_row_in_which_the_hole_comes_last():
     """Whatever stands in the clean copy of another hole that comes after it in that row."""
-    fill = find_use(OBJECTIVES["xlnet"], "fill")
+    fill = OBJECTIVES["xlnet"].uses["fill"]
     net = randomized(n_outputs=256)
     x = torch.randint(1, 256, (1, 12), generator=make_rng("text"))
     for hole, other in ((8, 5), (5, 8)):        # the last two of the order

@@ -175,7 +175,7 @@ def test_the_recipes_of_the_page_run_in_its_order(text, monkeypatch):
 
 def test_an_objective_without_uses_trains_and_sample_py_refuses_it(text, refuses):
     name = next(iter(OBJECTIVES))
-    with mock.patch.dict(OBJECTIVES, {name: dataclasses.replace(OBJECTIVES[name], uses=())}):
+    with mock.patch.dict(OBJECTIVES, {name: dataclasses.replace(OBJECTIVES[name], uses={})}):
         assert train.main(tiny("--data", text, "--out_dir", "a", "--max_iters", "1")) == 0
         for flags in ([], ["--prompt", "a"], ["--objective", name]):
             refused(refuses, "no use for", sample, "--out_dir", "a", "--device", "cpu", *flags)

@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 
+import objectives
 import sample
 import train
 from experiments.common import to_words
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, UserError, make_rng
 from model import ModelConfig, Transformer
-from objectives import OBJECTIVES, Fill, find_use
+from objectives import OBJECTIVES, Fill
 from run import get_members, load_checkpoint, load_run
 
 T = 12
@@ -136,7 +137,7 @@ def model_and_draft(n, seed=0):  # of random weights: few drafts are accepted
     net = randomized(n_head=2, seed=seed)       # with 4 heads, none would be
     for name, head in OBJECTIVES["mtp"].heads(net.config, hp).items():
         net.heads[name] = randomize(head, seed)
-    return net.requires_grad_(False).eval(), find_use(OBJECTIVES["mtp"], "continue").drafter(hp)
+    return net.requires_grad_(False).eval(), OBJECTIVES["mtp"].uses["continue"].drafter(hp)
 
 
 def drafted(net, draft, prompt, n, T, g, *args, **how):  # prompt (1, n) -> the ids that generate_drafted yields
@@ -229,6 +230,27 @@ def test_a_diffusion_sampler_reproduces_the_distribution_of_a_perfect_denoiser(s
         assert abs(share - rate) < 5 * (rate / int(left.sum())) ** 0.5
 
 
+def test_a_pass_that_fills_nothing_does_not_ask_the_model_again(monkeypatch):
+    """The predictions would be the same. A model that is asked in every pass writes the same text."""
+    net = randomized().requires_grad_(False)
+    x = ids(T, 2)
+    x[:, [2, 6, 9]] = MASK
+    asked = []
+
+    def fill_logits(model, ids, use):
+        asked.append(ids)
+        return objectives.fill_logits(model, ids, use)
+    monkeypatch.setattr(sample, "fill_logits", fill_logits)
+    states = [x, *sample.unmask(net, x, rng(), IN_PLACE, order="ancestral")]
+    assert len(asked) <= 1 + 6 < len(states) - 1, "one pass, and one after each change"
+    g = rng()
+    for before, after, passes_left in zip(states, states[1:], range(64, 0, -1)):
+        logits = objectives.fill_logits(net, before, IN_PLACE)
+        sampled = sample.draw(sample.distribution(sample.without_eot(logits)), g)
+        chosen = sample.choose_masks("ancestral", before == MASK, logits, sampled, passes_left, g)
+        assert torch.equal(after, torch.where((before == MASK) & chosen, sampled, before))
+
+
 @pytest.mark.parametrize("use", [IN_PLACE, Fill((EOT,), shift=1), FRAMED], ids=["in place", "shifted", "framed"])
 @pytest.mark.parametrize("steps", [0, 2, 5])
 def test_order_confident_fills_the_most_certain_bytes_first_and_order_left_the_leftmost(use, steps):
@@ -277,8 +299,9 @@ def test_order_confident_ranks_by_the_probability_of_the_sampled_byte_and_is_not
     assert len(written) == len(x)
     assert abs(float(is_a.float().mean()) - 0.6) < 0.02
     assert (written[is_a] == 65).all() and abs(float((written[~is_a] == 66).float().mean()) - 0.45) < 0.03
-    assert sample.default_order(Fill()) == "confident"
-    assert sample.default_order(Fill(trained_at_any_rate=True)) == "ancestral"
+    for objective in OBJECTIVES.values():
+        uses = [objective.uses[mode] for mode in ("fill", "write") if mode in objective.uses]
+        assert {use.order for use in uses} <= {"ancestral" if "write" in objective.uses else "confident"}
 
 
 @pytest.mark.parametrize("n", [4, T - 2])
@@ -379,15 +402,16 @@ def test_wrong_bytes_are_marked_and_corrected(runs, capsys, monkeypatch):
 
 
 def test_a_file_is_corrected_into_a_file(runs, capfdbinary, monkeypatch):
-    """All other bytes stay as they are, line ends and bytes that are not UTF-8 included."""
-    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))
-    clean = b"ok\r\n\xff return\n"
+    """All other bytes stay as they are, line ends and bytes that are not UTF-8 included, whatever encoding and line
+    ends standard output has."""
+    monkeypatch.setattr(sys, "stdout", open(1, "w", encoding="latin-1", newline="\r\n", closefd=False))
+    clean = b"ok\r\n\xff\xc3\xaf return\n"
     known_text(monkeypatch, clean)
     Path("wrong.txt").write_bytes(clean.replace(b"return", b"retuen"))
     for name in ("mlm", "hybrid", "mdlm", "sedd", "nsp", "xlnet"):
         sample.main(["--out_dir", f"out/{name}", "--prompt", "FILE:wrong.txt", "--fix"])
         out, err = capfdbinary.readouterr()
-        assert out == clean and b"1 of 13 bytes corrected" in err
+        assert out == clean and b"1 of 15 bytes corrected" in err
 
 
 # ---- infilling holes of unknown length
@@ -407,7 +431,7 @@ LONG_SCRIPT = [70] * 4 + [SENTINEL + 1] + [71] * 20
 def test_spans_are_split_at_sentinels_and_end_with_the_block_or_at_max_new_tokens(script, pieces, most, block, holes,
                                                                                   ended):
     span = OBJECTIVES["span"]
-    source, prefix = find_use(span, "infill").prompt(pieces, 4, None)
+    source, prefix = span.uses["infill"].prompt(pieces, 4, None)
     model = scripted(*([i] for i in script))
     found = sample.infill(model, span, settings("span", block), source, prefix, len(pieces) - 1, most, rng())
     assert found == (holes, ended)
@@ -419,7 +443,7 @@ def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
     net = randomized().requires_grad_(False)
     objective = OBJECTIVES[name]
     hp = settings(name, 64)
-    use = find_use(objective, "infill")
+    use = objective.uses["infill"]
     end = use.stop_ids[0]
     net.head.weight[0, [end, EOT]] *= 6         # likely here and there
     lengths = set()
@@ -475,7 +499,7 @@ def test_of_all_lengths_of_a_hole_the_most_likely_is_taken(n_left, n_right):
         answers = {}                            # {log-probability: answer}
         for n in range(3):
             row = torch.tensor([left + [MASK] * n + after])
-            *_, row = sample.unmask(net, row, rng(), find_use(hybrid, "fill"), **GREEDY)
+            *_, row = sample.unmask(net, row, rng(), hybrid.uses["fill"], **GREEDY)
             answer = row[0, n_left:n_left + n].tolist()
             text = [EOT, *left, *answer, *after[:16]]
             logp = net.logits(net(torch.tensor([text])))[0].log_softmax(-1)
@@ -502,7 +526,7 @@ def test_holes_are_filled_from_the_left_and_read_what_is_near(runs, capsys, monk
     assert asked == [(b"l" * (room - 2), b"mm", longest, 0.0), (b"l" * (room - 3) + b"Xmm", b"", longest, 0.0)]
     found = output(capsys, "hybrid", "--prefix", "<extra_id_0>a", "--max_new_tokens", "3", "--num_samples", "2")
     assert "XYZaXYZ\n" in found.out
-    assert asked[2:4] == [(b"", b"a", 3, sample.TEMPERATURE), (b"XYZa", b"", 3, sample.TEMPERATURE)]
+    assert asked[2:4] == [(b"", b"a", 3, 0.8), (b"XYZa", b"", 3, 0.8)]
     asked.clear()
     output(capsys, "hybrid", "--prefix", "a", "--suffix", "b" * 99)
     assert asked.pop() == (b"a", b"b" * (room - 1), longest, 0.0), "a short side leaves its space to the other"
@@ -592,9 +616,9 @@ def stdout(capsys, run, *flags):
 
 
 def replace_prediction(monkeypatch, name, predict):
-    [use, *_] = OBJECTIVES[name].uses
-    use = dataclasses.replace(use, predict=predict)
-    monkeypatch.setitem(OBJECTIVES, name, dataclasses.replace(OBJECTIVES[name], uses=(use,)))
+    [(mode, use), *_] = OBJECTIVES[name].uses.items()
+    use = dataclasses.replace(use, embed=predict) if mode == "search" else predict
+    monkeypatch.setitem(OBJECTIVES, name, dataclasses.replace(OBJECTIVES[name], uses={mode: use}))
 
 
 def has_control_characters(out):  # other than those that highlight new parts
@@ -604,7 +628,7 @@ def has_control_characters(out):  # other than those that highlight new parts
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, monkeypatch):
     """On held-out text of any length. No control character of it reaches a terminal."""
-    mode = OBJECTIVES[name].uses[0].modes[0]
+    mode = next(iter(OBJECTIVES[name].uses))
     flags = ["--max_new_tokens", "20"] if mode in ("continue", "continue_blocks", "infill") else []
     for text in (RAW * 9, RAW[:10]):
         ckpt = load_checkpoint(f"out/{name}") | {"held_out": torch.tensor([*text.encode()], dtype=torch.uint8)}
@@ -616,7 +640,7 @@ def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, 
         assert heading and (answer.strip() or mode == "repair")                     # an untrained model may end at once
     assert out == stdout(capsys, "raw", *flags), "the same seed gave another text"
     if mode == "search":                        # the searched text does not contain the query
-        texts = sample.demonstration("search", torch.arange(1, 100), 32)
+        texts, _ = sample.demonstration("search", torch.arange(1, 100), 32)
         assert bytes(texts["query"]) + texts["corpus"] == bytes(range(1, 100)) and len(texts["query"]) == 8
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert not has_control_characters(stdout(capsys, "raw", *flags))
@@ -629,7 +653,7 @@ EXAMPLES = re.findall(r"^    (python sample.py.*?) {2,}.*: (.*(?:\n {60,}.*)*)",
 def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, capsys, monkeypatch):
     monkeypatch.setitem(sample.FLAGS["writing"], "max_new_tokens", Flag(20, ""))
     assert {name for _, names in EXAMPLES for name in re.split(r",\s+", names)} == {*OBJECTIVES, "any objective"}
-    assert len(EXAMPLES) == len(sample.MODES) + 2               # "write in any order" and "between two texts"
+    assert len(EXAMPLES) == len(sample.MODES) + 1               # "write between two texts"
     for command, names in EXAMPLES:
         for name in re.split(r",\s+", names.replace("any objective", "clm")):
             assert stdout(capsys, name, *shlex.split(command)[2:])
@@ -638,8 +662,9 @@ def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, caps
 @pytest.mark.parametrize("name", sample.MODES)
 def test_the_table_lists_the_flags_that_a_mode_reads(name):
     mode = sample.MODES[name]
-    source = inspect.getsource(mode.function).replace("args.fill_sampling", "args.sampling")
-    read = set(re.findall(r"\bargs\.(\w+)", source)) - {"given"}
+    read = set(re.findall(r"\bargs\.(\w+)", inspect.getsource(mode.function))) - {"given"}
+    if name == "fill":                          # refused for holes of given lengths, with a better message
+        read.add("max_new_tokens")
     if "sampling" in read:
         read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
     assert read | {"correct"} & set(mode.flags) == set(mode.flags)                  # "correct" only chooses the mode
@@ -674,7 +699,7 @@ def test_every_mode_takes_any_input(name, flags, runs, capsys):
     out, err = output(capsys, name, *flags)
     text = dict(zip(flags[::2], flags[1::2]))
     text = text.get("--prompt", text.get("--prefix", "") + "<extra_id_0>" + text.get("--suffix", ""))
-    if OBJECTIVES[name].uses[0].modes[0] in ("continue", "fill", "infill"):
+    if next(iter(OBJECTIVES[name].uses)) in ("continue", "fill", "infill"):
         pieces = re.split(r"\[MASK.*?\]|<extra_id_.>|\0", os.fsencode(text).decode(errors="replace"))
         assert re.search(".*".join(map(re.escape, pieces)), out, re.DOTALL)
         assert ("of 99 bytes of the prompt" in err) == (text == LONG and name != "clm")
@@ -709,6 +734,26 @@ def test_holes_and_repairs_take_the_most_likely_byte_by_default(name, flags, exp
     monkeypatch.setattr(sample, "distribution", spy)
     stdout(capsys, name, "--prompt", *flags)
     assert seen == {expected}
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("clm", ["a"]), ("bd3lm", ["a"]), ("mlm", ["a[MASK]"]), ("mdlm", ["a[MASK]"]), ("mdlm", ["a"]), ("fim", [HOLE]),
+    ("bart", ["a"])])
+def test_the_help_lists_the_defaults_that_count(name, flags, runs, capsys):
+    """Flags with the values of the table change nothing."""
+    _, has_hole = sample.read_prompt(flags[0].encode())
+    _, mode = sample.choose_use(get_members(settings(name, T)), {"prompt"}, has_hole)
+    [row] = [line for line in sample.list_defaults().splitlines()
+             if line.split()[0] == mode and name in re.split("[ ,]+", line)]
+    temperature, *cells = re.findall(r"\d\.\d|left|confident|ancestral", row)
+    given = ["--temperature", temperature]
+    for cell in cells:
+        given += ["--order" if cell.isalpha() else "--top_p", cell]
+    if temperature == "0.0":                    # otherwise it becomes 0.8
+        assert sample.choose_sampling(sample.MODES[mode], {"num_samples": 2}) == sample.LEFT_TO_RIGHT
+    length = ["--max_new_tokens", "20"] if mode in ("continue", "continue_blocks", "write") else []
+    common = ["--prompt", *flags, *length]
+    assert stdout(capsys, name, *common) == stdout(capsys, name, *common, *given)
 
 
 @pytest.mark.parametrize("name, prompt, order", [("mlm", "[MASK:3]", "left"), ("bd3lm", "a", "confident")])
@@ -787,13 +832,22 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
         for i in (0xa9, 66, 0xff, EOT):
             yield i
             printed.append(capsys.readouterr().out)
-    assert sample.stream([65, 0xc3], steps()) == [0xa9, 66, 0xff, EOT]
+
+    def show_stream(prompt, ids):
+        def written():
+            found.append((yield from sample.stream(prompt, ids)))
+        found = []
+        for text in written():
+            sample.show(text)
+        return found.pop()
+    assert show_stream([65, 0xc3], steps()) == [0xa9, 66, 0xff, EOT]
     assert printed == ["Aé", "B", "\ufffd", ""]
     assert capsys.readouterr().out == "\n"
     for terminal in (False, True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
-        for prompt, border in (("", ""), ("a", "\n--- the model continues:\n"), ("a\n", "--- the model continues:\n")):
-            sample.stream([*prompt.encode()], iter([66]))
+        heading = "--- the model continues:\n"
+        for prompt, border in (("", ""), ("a", f"\n{heading}"), ("a\n", heading)):
+            show_stream([*prompt.encode()], iter([66]))
             assert capsys.readouterr() == (prompt + "B\n", border)
 
 
@@ -878,8 +932,8 @@ def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs,
     randomize(model)
     order = torch.randperm(200, generator=make_rng("lines")).tolist()
     texts = [bytes(ids(1 + i % 7, seed=i)[0].tolist()) for i in order]
-    use = find_use(OBJECTIVES["contrastive"], "search")
-    alone = torch.cat([use.predict(model, torch.tensor([list(text)])) for text in texts])
+    use = OBJECTIVES["contrastive"].uses["search"]
+    alone = torch.cat([use.embed(model, torch.tensor([list(text)])) for text in texts])
     given.clear()
     torch.testing.assert_close(sample.embed_texts(model, use, texts, hp), alone, rtol=1e-5, atol=1e-6)
     assert len(given) == 7 and max(len(rows) for rows, _ in given) <= sample.MAX_ROWS
@@ -890,7 +944,7 @@ def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys
     model's text begins."""
     content = torch.tensor([*b"..aa", EOT, *b"b" * 27])
     monkeypatch.setattr(sample, "fill_logits", lambda model, ids, *args: certain(content[:ids.size(1)])[None])
-    able = [name for name, o in OBJECTIVES.items() for use in o.uses if "fill" in use.modes and use.trained_at_any_rate]
+    able = [name for name, objective in OBJECTIVES.items() if "write" in objective.uses]
     assert able
     for name in able:
         out, err = output(capsys, name, "--prompt", "é", "--max_new_tokens", "9")
@@ -923,14 +977,14 @@ def test_every_use_can_be_asked_for(runs, capsys):
             ("mlm,clm", ["--prompt", "a"], "continue"), ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"),
             ("electra,clm", ["--prompt", "a"], "mark"),
             ("electra", [], "mark"), ("mlm", ["--prompt", "a"], "correct"), ("mlm", ["--prompt", "[MASK]"], "fill"),
-            ("mdlm", ["--prompt", "a"], "fill"), ("hybrid", ["--prompt", "a"], "continue"), ("mlm", [], "fill"),
+            ("mdlm", ["--prompt", "a"], "write"), ("mdlm", ["--prompt", "[MASK]"], "fill"),
+            ("hybrid", ["--prompt", "a"], "continue"), ("mlm", [], "fill"),
             ("nsp", ["--prompt", "a"], "correct"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
             ("mdlm,clm", ["--prompt", "a", "--correct", ""], "correct"), ("clm,nsp", SIDES, "follow")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
-        switches = sample.SWITCHES & texts.keys()
-        texts = {flag: text for flag, text in texts.items() if flag not in switches}
-        m, use, chosen = sample.choose_use(get_members(settings(name, T)), texts, switches)
-        assert chosen == mode and mode in use.modes and use in m.objective.uses, (name, flags)
+        _, has_hole = sample.read_prompt(texts.get("prompt", b""))
+        objective, chosen = sample.choose_use(get_members(settings(name, T)), {*texts}, has_hole)
+        assert chosen == mode and mode in objective.uses, (name, flags)
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
 
 
