@@ -1150,6 +1150,10 @@ OBJECTIVES["contrastive"] = Objective(
 
 
 # ---- mdlm: masked diffusion
+def block_sizes(n, block_bytes, device):  # -> number of bytes of each block of a row (blocks,); the last may be shorter
+    return (n - torch.arange(0, n, block_bytes, device=device)).clamp(max=block_bytes)
+
+
 def masked_counts(size, B, g):  # number of bytes of each block (blocks,) -> how many to mask (B, blocks)
     """Each count from 1 to the size of the block is equally likely. The counts are stratified: for each block, the rows
     draw one number each from [0, 1/B), [1/B, 2/B), ..., in random order. With B = 2 rows and 4 bytes, the numbers .7
@@ -1159,23 +1163,18 @@ def masked_counts(size, B, g):  # number of bytes of each block (blocks,) -> how
     return 1 + (u * size).long().minimum(size - 1)
 
 
-def mask_blocks(x, block_bytes, g, is_early=False, early_rate=0.0):  # x (B, n) -> masked (B, n) bool, weight (B, n)
-    """Masks k bytes of each block and gives the bytes of this block the weight (bytes of the block) / k. One row with
-    n = 6 and block_bytes = 4:
+def mask_blocks(x, block_bytes, count, g):  # x (B, n), count (B, blocks) -> masked (B, n) bool, weight (B, n)
+    """Masks count bytes of each block and gives the bytes of this block the weight size / count. One row with n = 6 and
+    block_bytes = 4:
 
-        k         3              1      of each block; the last block is shorter
-        rank      2  0  3  1     1  0   of random keys; the bytes with a rank below k are masked
+        size      4              2      the last block is shorter
+        count     3              1
+        rank      2  0  3  1     1  0   of random keys; the bytes with a rank below count are masked
         masked    x  x  .  x     .  x
         weight   4/3 for all     2 for both
-
-    k is drawn by masked_counts; if is_early, it is early_rate times the size of the block. is_early is a bool, or in
-    training a 0-D tensor: an `if` would wait for the device, so it is used as a number."""
+    """
     B, n = x.shape
-    block_bytes = min(block_bytes, n)
-    size = (n - torch.arange(0, n, block_bytes, device=g.device)).clamp(max=block_bytes)            # (blocks,)
-    count = masked_counts(size, B, g)                                               # (B, blocks): k
-    early_count = (size * early_rate + 0.5).long().clamp(min=1)                     # (blocks,)
-    count = count + is_early * (early_count - count)
+    size = block_sizes(n, block_bytes, g.device)                                    # (blocks,)
     key = torch.rand(B, n, generator=g, device=g.device)
     key = F.pad(key, (0, len(size) * block_bytes - n), value=2.0)                   # padding ranks last: never masked
     masked = ranks(key.view(B, len(size), block_bytes)) < count[..., None]          # (B, blocks, block_bytes)
@@ -1202,9 +1201,13 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
     a far smaller variance, weights of at most T, and no row without a target. Departure: before progress reaches
     uniform_from (never with --init_from), the rate k / T is early_mask_rate; after it, uniform. High rates teach little
     early. The early losses are no bound."""
-    masked, weight = mask_blocks(x, x.size(1), g, hp.progress < hp.uniform_from, hp.early_mask_rate)
-    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight / x.numel(),
-                prefix=x.size(1))
+    B, T = x.shape
+    size = block_sizes(T, T, g.device)          # (1,): the whole row is one block
+    early_count = (size * hp.early_mask_rate + 0.5).long().clamp(min=1)
+    progress = torch.zeros((), device=g.device) + hp.progress   # always a tensor: an `if` would wait for the device
+    count = early_count.where(progress < hp.uniform_from, masked_counts(size, B, g))            # (B, 1)
+    masked, weight = mask_blocks(x, T, count, g)
+    return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight / x.numel(), prefix=T)
 
 
 OBJECTIVES["mdlm"] = Objective(
@@ -1294,8 +1297,9 @@ def bd3lm(x, g, hp):  # x (B, n) -> inp, tgt, weight, positions (B, 2 n), mask (
     - The authors first train with one block, then draw masking rates from a part of (0, 1), chosen by the variance.
     - Their first token is never masked. Ours is predicted from nothing.
     - sample.py fills a block from the left, one byte a pass. They fill a random MASK a pass."""
-    n = x.size(1)
-    masked, weight = mask_blocks(x, hp.bd3lm_block, g)
+    B, n = x.shape
+    count = masked_counts(block_sizes(n, hp.bd3lm_block, g.device), B, g)
+    masked, weight = mask_blocks(x, hp.bd3lm_block, count, g)
     block = torch.arange(n, device=g.device)[None] // hp.bd3lm_block                # (1, n)
     return dict(
         two_copies(x.masked_fill(masked, MASK), x, block),

@@ -32,7 +32,7 @@ from collections import namedtuple
 from data import EOT, MASK, SEP, Flag, check_text, fail, from_bytes, make_rng
 from model import Cache
 from objectives import N_BYTES, OBJECTIVES, fill_logits, frame_prompt, inverse_cdf, text_space
-from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program
+from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program, to_words
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -1007,23 +1007,15 @@ def ask(loaded, **flags):
         sample.ask(loaded, prompt="for i in ra[MASK:3](10):")
 
     flags: those of the program except out_dir, device and dtype. A text that begins with FILE: is read from that file.
-    Raises a UserError if they cannot be used, and a TypeError if a value is None or a list. Notes go to standard error,
+    Raises a UserError if they cannot be used, and a TypeError if a value is None. Notes go to standard error,
     and the text of a demonstration to standard output."""
     groups = FLAGS | {"run": {flag: FLAGS["run"][flag] for flag in ("objective", "seed")}}
-    given = parse([to_word(name, value) for name, value in flags.items()], groups)
+    given = parse(to_words(flags), groups)
     texts = []
     for pieces in plan_samples(loaded, given):
         text = render("".join(pieces))
         texts.append(text if flags.get("fix") else text.removesuffix("\n"))
     return texts if "num_samples" in flags else texts[0]
-
-
-def to_word(name, value):  # a flag of `ask` -> the word of a command line, which has its checks
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    if isinstance(value, (int, float)):
-        return f"--{name}={value}"
-    return f"--{name}={os.fsdecode(value)}"     # a TypeError if it is no text
 
 
 def parse(argv, groups=FLAGS):  # -> {name: value} of the flags that were given

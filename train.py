@@ -414,14 +414,15 @@ def train(s):  # -> is the run stopped by a signal, before its last step?
         # evaluate and save if due
         is_last = s.step == hp.max_iters
         is_due = is_last or s.step % hp.eval_interval == 0
-        is_stopped = run.any_rank(bool(s.log.stop))
-        if (is_due or is_stopped) and s.step != saved_step:
+        is_end = is_last or run.any_rank(bool(s.log.stop))
+        if (is_due or is_end) and s.step != saved_step:
             s.seconds = time.perf_counter() - start
             if is_due:
                 validate(s)
-            run.save(s, "ckpt.pt")
+            if s.step > 0 or is_end:            # otherwise the weights are untrained
+                run.save(s, "ckpt.pt")
             start = time.perf_counter() - s.seconds
-        if is_last or is_stopped:
+        if is_end:
             break
 
         # take a step

@@ -227,8 +227,8 @@ def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name, **changes):
                                    max_iters=50, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     data = torch.randint(1, 256, (200_000,), generator=make_rng("corpus"), dtype=torch.uint8)
-    source = dict(name="random", weight=1.0, size=200_000, crc=0, division="")
-    corpus = [source | dict(train=data[:100_000], val=data[100_000:])]
+    corpus = [dict(name="random", weight=1.0, train=data[:100_000], val=data[100_000:], size=200_000, crc=0,
+                   division="")]
     s = train.make_state(corpus, get_members(hp), hp)
     [m] = s.members
     batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(2)]

@@ -20,11 +20,10 @@ from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 import objectives
 import sample
 import train
-from experiments.common import to_words
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, UserError, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill
-from run import get_members, load_checkpoint, load_run
+from run import get_members, load_checkpoint, load_run, to_words
 
 T = 12
 GREEDY = dict(temperature=0)

@@ -247,10 +247,10 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     assert_close(grads, [w * scale for w in want], rtol=1e-3, atol=1e-5 * length * scale)
 
 
-@pytest.mark.parametrize("name, n_save", [*((name, 0) for name in [*OBJECTIVES, MIXTURE]), ("clm", 2), ("clm", 3)])
+@pytest.mark.parametrize("name, n_save", [*((name, 0) for name in [*OBJECTIVES, MIXTURE]), ("clm", 3), ("clm", 4)])
 def test_a_killed_run_resumes_bit_for_bit(name, n_save, text, monkeypatch):
-    """n_save 0: killed in step 4; otherwise in this save, before the written file is renamed: 2 is that of best.pt, 3
-    that of ckpt.pt, both after step 2."""
+    """n_save 0: killed in step 4; otherwise in this save, before the written file is renamed: 3 is that of best.pt, 4
+    that of ckpt.pt, both after step 4."""
     flags = ["--objective", name, "--max_iters", "5", "--eval_interval", "2", "--n_layer", "1"]
     fit(text, "whole", *flags)
     on_step(0 if n_save else 4, die, monkeypatch)
@@ -686,6 +686,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_saves_nothing(where, log, wh
             return h
         zero = (h * 0).sum()                    # the gradient of its root is not finite
         return h + (zero * math.nan if where == "loss" else zero.sqrt())
+
     def poisoned_update(opt, hp):
         update(opt, hp)
         if next(updates) == 7:
@@ -734,6 +735,21 @@ def test_a_signal_finishes_the_step_and_saves(name, code, at, text, monkeypatch,
     assert_same_run("whole", "a run")
 
 
+def test_untrained_weights_are_saved_only_if_the_run_ends_with_them(text, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(FloatingPointError) as e:
+        patch.setattr(train, "learning_rate", lambda step, hp: math.inf)
+        fit(text, "a", "--max_iters", "6", "--eval_interval", "3", "--log_interval", "9")
+    assert str(e.value).endswith("Try a lower --learning_rate or --dtype float32"), "there is nothing to start from"
+    assert os.listdir("a") == ["metrics.jsonl"] and losses("a", "step", "val") == [0]
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "show_rows", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+        fit(text, "a", "--max_iters", "6", code=143)
+    assert load_checkpoint("a")["step"] == 0 and losses("a", "step", "val") == [0]
+    resume("a")
+    fit(text, "b", "--max_iters", "0")
+    assert [load_checkpoint(out)["step"] for out in ("a", "b")] == [6, 0]
+
+
 def test_best_pt_has_the_lowest_loss_of_a_run_that_was_stopped_and_then_got_worse(text, monkeypatch):
     """The loss at the stop is not in ckpt.pt, which equals that of a run that was not stopped."""
     flags = ["--max_iters", "9", "--eval_interval", "6"]
@@ -776,12 +792,12 @@ def test_a_failed_save_ends_the_run_in_one_line_and_the_last_checkpoint_stays(te
     calls = itertools.count(1)
 
     def fsync(_):
-        if next(calls) == 3:                    # of ckpt.pt, after step 2
+        if next(calls) == 4:                    # of ckpt.pt, after step 4
             raise OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         refuses("python train.py --resume --out_dir a", fit, text, "a", *flags)
-    assert sorted(os.listdir("a")) == ["best.pt", "ckpt.pt", "metrics.jsonl"] and load_checkpoint("a")["step"] == 0
+    assert sorted(os.listdir("a")) == ["best.pt", "ckpt.pt", "metrics.jsonl"] and load_checkpoint("a")["step"] == 2
     resume("a")
     assert_same_run("whole", "a")
 
