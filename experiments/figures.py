@@ -2,20 +2,20 @@
 
     pip install matplotlib && python -m experiments.figures         a row of every objective, and who attends to whom
     python -m experiments.figures --objectives clm,mlm,span,mdlm --columns 16 --out docs/rows-short.png
-    python -m experiments.figures --objectives clm,hybrid,mlm --curves out/compare/curves.csv --out docs/results.png
+    python -m experiments.figures --objectives clm,hybrid,mlm --curves out/compare/compare.csv --out holes.png
 
 The rows are made by the objectives' own code. --curves draws bits per byte over the length of a hole.
 """
 import csv
 import itertools
 import re
+import statistics
 import textwrap
 from collections import namedtuple
 
 from data import EOT, MASK, PAD, SENTINEL, Flag, fail, from_bytes, make_rng
-from experiments.compare import Panel, draw_panels, label, values_by_seed
-from experiments.evaluate import BITS, HOLE_LENGTHS, Metric, summarize
 from experiments.common import parse_own_flags
+from experiments.evaluate import HOLE_LENGTHS
 from model import can_attend
 from objectives import IGNORE_INDEX, OBJECTIVES
 from run import explain_symbols, get_config, get_members, run_program, to_symbol
@@ -27,7 +27,7 @@ FLAGS = {
     "objectives": Flag("", "separated by commas; without it all"),
     "columns": Flag(T, "positions of a row; with fewer, the letters are larger, and the legend is shorter", 8, 64),
     "curves": Flag("", "curves.csv of compare"),
-    "steps": Flag("1000", "with --curves: steps of the runs"),
+    "steps": Flag(1000, "with --curves: steps of the runs"),
     "labels": Flag("", "with --curves: what the picture calls the objectives, separated by commas"),
     "title": Flag("bytes in a hole", "with --curves: of the picture"),
 }
@@ -162,28 +162,75 @@ def draw(rows, path, columns=T):
     figure.savefig(path, dpi=1000 / width if is_short else 110)
 
 
-# ---- results
-def read_runs(flags, names):  # -> {name: {seed: metrics}} of the runs with this number of steps
-    rows = {name: {} for name in names}
-    try:
-        with open(flags.curves, encoding="utf-8", newline="") as f:
-            for name, steps, seed, metric, value in csv.reader(f):
-                if steps == flags.steps and name in rows:
-                    rows[name].setdefault(seed, {})[metric] = float(value)
-    except (OSError, ValueError) as e:
-        fail(f"--curves {flags.curves}: cannot be read ({e}). Try curves.csv of compare")
-    labels = flags.labels.split(",") if flags.labels else names
-    return {label: {seed: run | summarize(run) for seed, run in seeds.items()}
-            for label, seeds in zip(labels, rows.values())}
+# ---- results: pictures of a curves.csv, which compare writes
+# xs: what is below the horizontal axis; lines: {row: {x: [number of each seed]}}
+Panel = namedtuple("Panel", "title xlabel xs lines")
 
 
-def holes_panel(rows, title):  # bits over the length of a hole
+def read_curves(path):  # -> {(row, steps, metric): [number of each seed]}
+    curves = {}
+    with open(path, encoding="utf-8", newline="") as f:
+        for name, steps, _, metric, value in [*csv.reader(f)][1:]:
+            curves.setdefault((name, int(steps), metric), []).append(float(value))
+    return curves
+
+
+def steps_panel(curves):  # bits left to right over the steps
+    budgets = sorted({steps for _, steps, _ in curves})
     lines = {}
-    for (name, seeds), m in itertools.product(rows.items(), HOLE_LENGTHS):
-        values = [*values_by_seed(seeds, f"hole_{m}").values()]
+    for name, steps in itertools.product(dict.fromkeys(name for name, *_ in curves), budgets):
+        for metric, row in ("left_to_right", name), ("bound", f"{name} (bound)"):
+            if (name, steps, metric) in curves:
+                lines.setdefault(row, {})[steps] = curves[name, steps, metric]
+    return Panel("left to right", "steps", budgets, lines)
+
+
+def holes_panel(curves, steps, names, title):  # names: {row: its label}; bits over the length of a hole
+    lines = {}
+    for name, label in names.items():
+        side = "infill" if (name, steps, "infill_4") in curves else "left"
+        values = {m: curves[name, steps, f"{side}_{m}"] for m in HOLE_LENGTHS if (name, steps, f"{side}_{m}") in curves}
         if values:
-            lines.setdefault(label(name, seeds, "hole"), {})[m] = values
-    return Panel(Metric(title, 2, BITS, False), "bytes in the hole", HOLE_LENGTHS, lines)
+            lines[label if side == "infill" else f"{label} (left side)"] = values
+    return Panel(title, "bytes in the hole", sorted({m for line in lines.values() for m in line}), lines)
+
+
+def draw_curves(curves_path, path):  # draws all rows -> path, or the reason why there is no picture
+    curves = read_curves(curves_path)
+    names = {name: name for name, *_ in curves}
+    steps = max(steps for _, steps, _ in curves) if curves else 0
+    return draw_panels([steps_panel(curves), holes_panel(curves, steps, names, f"holes, {steps} steps")], path)
+
+
+def draw_panels(panels, path, size=(5, 3.6), dpi=100, font=9):  # -> path, or the reason why there is no picture
+    try:
+        from matplotlib import colormaps, rc_context  # imported here because it is optional
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: pip install matplotlib, and the next run draws it"
+    panels = [panel for panel in panels if panel.lines]
+    if not panels:
+        return "no picture: no bits to draw"
+    rows = dict.fromkeys(name.partition(" (")[0] for panel in panels for name in panel.lines)
+    colors = dict(zip(rows, itertools.cycle([*colormaps["tab10"].colors, *colormaps["Dark2"].colors])))
+    with rc_context({"font.size": font, "axes.titlesize": "medium"}):
+        figure = Figure((size[0] * len(panels), size[1]), layout="constrained")
+        handles = {}                            # {row: its line}
+        for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+            for name, line in panel.lines.items():
+                row, has_label, _ = name.partition(" (")
+                places = [panel.xs.index(x) for x in line]
+                style = dict(color=colors[row], ls="--" if has_label else "-", lw=font / 6, marker="_", ms=font)
+                [handles[name]] = axis.plot(places, [*map(statistics.fmean, line.values())], **style)
+                dots = [(place, value) for place, values in zip(places, line.values()) for value in values]
+                axis.scatter(*zip(*dots), s=1.5 * font, alpha=0.7, linewidths=0, color=colors[row])     # seeds
+            axis.set(title=f"{panel.title} (less is better)", xlabel=panel.xlabel, ylabel="bits/byte",
+                     xlim=(-0.5, len(panel.xs) - 0.5))
+            axis.set_xticks(range(len(panel.xs)), panel.xs)
+            axis.grid(alpha=0.3)
+        figure.legend(handles.values(), handles, loc="outside right upper")
+        figure.savefig(path, dpi=dpi)
+    return path
 
 
 def main(argv=None):  # -> exit code
@@ -195,11 +242,13 @@ def main(argv=None):  # -> exit code
         fail(f"--labels {flags.labels}: must have a label for each of {','.join(names)}")
     try:
         if flags.curves:
-            flags.out = draw_panels([holes_panel(read_runs(flags, names), flags.title)], flags.out, (10, 4.4), 100, 15)
+            labels = dict(zip(names, flags.labels.split(",") if flags.labels else names))
+            panel = holes_panel(read_curves(flags.curves), flags.steps, labels, flags.title)
+            flags.out = draw_panels([panel], flags.out, (10, 4.4), font=15)
         else:
             draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)
     except (OSError, ValueError) as e:          # ValueError: unknown format
-        fail(f"--out {flags.out}: cannot be written ({e}). Try another folder, or a name that ends with .png")
+        fail(f"--out {flags.out}: cannot be drawn ({e}). Try another folder, a name with .png, or compare's .csv")
     print(flags.out)
     return 0
 

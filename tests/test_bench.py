@@ -1,3 +1,5 @@
+import pickle
+import re
 from argparse import Namespace
 
 import pytest
@@ -68,3 +70,43 @@ def test_decoding_without_a_run_has_random_weights_and_ngrams():
     model, _, _ = bench.load_decoder(Namespace(run=""), hp)
     for p in model.parameters():
         assert 0.02 < float(p.float().std()) < 0.1, "as initialized, samples would end at once"
+
+
+@pytest.mark.parametrize("flags, hint", [("--parts fly", "train,decode,race"), ("--nanogpt nowhere", "model.py"),
+                                         ("--nanogpt peer --parts race", "not prepared")])
+def test_bad_flags_are_refused(flags, hint, tmp_path, monkeypatch, refuses):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer" / "model.py").write_text(PEER)
+    refuses(hint, bench.main, flags.split())
+
+
+# ---- race
+def test_windows_are_disjoint_and_the_loss_is_the_mean_over_all_next_bytes():
+    ids = torch.arange(2000)
+    inp, tgt = bench.held_out_windows(ids)
+    assert inp.shape == (3, 64)                 # of the last 200 bytes, of which the last one is only a target
+    assert torch.equal(inp.flatten(), torch.arange(1800, 1800 + 3 * 64)) and torch.equal(tgt, inp + 1)
+    logits = torch.randn(10)
+    nats = bench.mean_nats(lambda x: logits.expand(*x.shape, 10), ids % 10)
+    assert abs(nats - float(-logits.log_softmax(0)[tgt % 10].mean())) < 1e-5
+
+
+def test_a_race_prints_seconds_losses_and_sizes(tmp_path, capsys):
+    """Against a program that saves, in place of nanoGPT, a model that knows nothing."""
+    data = tmp_path / "data" / "shakespeare_char"
+    data.mkdir(parents=True)
+    (data / "input.txt").write_text("abcd" * 1000)
+    (data / "train.bin").write_bytes(b"")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"stoi": dict(a=0, b=1, c=2, d=3)}))
+    (tmp_path / "model.py").write_text(PEER)
+    (tmp_path / "train.py").write_text("""
+import os, sys, torch
+out = sys.argv[-1].removeprefix("--out_dir=")
+os.mkdir(out)
+torch.save({"model_args": {"vocab_size": 4}, "model": {"transformer.wte.weight": torch.zeros(4, 4)}}, out + "/ckpt.pt")
+""")
+    bench.main([*tiny("--repeats", "1", "--parts", "race", "--nanogpt", str(tmp_path), "--max_iters", "1")])
+    out = capsys.readouterr().out
+    assert "1.3863 nats/byte, 16 parameters\n" in out and re.search(r"nanoPretext .* parameters and 8,192 in a", out)
+    assert re.search(r"medians: [\d.]+ s and [\d.]+ s, a ratio of [\d.]+\n", out)

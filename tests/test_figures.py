@@ -1,7 +1,6 @@
 import ast
 import glob
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import sample
 import train
 from data import CLS, MODE_R, MODE_S, MODE_X, PRE
 from experiments import figures
-from experiments.common import TEXT_CALLS, is_text
 from objectives import IGNORE_INDEX, OBJECTIVES
 
 
@@ -39,15 +37,62 @@ def test_the_picture_is_drawn(tmp_path, refuses):
     assert figures.legend_texts(rows, True)[0].startswith("∅ EOT   ‖ SEP   ① sentinels   "), "not the used ids"
     figures.draw(rows, str(tmp_path / "rows.png"), 16)
     assert os.path.getsize(tmp_path / "rows.png") > 5000
-    refuses("cannot be written", figures.main, ["--objectives", "clm", "--out", str(tmp_path / "nowhere" / "x.png")])
+    refuses("cannot be drawn", figures.main, ["--objectives", "clm", "--out", str(tmp_path / "nowhere" / "x.png")])
 
 
-def test_results_are_those_of_one_length_of_training(tmp_path):
-    path = tmp_path / "curves.csv"
-    path.write_text("clm,9,1,left_4,1\nclm,9,2,left_4,3\nmtp,9,1,left_4,5\nclm,8,1,left_4,7\n")
-    for labels, name in ("", "clm"), ("GPT,BERT", "GPT"):
-        rows = figures.read_runs(Namespace(curves=str(path), steps="9", labels=labels), ["clm", "mlm"])
-        assert figures.holes_panel(rows, "a title").lines == {f"{name} (left side)": {4: [1.0, 3.0]}}
+CURVES = """row,steps,seed,metric,value
+clm,10,1,left_to_right,1.1
+clm,100,1,left_to_right,1.0
+mdlm,10,1,bound,3.0
+mdlm,10,2,bound,4.0
+clm,100,1,left_4,1
+clm,100,2,left_4,3
+mtp,100,1,left_4,5
+mdlm,100,1,left_4,8
+mdlm,100,1,infill_4,2
+clm,10,1,left_4,7
+"""
+
+
+def test_panels_show_every_seed_over_the_steps_and_over_the_lengths_of_holes(tmp_path):
+    (tmp_path / "curves.csv").write_text(CURVES)
+    curves = figures.read_curves(tmp_path / "curves.csv")
+    panel = figures.steps_panel(curves)
+    assert panel.xs == [10, 100] and panel.lines == {"clm": {10: [1.1], 100: [1.0]}, "mdlm (bound)": {10: [3.0, 4.0]}}
+    panel = figures.holes_panel(curves, 100, {"clm": "GPT", "mdlm": "diffusion", "span": "T5"}, "a title")
+    assert panel.lines == {"GPT (left side)": {4: [1.0, 3.0]}, "diffusion": {4: [2.0]}}
+
+
+def test_curves_are_drawn(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    saved = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, path, **how: saved.append(figure))
+    (tmp_path / "curves.csv").write_text(CURVES)
+    assert figures.draw_curves(tmp_path / "curves.csv", "compare.png") == "compare.png"
+    bits, hole = saved[0].axes
+    assert bits.get_title() == "left to right (less is better)" and hole.get_title().startswith("holes, 100 steps")
+    assert bits.get_xlabel() == "steps" and [text.get_text() for text in bits.get_xticklabels()] == ["10", "100"]
+    assert [line.get_xydata().tolist() for line in bits.lines] == [[[0, 1.1], [1, 1.0]], [[0, 3.5]]]
+    dots = [dots.get_offsets().tolist() for dots in bits.collections]
+    assert dots == [[[0, 1.1], [1, 1.0]], [[0, 3.0], [0, 4.0]]], "not a dot for each seed"
+    names = [text.get_text() for text in saved[0].legends[0].get_texts()]
+    assert names == ["clm", "mdlm (bound)", "clm (left side)", "mdlm", "mtp (left side)"]
+    assert [line.get_linestyle() for line in hole.lines] == ["--", "-", "--"]
+    (tmp_path / "empty.csv").write_text("row,steps,seed,metric,value\n")
+    assert figures.draw_curves(tmp_path / "empty.csv", "x.png").startswith("no picture")
+
+
+@pytest.mark.parametrize("flags, hint", [
+    ("--objectives clm,clmm", "unknown name"), ("--objectives clm,mlm --labels GPT", "a label for"),
+    ("--curves nowhere.csv", "compare's .csv")])
+def test_bad_flags_are_refused(flags, hint, refuses):
+    refuses(hint, figures.main, flags.split())
+
+
+def is_text(node):  # a docstring, the help of an objective, or what is passed to a function that prints
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_help = isinstance(node, ast.keyword) and node.arg in ("help", "use_help")
+    return is_docstring or is_help or getattr(getattr(node, "func", None), "id", "") in ("Flag", "fail", "print", "say")
 
 
 @pytest.mark.parametrize("path", [run.__file__, train.__file__, sample.__file__,
@@ -57,7 +102,7 @@ def test_no_objective_is_named_in_the_code(path):
     and what is passed to Flag, fail and print may give examples."""
     prose = set()
     for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):                 # a node comes before its parts
-        if is_text(node) or isinstance(node, ast.Call) and getattr(node.func, "id", "") in TEXT_CALLS:
+        if is_text(node):
             prose.update(ast.walk(node))
         elif isinstance(node, ast.Constant) and node not in prose and isinstance(node.value, str):
             assert not {*node.value.split(",")} & {*OBJECTIVES} - {"prefix"}, (

@@ -9,7 +9,6 @@ from test_model import choose_on_gpu
 import model
 import train
 from data import make_rng
-from experiments import gpu_check
 from model import ModelConfig, choose_attention, dense_mask
 from objectives import NOISES, OBJECTIVES
 from run import get_members
@@ -91,15 +90,3 @@ def test_a_step_on_a_gpu_mixes_no_devices_and_reads_nothing_back(flags, monkeypa
         train.load_step_inputs(s, m, step)
         with OnlyMeta(), mock.patch.object(MetaGenerator, "__new__", None):      # makes no generators
             train.training_step(s, m, m.objective.loss, train.optimizer_step)
-
-
-# ---- experiments.gpu_check
-@pytest.mark.slow
-def test_the_gpu_check_reports_failures(tmp_path, monkeypatch):
-    steps = [gpu_check.Step("good", ["-c", "print('fine')"]), gpu_check.Step("bad", ["-c", "1 / 0"]),
-             gpu_check.Step("slow", ["-c", "import time; print('begun', flush=True); time.sleep(60)"])]
-    monkeypatch.setattr(gpu_check, "list_steps", lambda flags: steps)
-    assert gpu_check.main(["--device", "cpu", "--out_dir", str(tmp_path), "--minutes", ".05"]) == 1
-    report = (tmp_path / "report.txt").read_text()
-    assert "1. good: passed" in report and "2. bad: FAILED with exit code 1" in report
-    assert "ZeroDivisionError" in report and "3. slow: stopped: out of time" in report and "begun" in report
