@@ -10,12 +10,11 @@ B rows, n bytes in a window, N bytes in a split of a source, S sources
 """
 import contextlib
 import ctypes
-import io
 import json
+import math
 import mmap
 import os
 import re
-import shlex
 import sysconfig
 import warnings
 import zlib
@@ -37,14 +36,9 @@ VOCAB_SIZE = SENTINEL + N_SENTINELS             # 512 = 4 * 128
 CRC_PIECE = 1 << 16                             # bytes that the checksum reads at a time
 MAPPED_BYTES = 1 << 26                          # files of at least this size are memory-mapped
 START_BYTES = 1 << 20                           # bytes at the start of a file that are examined
-SIGNATURES = {                                  # first bytes of formats that are not text
-    b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh91AY&SY": "bzip2", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip",
-    b"PAR1": "Parquet", b"ARROW1\0": "Arrow", b"\xff\xff\xff\xff": "Arrow", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5",
-    b"SQLite format 3\0": "SQLite", b"\x80\x02": "pickle", b"\x80\x03": "pickle", b"\x80\x04": "pickle",
-    b"\x80\x05": "pickle", b"%PDF-": "PDF", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": "Word", b"RIFF": "WAV or AVI",
-    b"GIF87a": "GIF", b"GIF89a": "GIF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"\x7fELF": "ELF"}
+CONTROL = bytes({*range(1, 32)} - {*b"\b\t\n\v\f\r\x1b"})         # bytes that a text almost never contains
 JSON_LINES = ".jsonl", ".ndjson"                # endings of files with a JSON object in each line
-DECOMPRESSORS = {"gzip": "gzip -dc", "xz": "xzcat", "bzip2": "bzcat", "zstd": "zstdcat"}
+MIN_DOCUMENTS = 100                             # of fewer documents, the last tenth of each is held out
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}   # of the stdlib
 
 
@@ -55,8 +49,8 @@ class Flag:
     the device or the optimizer, it is a dict such as {"cpu": 4, "cuda": 12}."""
     default: object
     help: str
-    low: float | None = None
-    high: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
     choices: tuple = ()
 
 
@@ -88,19 +82,23 @@ def from_bytes(b):  # bytes -> (N,) uint8
 # ---- the corpus
 def open_corpus(specs):
     """Reads the sources of --data: files, folders or "stdlib", all with a ":weight" or all without. Returns a list of S
-    dicts {name, weight, train (N,) uint8, val (N,) uint8, division, size, crc}. The weight is the share of the
-    windows that are read from a source. By default it is proportional to the size of train. division: as
-    read_source returns it"""
+    dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}. The weight is the share of the windows that are
+    read from a source. By default it is proportional to the size of train."""
     named = [split_weight(spec) for spec in specs]
     unweighted = [path for path, weight in named if not weight]
     if 0 < len(unweighted) < len(named):
-        fail(f"--data {unweighted[0]}: has no weight, but another source has one. Try {unweighted[0]}:0.05, or none")
+        fail(f"--data {unweighted[0]}: has no weight, but another source has one. Try one for each, as in a.txt:0.05")
     corpus = []
     for path, weight in named:
-        train, val, division = read_source(path)
+        try:
+            train, val = read_source(path)
+        except OSError as e:
+            fail(f"--data {path}: cannot be read ({e}). Try another file or folder")
         corpus.append(dict(
-            name=path, weight=weight or max(1, len(train)), train=train, val=val, division=division,
+            name=path, weight=weight or max(1, len(train)), train=train, val=val,
             size=len(train) + len(val), crc=checksum(val, checksum(train))))
+    if len({(s["size"], s["crc"]) for s in corpus}) < len(corpus):
+        fail(f"--data {' '.join(specs)}: two sources are the same text. Try each text once, or give it a larger weight")
     total = sum(s["weight"] for s in corpus)
     for s in corpus:
         s["weight"] /= total
@@ -108,58 +106,46 @@ def open_corpus(specs):
 
 
 def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a path with a colon: (spec, 0.0)
-    path, colon, weight = spec.rpartition(":")
-    try:
-        weight = float(weight)
-    except ValueError:
+    path, _, weight = spec.rpartition(":")
+    if os.path.exists(spec) or not re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", weight):
         return spec, 0.0
-    if not colon or os.path.exists(spec):
-        return spec, 0.0
-    if not 1e-9 < weight < 1e9:
+    if not 1e-9 < float(weight) < 1e9:
         fail(f"--data {spec}: the weight after the colon must be a positive number, as in {path}:0.5")
-    return path, weight
+    return path, float(weight)
 
 
-def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8, division
-    """division: how documents were divided, "whole documents" or "last tenths". It is empty for a file and for
-    "stdlib", for which there is one way."""
+def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), val (N,) uint8
     if path == "stdlib":
         # every tenth file is held out, not by a checksum: the pages' figures were measured with this division
         documents = [*read_stdlib().values()]
         train = [document for i, document in enumerate(documents) if i % 10 != 9]
-        return join_documents(train), join_documents(documents[9::10]), ""
+        return join_documents(train), join_documents(documents[9::10])
     if os.path.isdir(path):
         documents, n_skipped = read_folder(path)
         if not documents:
             fail(f"--data {path}: contains no text without a NUL. Try another folder, or iconv -f utf-16 -t utf-8")
         return hold_out(path, documents, n_skipped)
-    if not (os.path.isfile(path) or os.path.exists(path) and Path(path).is_fifo()):
+    if not (os.path.isfile(path) or Path(path).is_fifo()):
         fail(f"--data {path}: neither a file nor a folder nor an open pipe. Try the path of a text file or a folder")
-    try:
-        data = read_file(path)                  # once: a pipe cannot be read again
-    except OSError as e:
-        fail(f"--data {path}: cannot be read ({e}). Try another file")
-    is_json = path.lower().endswith((".json", *JSON_LINES))
-    contents = to_bytes(data) if is_json else b""               # a large text is not copied
-    if is_json and has_json_lines(path, contents):
-        documents, n_skipped = keep_documents([(path, contents)], is_folder=False)
+    data = read_file(path)                      # once: a pipe cannot be read again
+    if path.lower().endswith((".json", *JSON_LINES)):
+        contents = to_bytes(data)
+        documents, n_skipped = keep_documents([(path, contents)]) if has_json_lines(path, contents) else ({}, 0)
         if not documents:
-            fail(f'--data {path}: no line can be read as a JSON object with a "text". Try UTF-8 and {{"text": "..."}}')
+            fail(f'--data {path}: begins {contents[:60]}, and has no JSON object with a "text" in a line of its own. '
+                 'Try lines such as {"text": "..."}, in UTF-8')
         return hold_out(path, documents, n_skipped)
     check_text(path, data)
-    if is_json and re.match(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{", contents):
-        fail(f'--data {path}: is JSON, but no object such as {{"text": "..."}} in each line. For an array of objects '
-             f"try python -c 'import json; [print(json.dumps(x)) for x in json.load(open(\"{path}\"))]' > new.jsonl")
     cut = len(data) * 9 // 10                   # the last 10% is for validation
-    return data[:cut], data[cut:], ""
+    return data[:cut], data[cut:]
 
 
-def hold_out(path, documents, n_skipped):  # {name: text} of a folder or a file -> train, val, division
+def hold_out(path, documents, n_skipped):  # {name: text} of a folder or a file -> train (N,), val (N,) uint8
     train, val, n_held_out = divide_documents([*documents.values()])
     held_out = f"{n_held_out:,} of" if n_held_out else "the last tenth of each of"
     print(f"--data {path}: {held_out} {len(documents):,} documents held out; {n_skipped:,} files or lines skipped: "
-          'empty, binary, duplicate, unreadable, behind a link, or without a "text"')
-    return train, val, "whole documents" if n_held_out else "last tenths"
+          'empty, not text, duplicate, or without a "text"')
+    return train, val
 
 
 def read_file(path):  # a file or a pipe -> (N,) uint8
@@ -169,32 +155,27 @@ def read_file(path):  # a file or a pipe -> (N,) uint8
         return torch.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)   # no copy
 
 
-def has_json_lines(path, contents):  # is each line an object? By the name, or for a .json by its first line
-    if not path.lower().endswith(".json"):
-        return path.lower().endswith(JSON_LINES)
-    first = next((line for line in io.BytesIO(contents) if line.strip()), b"")
-    return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and isinstance(parse_json(first), dict)
+def has_json_lines(path, contents):  # by the name of the file, or of a .json by its first line
+    if path.lower().endswith(".json"):
+        first_line = contents.lstrip().partition(b"\n")[0]
+        return bool(parse_line(first_line))
+    return path.lower().endswith(JSON_LINES)
 
 
-def find_format(start):  # first bytes of a file -> name of its format if it is not text, or ""
-    return next((name for signature, name in SIGNATURES.items() if start.startswith(signature)), "")
+def is_text(contents):  # bytes -> bool
+    """Text has almost no control characters: at most two in 1,000 bytes, and at most one NUL, which ends a
+    document, in 20. Of compressed data a tenth are control characters, of UTF-16 some percent, of text in other
+    encodings none. Parquet may contain columns of plain text, so it is known by its first bytes."""
+    start = contents[:START_BYTES]
+    n_control = len(start) - len(start.translate(None, CONTROL))
+    few_control = n_control <= len(start) / 500 and start.count(b"\0") <= len(start) / 20
+    return bool(start) and few_control and not start.startswith(b"PAR1")
 
 
 def check_text(path, data, flag="data"):  # fails if data (N,), the contents of path, does not begin as a text does
-    if not len(data):
-        fail(f"--{flag} {path}: is empty. Try another file (a pipe can be read only once; > empties a file)")
-    start = data[:START_BYTES]
-    found = "tar" if to_bytes(start[257:262]) == b"ustar" else find_format(to_bytes(start[:64]))
-    if found in DECOMPRESSORS:
-        stem, ending = os.path.splitext(path)   # the new file keeps the ending .jsonl of a .jsonl.gz
-        new = shlex.quote(stem if ending in (".gz", ".xz", ".bz2", ".zst") else os.path.basename(path) + ".txt")
-        fail(f"--{flag} {path}: is a {found} file. Try {DECOMPRESSORS[found]} {shlex.quote(path)} > {new}, then {new}")
-    if found:
-        fail(f"--{flag} {path}: is a {found} file. Try its text, or JSON lines (bytes are read, not ids of tokens)")
-    has_utf16_mark = to_bytes(start[:2]) in (b"\xff\xfe", b"\xfe\xff")
-    if has_utf16_mark or int((start < ord("\t")).sum()) > len(start) / 10:
-        fail(f"--{flag} {path}: is UTF-16 or binary (control characters), such as ids of tokens. Try UTF-8, as from "
-             "iconv -f utf-16 -t utf-8")
+    if not is_text(to_bytes(data[:START_BYTES])):
+        fail(f"--{flag} {path}: is empty, or not text: compressed, binary, UTF-16 or ids of tokens (with many control "
+             "characters). Try its text in UTF-8, as from zcat or iconv -f utf-16 -t utf-8")
 
 
 def read_stdlib():  # -> {path: contents} of the sources of Python's standard library, without its tests
@@ -203,62 +184,45 @@ def read_stdlib():  # -> {path: contents} of the sources of Python's standard li
 
 
 def read_folder(folder, suffix="", skipped_folders=()):  # -> {name: text}, number of skipped files and lines
-    """Sorts the files by path. Ignores hidden files and folders, and folders that hold a run. Does not follow links to
-    folders, but counts them as skipped."""
+    """Sorts the files by path. Ignores hidden files and folders, links to folders, and folders that hold a run."""
     paths = []
-    n_links = 0
     for root, dirs, files in os.walk(folder):
         if {"ckpt.pt", "best.pt"} & set(files):
             dirs.clear()                        # os.walk does not enter the folders that are removed from dirs
             continue
         dirs[:] = [name for name in dirs if name not in skipped_folders and not name.startswith(".")]
-        n_links += sum(os.path.islink(os.path.join(root, name)) for name in dirs)
         paths += [os.path.join(root, name) for name in files if name.endswith(suffix) and not name.startswith(".")]
     paths = [path for path in paths if os.path.isfile(path)]    # no pipes, no sockets
     paths.sort(key=lambda path: path.replace(os.sep, "/"))
-    documents, n_skipped = keep_documents((path, read_or_empty(path)) for path in paths)
-    return documents, n_skipped + n_links
+    return keep_documents((path, Path(path).read_bytes()) for path in paths)
 
 
-def read_or_empty(path):  # -> contents; b"" if they cannot be read
-    with contextlib.suppress(OSError):
-        return Path(path).read_bytes()
-    return b""
-
-
-def keep_documents(files, is_folder=True):  # files: (path, contents) -> {name: text}, number of skipped ones
-    """Keeps each text once. Skips those that are empty or binary (by their first bytes, or with a NUL). All are
-    held in memory, while a single large file is not."""
+def keep_documents(files):  # files: (path, contents) -> {name: text}, number of skipped ones
+    """Keeps each text once. Skips those that are empty, are not text, or contain a NUL. All are held in memory, while a
+    single large file is not."""
     name_of = {}                                # {text: name}
     n = 0
     for path, contents in files:
-        texts = texts_of(path, contents, is_folder)
+        texts = texts_of(path, contents)
         n += len(texts)
         for name, text in texts.items():
             is_array = path.lower().endswith(".json") and re.match(rb"\s*\[\s*\{", text)
-            if text and not is_array and b"\0" not in text and not find_format(text):
+            if text and not is_array and b"\0" not in text and is_text(text):
                 name_of.setdefault(text, name)
     return {name: text for text, name in name_of.items()}, n - len(name_of)
 
 
-def texts_of(path, contents, is_folder):  # -> {path: contents}, or of JSON lines {path:line number: text}
+def texts_of(path, contents):  # -> {path: contents}, or of JSON lines {path:line number: text}
     if not has_json_lines(path, contents):
         return {path: contents}
     lines = contents.removesuffix(b"\n").split(b"\n")
-    texts = {f"{path}:{i}": parse_line(line) for i, line in enumerate(lines, 1)}
-    # in a folder, a .json file without a "text" is part of a code base, and text itself
-    if is_folder and path.lower().endswith(".json") and not any(texts.values()):
-        return {path: contents}
-    return texts
-
-
-def parse_json(line):  # bytes -> the value, or None
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(line.decode("utf-8-sig"))             # given bytes, loads would guess the encoding
+    return {f"{path}:{i}": parse_line(line) for i, line in enumerate(lines, 1)}
 
 
 def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is not a JSON object with such a string
-    item = parse_json(line)
+    item = None
+    with contextlib.suppress(ValueError, RecursionError):
+        item = json.loads(line.decode("utf-8-sig"))             # given bytes, loads would guess the encoding
     text = item.get("text") if isinstance(item, dict) else None
     if not isinstance(text, str):
         return b""
@@ -268,11 +232,13 @@ def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is n
 
 def divide_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, number of documents in val
     """Holds out the documents whose checksum ends in the digit 9. As long as this rule applies, no document changes
-    sides when others are added, removed or edited. If these are less than 2% or more than 30% of the bytes, holds out
-    the last tenth of each document, and returns 0."""
+    sides when others are added, removed or edited. Holds out the last tenth of each document, and returns 0, if there
+    are few documents, which may be of different kinds, or if those of the rule are less than 2% or more than 30% of
+    the bytes."""
     train = [document for document in documents if zlib.crc32(document) % 10 != 9]
     val = [document for document in documents if zlib.crc32(document) % 10 == 9]
-    if 0.02 <= sum(map(len, val)) / sum(map(len, documents)) <= 0.3:
+    share = sum(map(len, val)) / sum(map(len, documents))
+    if len(documents) >= MIN_DOCUMENTS and 0.02 <= share <= 0.3:
         return join_documents(train), join_documents(val), len(val)
     cuts = [len(document) * 9 // 10 for document in documents]
     train = [document[:cut] for document, cut in zip(documents, cuts) if cut]

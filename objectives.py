@@ -1204,8 +1204,9 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
     B, T = x.shape
     size = block_sizes(T, T, g.device)          # (1,): the whole row is one block
     early_count = (size * hp.early_mask_rate + 0.5).long().clamp(min=1)
-    progress = torch.zeros((), device=g.device) + hp.progress   # always a tensor: an `if` would wait for the device
-    count = early_count.where(progress < hp.uniform_from, masked_counts(size, B, g))            # (B, 1)
+    is_early = hp.progress < hp.uniform_from    # a 0-D tensor in training: an `if` would wait for the device
+    count = masked_counts(size, B, g)           # (B, 1)
+    count = count + is_early * (early_count - count)
     masked, weight = mask_blocks(x, T, count, g)
     return dict(inp=x.masked_fill(masked, MASK), tgt=x.where(masked, IGNORE_INDEX), weight=weight / x.numel(), prefix=T)
 

@@ -43,7 +43,7 @@ MIN_BLOCK_SIZE = 32                             # minimum number of positions in
 EVAL_ROWS = 32                                  # rows of a validation batch, independent of the batch size
 HELD_OUT = 4096                                 # bytes of validation text in a checkpoint, for sample.py
 COMPRESSED_BYTES = 1 << 24                      # maximum number of bytes to compress
-SOURCE_KEYS = "name", "size", "crc", "weight", "division"       # of a source, in checkpoints and logs
+SOURCE_KEYS = "name", "size", "crc", "weight"   # of a source, in checkpoints and logs
 DEVICE_FLAGS = {
     "device": Flag("auto", "cpu, cuda, cuda:1, mps, or auto: cuda if there is a GPU, else cpu"),
     "dtype": Flag("auto", "of the activations; auto: bfloat16 if it is fast", choices=("auto", "float32", "bfloat16")),
@@ -71,8 +71,7 @@ SETTINGS = {
         "batch_size": Flag({"cpu": 16, "cuda": 32}, f"number of rows in a micro-batch (in validation {EVAL_ROWS})", 1),
         "accum": Flag(1, "number of micro-batches in a step, which reads batch_size * accum rows", 1),
         "max_iters": Flag({"cpu": 1200, "cuda": 5000}, "maximum number of steps", 0),
-        "max_passes": Flag(8.0, "maximum number of epochs, but at least 200 steps; no limit if it is 0, or if you give "
-                                "max_iters alone", 0, 1e6),
+        "max_passes": Flag(8.0, "maximum number of epochs; 0, or max_iters alone: no limit", 0, 1e6),
         "learning_rate": Flag({"muon": 0.01, "adamw": 0.003}, "peak learning rate of all parameters", 0.0),
         "warmup_iters": Flag(20, "steps of linear warm-up", 0),
         "lr_decay": Flag(0.6, "share of the steps, at the end, over which the learning rate falls to 0", 0.0, 1.0),
@@ -104,10 +103,8 @@ SHARED_FLAGS = {flag for group in SETTINGS.values() for flag in group}          
 def in_range(flag, kind):  # -> argparse type with a range check
     def convert(word):
         value = kind(word)
-        if flag.low is not None and not value >= flag.low:      # "not >=" refuses NaN, too
-            raise argparse.ArgumentTypeError(f"{value} is less than {flag.low}")
-        if flag.high is not None and value > flag.high:
-            raise argparse.ArgumentTypeError(f"{value} is more than {flag.high}")
+        if not flag.low <= value <= flag.high:                  # refuses NaN, too
+            raise argparse.ArgumentTypeError(f"{value} is not between {flag.low:g} and {flag.high:g}")
         return value
     convert.__name__ = kind.__name__            # for argparse's message "invalid int value"
     return convert
@@ -132,7 +129,7 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
                 options = dict(choices=flag.choices)
             else:
                 kind = os.path.expanduser if name in PATHS else type(first)
-                options = dict(metavar="X", type=in_range(flag, kind))
+                options = dict(metavar="X", type=kind if isinstance(first, str) else in_range(flag, kind))
             shown = " ".join(first) if isinstance(first, list) else flag.default
             if isinstance(shown, dict):
                 shown = ", ".join(f"{key} {value}" for key, value in shown.items())             # cpu 4, cuda 12
@@ -179,7 +176,7 @@ def member_weights(objective):  # hp.objective, such as "clm:3,mlm" -> {"clm": 3
 def refuse_name(name):  # of an objective that does not exist; suggests the closest one
     names = ALIASES | {known: known for known in OBJECTIVES}
     close = difflib.get_close_matches(name.lower().replace("-", "_"), names, 1)
-    hint = names[close[0]] if close else "one of " + " ".join(OBJECTIVES)
+    hint = names[close[0]] if close else f"one of {' '.join(OBJECTIVES)} (or a script that imports yours)"
     fail(f"--objective {name}: unknown. Try {hint}")
 
 
@@ -224,14 +221,14 @@ def get_config(argv):
     argv, a checkpoint, the objective's defaults, the device's defaults. With --resume, all settings of the checkpoint
     count, with --init_from only those that parent_settings returns. hp also has init_step, the number of steps that the
     weights were trained before this run; progress, the share of the run that is done, which is 1.0 here and
-    a tensor in training; and checkpoint, the path of what is resumed, empty without --resume."""
+    a tensor in training; and checkpoint, what load_checkpoint returned for --resume or --init_from, or None."""
     given = parse(argv)
     given.setdefault("resume", False)
-    saved = {}                                  # settings from a checkpoint
-    path = ""
+    ckpt = None
+    saved = {}                                  # settings from the checkpoint
     if given["resume"]:
-        path = checkpoint_path(given.get("out_dir") or newest_run())
-        ckpt = load_checkpoint(path)
+        ckpt = load_checkpoint(given.get("out_dir") or newest_run())
+        path = ckpt["path"]
         if "optimizer" not in ckpt:
             fail(f"{path}: has no state of the optimizers. Try ckpt.pt, or --init_from {shlex.quote(path)}")
         saved = ckpt["config"]
@@ -240,7 +237,8 @@ def get_config(argv):
             if given[flag] != saved[flag]:
                 fail(f"--{flag} {given[flag]}: the run has {saved[flag] or 'none'}. Try without it, or --init_from")
     elif given.get("init_from"):
-        saved = parent_settings(load_checkpoint(given["init_from"]), given)
+        ckpt = load_checkpoint(given["init_from"])
+        saved = parent_settings(ckpt, given)
 
     device = resolve_device(given.get("device", "auto"))        # of this machine, not the one in the checkpoint
     settings = {"init_step": 0} | defaults(device.type, given.get("optimizer", ""))
@@ -248,7 +246,7 @@ def get_config(argv):
     settings |= objective_defaults(objective, device.type)
     if "max_iters" in given:
         settings["max_passes"] = 0.0
-    settings |= saved | given | {"device": str(device), "checkpoint": path, "progress": 1.0}
+    settings |= saved | given | {"device": str(device), "checkpoint": ckpt, "progress": 1.0}
     hp = argparse.Namespace(**settings)
     hp.dtype = resolve_dtype(hp.dtype, device)
     check_combinations(hp, given)
@@ -407,10 +405,7 @@ def join_processes(hp):  # connects them
     if hp.cuda_graph:
         fail("--cuda_graph: works in one process only. Try without it")
     if not torch.distributed.is_initialized():  # gloo for tensors on the CPU, so that any_rank never waits for a GPU
-        try:
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
-        except (ValueError, RuntimeError) as e:
-            fail(f"RANK and WORLD_SIZE are set, but no connection: {first_line(e)}. Try torchrun, or unset both")
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if hp.device.startswith("cuda") else "gloo")
     if RANK:                                    # only the first process prints
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
@@ -474,7 +469,6 @@ class Log:
     stop: list                  # the signals that came, of catch_signals; a closed stdout counts as one
     bar: tqdm                   # on a terminal; elsewhere it is disabled
     on_record: Callable | None  # called with each record of metrics.jsonl
-    first_step: int             # of this process
     step: int                   # of the last record of training; the speed is that of the steps since then
     seconds: float              # at this record, of training
     printed: float              # seconds at the last printed line of training
@@ -486,7 +480,7 @@ def open_log(s, on_record):  # makes the folder of the run, and sets s.log
     hidden = True if RANK else None             # None: shown on a terminal
     with open_metrics(s.hp.out_dir, s.metrics_bytes) as metrics, catch_signals() as stop:
         with tqdm(total=s.hp.max_iters, initial=s.step, unit="step", dynamic_ncols=True, disable=hidden) as bar:
-            s.log = Log(metrics, stop, bar, on_record, s.step, s.step - 1, s.seconds, s.seconds)
+            s.log = Log(metrics, stop, bar, on_record, s.step - 1, s.seconds, s.seconds)
             yield
 
 
@@ -565,7 +559,7 @@ def save_checkpoint(path, ckpt):
              f"Try to free space, then python train.py --resume --out_dir {shlex.quote(os.path.dirname(path))}")
 
 
-def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings
+def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and strings, with the "path" of the file
     """Checks all checksums. Fails if the file is damaged or not a checkpoint. Never runs code from the file. Settings
     that the checkpoint lacks, such as a new flag, get their defaults, which must preserve the old behaviour."""
     path = checkpoint_path(path)
@@ -583,10 +577,7 @@ def load_checkpoint(path):  # run folder or file -> dict of tensors, numbers and
         # torch's own message says how to run the code in the file
         why = "it holds code" if isinstance(e, pickle.UnpicklingError) else first_line(e)
         fail(f"{path}: damaged, or not a checkpoint of this program ({why}). Try another file or run")
-    unknown = {member.partition(":")[0].strip() for member in config["objective"].split(",")} - set(OBJECTIVES)
-    if unknown:
-        fail(f"{path}: this program has no objective {min(unknown)}. Try a script that imports it (docs/EXTENDING.md)")
-    return ckpt | {"config": config, "sources": sources}
+    return ckpt | {"config": config, "sources": sources, "path": path}
 
 
 # ---- models
@@ -609,15 +600,14 @@ def load_run(path, device="auto", dtype="auto"):  # -> model, settings, checkpoi
 
     path: a file, or the folder of a run, of which best.pt is loaded if it exists. Disables cuDNN's attention, which
     would compile a new plan for every length of a prompt."""
-    path = checkpoint_path(path, ("best.pt", "ckpt.pt"))
-    ckpt = load_checkpoint(path)
+    ckpt = load_checkpoint(checkpoint_path(path, ("best.pt", "ckpt.pt")))
     device = resolve_device(device)
     use_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
     hp = argparse.Namespace(**ckpt["config"] | {"device": str(device), "dtype": resolve_dtype(dtype, device)})
     model = build(get_members(hp), hp)
-    copy_tensors(model.state_dict(), ckpt["model"], path)
-    return for_inference(model), hp, ckpt | {"path": path}
+    copy_tensors(model.state_dict(), ckpt["model"], ckpt["path"])
+    return for_inference(model), hp, ckpt
 
 
 def is_finite(t):  # -> bool. The sum shows any inf or NaN, in 3% of the time of t.isfinite().all()
@@ -639,10 +629,11 @@ def copy_tensors(target, saved, path):  # {name: tensor} each, of a model or an 
         target[name].copy_(saved[name])
 
 
-def start_from(model, saved, path):
+def start_from(model, parent):
     """Copies a parent's weights. Heads that the parent lacks or has in another shape keep their initial weights. So do
     those outputs of the byte head that the parent lacks. Heads that this model lacks are not copied."""
     weights = model.state_dict()
+    saved = parent["model"]
     tensors = {name: t for name, t in saved.items() if name in weights or not name.startswith("heads.")}
     new = []
     for name, t in weights.items():
@@ -655,13 +646,14 @@ def start_from(model, saved, path):
     if old is not None and old.shape[2:] == head.shape[2:]:     # otherwise copy_tensors fails
         n = min(old.size(1), head.size(1))
         tensors["head.weight"] = torch.cat((old[:, :n], head[:, n:]), dim=1)
-    copy_tensors(weights, tensors, path)
-    print(f"started from the weights of {path}; newly initialized: {', '.join(new) or 'none'}")
+    copy_tensors(weights, tensors, parent["path"])
+    print(f"started from the weights of {parent['path']} at step {parent['step']:,}; newly initialized: "
+          f"{', '.join(new) or 'none'}")
 
 
 # ---- the state of a run (s: train.State) and its checkpoints
 def identify(s):  # -> what identifies a run, for its checkpoints and its log
-    config = vars(s.hp) | {"resume": False, "checkpoint": "", "progress": 1.0}
+    config = vars(s.hp) | {"resume": False, "checkpoint": None, "progress": 1.0}
     sources = [{key: source[key] for key in SOURCE_KEYS} for source in s.corpus]
     return dict(config=config, version=VERSION, sources=sources)
 
@@ -676,12 +668,10 @@ def optimizer_tensors(opt):  # -> {name: tensor}
 
 
 def check_finite(ok, what, s):
-    if ok:
-        return
-    is_saved = os.path.exists(os.path.join(s.hp.out_dir, "ckpt.pt"))
-    start = f"--init_from {shlex.quote(s.hp.out_dir)} with " if is_saved else ""
-    raise FloatingPointError(f"{what} is not finite at step {s.step}; the last checkpoint, if any, is unchanged. "
-                             f"Try {start}a lower --learning_rate or --dtype float32")
+    if not ok:
+        raise FloatingPointError(
+            f"{what} is not finite at step {s.step}; the last checkpoint in {s.hp.out_dir}, if any, is unchanged. "
+            "Try a lower --learning_rate or --dtype float32, in a new run or with --init_from")
 
 
 def save(s, name):  # name: ckpt.pt or best.pt
@@ -702,10 +692,10 @@ def save(s, name):  # name: ckpt.pt or best.pt
 
 def resume(s):  # loads weights, optimizer and counters; fails if corpus or number of steps do not fit
     hp = s.hp
-    ckpt = load_checkpoint(hp.checkpoint)
-    # names may differ
-    saved = [(source["size"], source["crc"], source["weight"]) for source in ckpt["sources"]]
-    if saved != [(source["size"], source["crc"], source["weight"]) for source in s.corpus]:
+    ckpt = hp.checkpoint
+    saved, now = [[[source[key] for key in ("size", "crc", "weight")] for source in sources]    # names may differ
+                  for sources in (ckpt["sources"], s.corpus)]
+    if saved != now:
         fail(f"--data {' '.join(hp.data)}: differs from the data of {hp.out_dir} in its text, its weights "
              "or, in an older program, its held-out documents. Try the same data, or a new run")
     planned = ckpt["config"]["max_iters"]
@@ -713,8 +703,8 @@ def resume(s):  # loads weights, optimizer and counters; fails if corpus or numb
         fail(f"--max_iters {hp.max_iters}: the run in {hp.out_dir} is at step {ckpt['step']}. Try a larger number")
     if hp.max_iters != planned:
         print(f"resuming with {hp.max_iters} steps instead of {planned}; the schedules follow the new number")
-    copy_tensors(s.model.state_dict(), ckpt["model"], hp.checkpoint)
-    copy_tensors(optimizer_tensors(s.opt), ckpt["optimizer"], hp.checkpoint)
+    copy_tensors(s.model.state_dict(), ckpt["model"], ckpt["path"])
+    copy_tensors(optimizer_tensors(s.opt), ckpt["optimizer"], ckpt["path"])
     s.step = ckpt["step"]
     s.seconds = ckpt["seconds"]
     s.val = ckpt["val"]
@@ -726,56 +716,41 @@ def resume(s):  # loads weights, optimizer and counters; fails if corpus or numb
 
 
 def load_parent(s):  # loads the weights of --init_from
-    path = s.hp.init_from
-    parent = load_checkpoint(path)
-    start_from(s.model, parent["model"], path)
-    for name in find_new_divisions(parent["sources"], s.corpus):
-        print(f"--data {name}: is divided into training and validation text in another way than in {path}, "
-              "which may have trained on what is validation text now: then the validation loss is too low")
-
-
-def find_new_divisions(saved, corpus):  # sources of a checkpoint, and of now -> names of those divided anew
-    crcs = [source["crc"] for source in saved]
-    # older checkpoints lack the division
-    division_of = {os.path.realpath(source["name"]): source.get("division", "") for source in saved}
-    names = []
-    for source in corpus:
-        old = division_of.get(os.path.realpath(source["name"]))
-        # a file has no division: if it has changed, it has another last tenth
-        is_new = old is not None and (old != source["division"] or not source["division"])
-        if is_new and source["crc"] not in crcs:
-            names.append(source["name"])
-    return names
+    parent = s.hp.checkpoint
+    start_from(s.model, parent)
+    crcs = {source["name"]: source["crc"] for source in parent["sources"]}
+    for source in s.corpus:
+        if crcs.get(source["name"], source["crc"]) != source["crc"]:
+            print(f"--data {source['name']}: has changed since {parent['path']} was trained, which may have read "
+                  "what is held out now: then the validation loss is too low")
 
 
 # ---- what a run prints
-SYMBOLS = {  # ids that are printed as a symbol: (symbol, what it means)
-    MASK: ("█", "MASK hides text"),
-    EOT: ("∅", "EOT ends a document"),
-    SEP: ("‖", "SEP ends a text"),
-    CLS: ("Ⓒ", "CLS stands for the row"),
-    PRE: ("Ⓟ", "PRE starts a prefix"),
-    SUF: ("Ⓢ", "SUF starts a suffix"),
-    MID: ("Ⓜ", "MID starts a middle"),
-    MODE_R: ("ⓡ", "R: short spans"),
-    MODE_S: ("ⓢ", "S: a suffix"),
-    MODE_X: ("ⓧ", "X: long spans"),
-    PAD: ("░", "PAD fills the row"),
-    ord("\t"): ("⇥", "tab"),
-    ord("\n"): ("⏎", "newline"),
-    IGNORE_INDEX: ("·", "no loss"),
-}
+# ids that are printed as a symbol, which is followed by what the legend calls it
+SYMBOLS = {MASK: "█ MASK", EOT: "∅ EOT", PAD: "░ PAD", SEP: "‖ SEP", CLS: "Ⓒ CLS", PRE: "Ⓟ PRE", SUF: "Ⓢ SUF",
+           MID: "Ⓜ MID", MODE_R: "ⓡ mode R", MODE_S: "ⓢ mode S", MODE_X: "ⓧ mode X", IGNORE_INDEX: "· no loss",
+           ord("\t"): "⇥ tab", ord("\n"): "⏎ newline"}
 SENTINELS = "①②③④⑤⑥⑦⑧⑨"
-LEGEND = [*SYMBOLS.values(), (SENTINELS, "sentinels replace spans"), ("␣", "space"),
-          ("�", "a byte outside printable ASCII")]
 
 
-def to_symbol(i):  # id -> character
+def to_symbol(i):  # id -> character; of a byte outside printable ASCII, each bit is a dot of a Braille character
     if i in SYMBOLS:
         return SYMBOLS[i][0]
     if i >= SENTINEL:
         return SENTINELS[(i - SENTINEL) % 9]
-    return chr(i) if 32 <= i < 127 else "�"
+    return chr(i) if 32 <= i < 127 else chr(0x2800 + i)
+
+
+def explain_symbols(text):  # -> a legend of the symbols in it: "█ MASK, ①② sentinels"
+    legend = [entry for entry in SYMBOLS.values() if entry[0] in text]
+    sentinels = "".join(symbol for symbol in SENTINELS if symbol in text)
+    if sentinels:
+        legend.append(f"{sentinels} sentinels")
+    if "␣" in text:
+        legend.append("␣ space")
+    if any("\u2800" <= symbol <= "\u28ff" for symbol in text):
+        legend.append("⠿ another byte, a dot for each bit")
+    return ", ".join(legend)
 
 
 def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
@@ -803,15 +778,6 @@ def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
         if "labels" in batch:
             lines.append(f"  {name} label {int(batch['labels'][b])}")
     return lines
-
-
-def explain_symbols(text):  # -> the symbols that occur in it: "█ MASK hides text, ①② sentinels replace spans"
-    legend = []
-    for symbols, meaning in LEGEND:
-        used = "".join(symbol for symbol in symbols if symbol in text)
-        if used:
-            legend.append(f"{used} {meaning}")
-    return ", ".join(legend)
 
 
 def announce(s, passes):  # passes: of each source
@@ -852,13 +818,9 @@ def log_step(s, member, loss, norm, lr):  # a line of metrics.jsonl, and one on 
         "step": s.step, "split": "train", "data": " ".join(hp.data), "objective": member.objective.name,
         "loss": loss, "lr": lr, "grad_norm": norm, "tok_per_s": positions, "seconds": round(s.seconds, 3)})
     minutes_left = (hp.max_iters - s.step - 1) / speed / 60
-    show_progress(s, f"training loss {loss:.3f}, {positions:,} positions/s", minutes_left)
-
-
-def show_progress(s, line, minutes_left):  # beside the bar, or without one, as a line every 5 seconds
+    line = f"training loss {loss:.3f}, {positions:,} positions/s"
     s.log.bar.set_postfix_str(line)
-    # not after the first step, which may compile
-    if s.log.bar.disable and s.seconds > s.log.printed + 5 and s.step > s.log.first_step:
+    if s.log.bar.disable and s.seconds > s.log.printed + 5:     # without a bar, a line every 5 seconds
         s.log.printed = s.seconds
         say(f"step {s.step:6d} | {line}, {minutes_left:.1f} min left", s.log.stop)
 
@@ -871,17 +833,14 @@ def log_validation(s, records):  # of train.evaluate
 
 
 def describe(record):  # of a validation -> a line
-    loss = record["loss"]
     objective = OBJECTIVES[record["objective"]]
-    figures = record["figures"]
-    line = f"step {record['step']:6d} | validation on {record['data']}: {objective.name} loss {loss:.4f} nats"
-    # "nll" may be the loss itself
-    others = [f"{name} {value:.4f}" for name, value in figures.items() if (name, value) != ("nll", loss)]
-    if others:
-        line += f" ({', '.join(others)})"
-    if "nll" in figures:
-        name = "perplexity" if objective.bpb == "loss" else "perplexity of the targets"
-        line += f", {name} {math.exp(min(figures['nll'], 700.0)):.2f}"              # exp(710) overflows
+    line = (f"step {record['step']:6d} | validation on {record['data']}: "
+            f"{objective.name} loss {record['loss']:.4f} nats")
+    for name, value in record["figures"].items():
+        if name == "nll":
+            name = "perplexity of the targets"
+            value = math.exp(min(value, 700.0))                 # exp(710) overflows
+        line += f", {name} {value:.4g}"
     if record["bpb"] is not None:
         kind = {"bound": "<= ", "causal": "causal rows "}.get(objective.bpb, "")
         line += f", {kind}{record['bpb']:.4f} bits/byte"
@@ -904,15 +863,13 @@ def end_run(s, is_stopped):  # is_stopped: by a signal, before the last step; ->
 
 def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
     path = os.path.join(out_dir, "loss.png")
-    curves = {}
     with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
-        _, *records = [json.loads(line) for line in f]
-    for r in records:
+        records = [json.loads(line) for line in f]
+    curves = {}
+    for r in records[1:]:
         if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
             label = f"{r['split']} {r['objective']}, {r['data']}".replace("$", r"\$")            # no formula
             curves.setdefault(label, []).append((r["step"], r["loss"]))
-    if not curves:
-        return
     try:
         from matplotlib.figure import Figure  # here, since it is optional
         axes = Figure().subplots()

@@ -48,7 +48,6 @@ MAX_ROWS = 64                                   # maximum number of rows of a fo
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::([1-9]\d{0,5}))?\]"
 HOLES = rb"(?:<extra_id_\d+>)+"                  # neighbours are one hole
-MARKERS = {"infill": HOLES, "fill": MASKS, "repair": MASKS}     # {mode: the marker of a hole in its prompt}
 # a marker of a hole, or one that was mistyped, but not x[mask]
 LIKE_A_HOLE = (rb"(?i:<\|?(?:mask|extra.?id|fill|blank)[^<>\s]{0,20}>|(?<!\w)\[ ?(?:mask|blank)[^]\[\n]{0,12}\])"
                rb"|\[MASK[^]\[\n]{0,12}\]")
@@ -569,14 +568,6 @@ def read_holes(text):  # bytes such as b"a<extra_id_0>b" -> the texts around the
     return [list(part) for part in re.split(HOLES, text)]
 
 
-def read_prompt(text):  # bytes -> {mode: the prompt as this mode reads it}, the modes whose holes are in it
-    masked = read_masks(text)
-    around = read_holes(text)
-    prompts = dict.fromkeys(MODES, list(text)) | {"fill": masked, "repair": masked, "infill": around}
-    has_hole = {"fill": MASK in masked, "repair": MASK in masked, "infill": len(around) > 1}
-    return prompts, {mode for mode in has_hole if has_hole[mode]}
-
-
 def to_row(ids, hp):  # list or (n,) of any integers -> (1, n) long on the model's device
     return torch.as_tensor(ids).long().to(hp.device)[None]
 
@@ -681,13 +672,8 @@ def continue_blocks_mode(model, objective, use, hp, args, g):
 
 
 def fill_mode(model, objective, use, hp, args, g):
-    row = to_row(args.prompt, hp)
-    how = dict(steps=args.steps, order=args.order, **args.sampling)
-    ids = row                                   # if there is no MASK, it stays as it is
-    for ids in unmask_long(model, row, hp.block_size, g, use, **how):
-        if args.show:
-            yield f"--- pass\n{to_text(ids[0])}\n"
-    yield highlight(ids[0].tolist(), [i == MASK for i in args.prompt], FILLED) + "\n"
+    ids = yield from fill_masks(model, args.prompt, use, hp, args, g)
+    yield highlight(ids, [i == MASK for i in args.prompt], FILLED) + "\n"
 
 
 def write_mode(model, objective, use, hp, args, g):  # continues a prompt by filling MASKs, in one block
@@ -696,14 +682,19 @@ def write_mode(model, objective, use, hp, args, g):  # continues a prompt by fil
     n_new = min(args.max_new_tokens, space - len(prompt))
     if n_new < args.max_new_tokens:
         note(f"writes only {n_new} bytes, which fill the block of {space}")
-    row = to_row(prompt + [MASK] * n_new, hp)
-    how = dict(steps=args.steps, order=args.order, **args.sampling)
-    ids = row                                   # if there is no MASK, it stays as it is
-    for ids in unmask_long(model, row, hp.block_size, g, use, may_end=True, **how):
-        if args.show:
-            yield f"--- pass\n{to_text(ids[0])}\n"
-    new = ids[0, len(prompt):].tolist()
+    ids = yield from fill_masks(model, prompt + [MASK] * n_new, use, hp, args, g, may_end=True)
+    new = ids[len(prompt):]
     yield from stream(args.prompt, new[:new.index(EOT)] if EOT in new else new)
+
+
+def fill_masks(model, ids, use, hp, args, g, may_end=False):  # list of ids; yields the text of each pass if args.show
+    row = to_row(ids, hp)
+    passes = unmask_long(model, row, hp.block_size, g, use, steps=args.steps, order=args.order, may_end=may_end,
+                         **args.sampling)
+    for row in passes:
+        if args.show:
+            yield f"--- pass\n{to_text(row[0])}\n"
+    return row[0].tolist()
 
 
 def infill_mode(model, objective, use, hp, args, g):
@@ -793,8 +784,7 @@ def follow_mode(model, objective, use, hp, args, g):  # the probability that --s
 
 def search_mode(model, objective, use, hp, args, g):
     """Yields the three lines of --corpus that are nearest to --query. Texts are embedded in pieces, at most
-    as long as those in training. Each piece of the query is compared with the nearest of a line, and counts
-    by its length."""
+    as long as those in training. Each piece of the query is compared with the nearest one of a line."""
     whole = args.corpus.splitlines()
     lines = list(dict.fromkeys(line for line in whole if line.strip()))             # without duplicates
     if not lines:
@@ -802,18 +792,12 @@ def search_mode(model, objective, use, hp, args, g):
     n = use.piece_bytes(hp)
     cut = [list(cut_after_spaces(text, n)) for text in [bytes(args.query), *lines]]
     pieces = [piece for text in cut for piece in text]
-    query, *others = embed_texts(model, use, pieces, hp).split([len(text) for text in cut])     # (pieces, C) each
-    weight = torch.tensor([len(piece) for piece in cut[0]], device=query.device)
-    weight = weight / weight.sum()
-    similarity = torch.stack([(query @ line.T).amax(1) @ weight for line in others])
+    vectors = map_texts(lambda x: use.embed(model, x), pieces, hp.device)           # {piece: (C,)}
+    query, *others = [torch.stack([vectors[piece] for piece in text]) for text in cut]          # (pieces, C) each
+    similarity = torch.stack([(query @ line.T).amax(1).mean() for line in others])
     for i in similarity.argsort(descending=True)[:3].tolist():
         number = whole.index(lines[i]) + 1
         yield f"--- similarity {float(similarity[i]):.3f}, line {number}:\n{to_text(lines[i])}\n"
-
-
-def embed_texts(model, search, texts, hp):  # a Search, list of N bytes -> (N, C)
-    vectors = map_texts(lambda x: search.embed(model, x), texts, hp.device)
-    return torch.stack([vectors[text] for text in texts])
 
 
 def map_texts(function, texts, device):  # function: ids (N, n) -> N results; list of bytes -> {text: result}
@@ -841,8 +825,9 @@ def seam_mode(model, objective, use, hp, args, g):  # rotates a text so that it 
 
 
 # task: what it does, for messages; flags: all that it reads, except those of a run; sampling: its default
-# arguments of `distribution`; required: texts that must be given
-Mode = namedtuple("Mode", "function task flags sampling required", defaults=({}, ()))
+# arguments of `distribution`; required: texts that must be given; read: turns its prompt into ids;
+# marker: of a hole in its prompt, a pattern, which by default matches nothing
+Mode = namedtuple("Mode", "function task flags sampling required read marker", defaults=({}, (), list, rb"(?!)"))
 WRITING = "max_new_tokens", "num_samples", *SAMPLING
 LEFT_TO_RIGHT = dict(temperature=0.8)
 DIFFUSION = dict(temperature=1.0, top_p=0.8)
@@ -850,12 +835,15 @@ LIKELIEST = dict(temperature=0.0)               # LEFT_TO_RIGHT with num_samples
 MODES = {
     "continue": Mode(continue_mode, "continue a prompt", ("prompt", "speculate", "compile", *WRITING), LEFT_TO_RIGHT),
     "continue_blocks": Mode(continue_blocks_mode, "write in blocks", ("prompt", "order", "steps", *WRITING), DIFFUSION),
-    "fill": Mode(fill_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", *WRITING), LIKELIEST),
-    "write": Mode(write_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", *WRITING), DIFFUSION),
+    "fill": Mode(fill_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", "num_samples", *SAMPLING), LIKELIEST,
+                 read=read_masks, marker=MASKS),
+    "write": Mode(write_mode, "write by filling [MASK]s", ("prompt", "order", "steps", "show", *WRITING), DIFFUSION),
     "correct": Mode(correct_mode, "correct a text", ("prompt", "correct", "fix", "error_rate", "steps"),
                     required=("prompt",)),
-    "infill": Mode(infill_mode, "write between texts", ("prompt", "prefix", "suffix", *WRITING), LIKELIEST),
-    "repair": Mode(repair_mode, "repair a text", ("prompt", "num_samples", *SAMPLING), LIKELIEST, ("prompt",)),
+    "infill": Mode(infill_mode, "write between texts", ("prompt", "prefix", "suffix", *WRITING), LIKELIEST,
+                   read=read_holes, marker=HOLES),
+    "repair": Mode(repair_mode, "repair a text", ("prompt", "num_samples", *SAMPLING), LIKELIEST, ("prompt",),
+                   read=read_masks, marker=MASKS),
     "mark": Mode(mark_mode, "mark suspicious bytes", ("prompt",), required=("prompt",)),
     "follow": Mode(follow_mode, "compare two texts", ("prefix", "suffix"), required=("prefix", "suffix")),
     "search": Mode(search_mode, "search", ("query", "corpus"), required=("query", "corpus")),
@@ -891,9 +879,9 @@ def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
     return chosen
 
 
-def choose_use(members, flags, has_hole):  # [Member], names of texts and SWITCHES, modes -> objective, mode
-    """Of several uses, takes the first one. flags: those that were given. has_hole: the modes whose holes
-    are in the prompt."""
+def choose_use(members, flags, prompt):  # [Member], names of the texts and SWITCHES given, bytes -> objective, mode
+    """Of several uses, takes the first one."""
+    has_hole = {name for name, mode in MODES.items() if re.search(mode.marker, prompt)}
     uses = [(m.objective, mode) for m in members for mode in m.objective.uses]
     if not uses:
         names = " ".join(m.objective.name for m in members)
@@ -920,7 +908,7 @@ def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode
 def check_markers(text, objective, mode):
     """Prints a note if the text has a marker that is read as text, which may be mistyped. Refuses such a marker
     beside a hole that is filled."""
-    own = MARKERS.get(mode, rb"(?!)")           # (?!) matches nothing
+    own = MODES[mode].marker
     as_text = [word for word in re.findall(LIKE_A_HOLE, text) if not re.fullmatch(own, word)]
     if not as_text:
         return
@@ -960,9 +948,9 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a ge
     # 1. the texts, and what to do with them
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     switches = {flag for flag in SWITCHES if given.get(flag)}
-    prompts, has_hole = read_prompt(texts.get("prompt", b""))
+    prompt = texts.get("prompt", b"")
     members = choose_members(hp, given.get("objective"))
-    objective, mode_name = choose_use(members, {*texts, *switches}, has_hole)
+    objective, mode_name = choose_use(members, {*texts, *switches}, prompt)
     mode = MODES[mode_name]
     use = objective.uses[mode_name]
     # 2. what does not fit is refused; --no-fix and --no-correct always fit
@@ -970,14 +958,12 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a ge
         refuse_flag(flag, objective, mode)
     if objective.name != hp.objective:
         note(f"used as {objective.name}")
-    if mode_name == "fill" and "fill" in has_hole and "max_new_tokens" in given:
-        fail("--max_new_tokens: the holes have their own lengths. Try [MASK:4] for a hole of 4 bytes")
     if not switches:                            # all of a text to correct is text
         read = [text for flag, text in texts.items() if flag != "corpus"]
         check_markers(b"\n".join(read), objective, mode_name)
     # 3. the arguments of the mode
     if "prompt" in texts:
-        texts["prompt"] = prompts[mode_name]
+        texts["prompt"] = mode.read(prompt)
     if not texts and not switches:
         texts, introduction = demonstration(mode_name, ckpt["held_out"], hp.block_size)
         show(introduction)

@@ -11,6 +11,7 @@ B rows of a batch, T = block_size positions of a row, n raw bytes that fill a ro
 N matrices of one shape (r, c)
 """
 import bisect
+import copy
 import itertools
 import math
 import shlex
@@ -348,20 +349,6 @@ def mean_loss(member, model, batches, hp):  # -> mean loss, {name: mean figure} 
     return loss, {name: statistics.fmean(float(figures[name]) for _, figures in results) for name in names}
 
 
-class ByteModel:
-    """What a loss function calls of a model, with logits of the 256 bytes alone: a text has no special ids."""
-
-    def __init__(self, model):
-        self.model = model
-        self.heads = model.heads
-
-    def __call__(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
-
-    def logits(self, h):
-        return self.model.logits(h)[..., :N_BYTES]
-
-
 def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats -> bits, or None
     """The softmax is over the 256 bytes, even if the byte head also predicts special ids, as in a mixture."""
     if member.objective.bpb is None:
@@ -370,7 +357,9 @@ def bits_per_byte(member, model, source, loss, hp):  # the member's loss in nats
         member = run.Member(CAUSAL, 1.0, hp.block_size + 1)
     elif model.config.n_outputs == N_BYTES:
         return loss / math.log(2)
-    loss, _ = mean_loss(member, ByteModel(model), validation_batches(member, source, hp), hp)
+    byte_model = copy.copy(model)               # shallow: it has the same weights
+    byte_model.logits = lambda h: model.logits(h)[..., :N_BYTES]
+    loss, _ = mean_loss(member, byte_model, validation_batches(member, source, hp), hp)
     return loss / math.log(2)
 
 
@@ -489,6 +478,7 @@ def main(argv=None, with_sample=True, on_record=None):
         run.resume(s)
     elif hp.init_from:
         run.load_parent(s)
+    hp.checkpoint = None                        # frees its memory
     if not hp.resume:
         hp.out_dir = run.choose_out_dir(hp)
 

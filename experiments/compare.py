@@ -89,6 +89,7 @@ def plan_runs(flags, rest, crc):  # crc: of the corpus -> [Run]; fails if train.
             argv += to_words({setting: value})
             row += f" {setting}={value}"
         hp = get_config(argv)
+        hp.checkpoint = None                    # the weights of --init_from, which train.main loads again
         runs.append(Run(row, hp, argv, run_folder(hp, crc, flags.out_dir), checksums(training_files(name))))
     return runs
 

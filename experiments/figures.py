@@ -8,7 +8,6 @@ The rows are made by the objectives' own code. --curves draws bits per byte over
 """
 import csv
 import itertools
-import re
 import statistics
 import textwrap
 from collections import namedtuple
@@ -111,8 +110,9 @@ def cell(i, color):  # an id or the text of a label -> its text, its color
 
 def legend_texts(rows, is_short=False):  # -> lines of text that explain every symbol in the rows; only one if short
     text = explain_symbols("".join(cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids))
+    text = text.replace(",", "  ")
     if is_short:
-        return [re.sub(r" (hides|ends|stands|starts|fills|replace|outside) [^,]*", "", text).replace(",", "  ")]
+        return [text]
     last = "at the right: which position (down) attends to which (across)"
     if any(len(row.lines[0][1]) > len(row.mask) for row in rows):
         last = "black line: two texts that do not attend to each other   " + last

@@ -37,7 +37,7 @@ def refused(refuses, hint, program, *flags):  # asserts that it fails in one lin
 
 # ---- settings
 @pytest.mark.parametrize("flags, expected", [
-    ("", dict(objective="clm", data=["stdlib"], resume=False, checkpoint="", n_layer=4, learning_rate=0.01,
+    ("", dict(objective="clm", data=["stdlib"], resume=False, checkpoint=None, n_layer=4, learning_rate=0.01,
               max_passes=8.0)),
     ("--optimizer adamw", dict(learning_rate=0.003, weight_decay=0.0)),
     ("--max_iters 5", dict(max_passes=0.0)), ("--data a:1 b:2 --data c:3", dict(data=["a:1", "b:2", "c:3"])),
@@ -82,7 +82,8 @@ def test_a_resumed_run_has_all_settings_of_its_checkpoint_except_the_device(text
     del ckpt["config"]["attn_scale"]
     save_checkpoint("a/ckpt.pt", ckpt)
     hp = get_config(["--resume", "--out_dir", "a", "--log_interval", "5"])
-    own = dict(attn_scale=1.0, resume=True, checkpoint=os.path.join("a", "ckpt.pt"), log_interval=5, device=hp.device)
+    assert hp.checkpoint["path"] == os.path.join("a", "ckpt.pt") and hp.checkpoint["step"] == ckpt["step"]
+    own = dict(attn_scale=1.0, resume=True, checkpoint=hp.checkpoint, log_interval=5, device=hp.device)
     assert vars(hp) == ckpt["config"] | own and hp.device != "cuda:99"
 
 
@@ -233,7 +234,7 @@ def test_a_child_has_its_parents_weights_and_fresh_heads_where_they_differ(capsy
         saved = randomize(run.build(get_members(parents[parent]), parents[parent])).state_dict()
         net = run.build(get_members(parents[child]), parents[child])
         fresh = {name: t.clone() for name, t in net.state_dict().items()}
-        run.start_from(net, saved, "a")
+        run.start_from(net, dict(model=saved, path="a", step=3))
         new = capsys.readouterr().out
         for name, t in net.state_dict().items():
             if name == "head.weight":
@@ -262,8 +263,9 @@ def test_a_second_signal_and_signals_that_nohup_ignores_are_not_caught(at_start,
 BAD = [  # flags, part of the error message
     ("--max_iter 3", "--max_iter"),
     ("--max_iters many", "invalid int value: 'many'"), ("--init_from run --n_head 1", "has 2 heads"),
-    ("--objective clm:", "positive weights"), ("--objective mlm --mask_rate 1.5", "1.5 is more than 1.0"),
-    ("--max_passes inf", "inf is more than"), ("--objective mml", "Try mlm"),
+    ("--objective clm:", "positive weights"), ("--objective mlm --mask_rate 1.5", "1.5 is not between 0.001 and 1"),
+    ("--max_passes inf", "inf is not between"), ("--max_passes nan", "nan is not between"),
+    ("--objective mml", "Try mlm"),
     ("--objective mlm --mask_random 1", "than 1"), ("--mask_rate .2", "Try it with mlm"),
     ("--objective bart --doc_mask", "--doc_mask"), ("--objective nsp --nsp_negatives hard", "'random', 'swap'"),
     ("--n_embd 15", "a multiple of 4"), ("--data tiny.txt", "--block_size"),
@@ -288,7 +290,7 @@ BAD = [  # flags, part of the error message
     ("--init_from nowhere", "nowhere"), ("--init_from run --n_layer 5", "weight is missing, here torch.float32 ["),
     ("--init_from run --n_layer 1", "ngrams.gain is torch.float32 [2, 16], here"),
     ("--init_from run --ngram_rows 0", "here missing"), ("--init_from version.pt", "layout"),
-    ("--init_from new.pt", "has no objective new. Try a script that imports it"),
+    ("--init_from new.pt", "--objective new: unknown. Try one of "),
     ("--init_from text.txt", "not a checkpoint"), ("--init_from parts.pt", "not a checkpoint"),
     ("--init_from payload.pt", "not a checkpoint of this program (it holds code)")]
 

@@ -661,9 +661,8 @@ def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, caps
 @pytest.mark.parametrize("name", sample.MODES)
 def test_the_table_lists_the_flags_that_a_mode_reads(name):
     mode = sample.MODES[name]
-    read = set(re.findall(r"\bargs\.(\w+)", inspect.getsource(mode.function))) - {"given"}
-    if name == "fill":                          # refused for holes of given lengths, with a better message
-        read.add("max_new_tokens")
+    functions = [mode.function, *([sample.fill_masks] if name in ("fill", "write") else [])]
+    read = set(re.findall(r"\bargs\.(\w+)", "".join(map(inspect.getsource, functions)))) - {"given"}
     if "sampling" in read:
         read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
     assert read | {"correct"} & set(mode.flags) == set(mode.flags)                  # "correct" only chooses the mode
@@ -680,8 +679,7 @@ INPUTS = {
     "mdlm": [["[MASK:90]", "--order", "confident"], [LONG], ["é\0"], ["x", "--max_new_tokens", "0"], [""]],
     "xlnet": [["[MASK:9]", "--steps", "2"], [LONG], ["é\0", "--max_new_tokens", "9"]],
     "sedd": [["import "], ["a[MASK:9]b", "--order", "ancestral"]],
-    "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]<M\udcff"],
-            ["--max_new_tokens", "5"]],
+    "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]<M\udcff"]],
     "span": [[HOLE + "<extra_id_1>"], ["<extra_id_0>", "--num_samples", "2"], [HOLE + LONG]],
     "ul2": [["go on"], [""], [LONG], SIDES, [HOLE, "--max_new_tokens", "40"]],
     "fim": [["--prefix", LONG, "--suffix", LONG], ["--prefix", "", "--suffix", ""], ["a[MASK]", "--seed", "2"]],
@@ -740,8 +738,7 @@ def test_holes_and_repairs_take_the_most_likely_byte_by_default(name, flags, exp
     ("bart", ["a"])])
 def test_the_help_lists_the_defaults_that_count(name, flags, runs, capsys):
     """Flags with the values of the table change nothing."""
-    _, has_hole = sample.read_prompt(flags[0].encode())
-    _, mode = sample.choose_use(get_members(settings(name, T)), {"prompt"}, has_hole)
+    _, mode = sample.choose_use(get_members(settings(name, T)), {"prompt"}, flags[0].encode())
     [row] = [line for line in sample.list_defaults().splitlines()
              if line.split()[0] == mode and name in re.split("[ ,]+", line)]
     temperature, *cells = re.findall(r"\d\.\d|left|confident|ancestral", row)
@@ -869,7 +866,8 @@ def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs
     assert sample.ask(load_run("out/mlm", "cpu"), prompt="a\n", fix=True) == "a\n", "the text's own line end"
     assert sample.ask(loaded) and capsys.readouterr().out.startswith("held-out text:\n")
     assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
-    for flags, hint in ((dict(temperature=-1), "less than"), (dict(device="cpu"), "device"), (dict(fix=True), "--fix")):
+    for flags, hint in ((dict(temperature=-1), "-1.0 is not between"), (dict(device="cpu"), "device"),
+                        (dict(fix=True), "--fix")):
         refuses(hint, lambda flags=flags: sample.ask(loaded, prompt="a", **flags))
     with pytest.raises(UserError) as caught:
         sample.ask(loaded, prompt="a", temperature="hot")
@@ -908,8 +906,8 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
     assert re.findall(r"similarity (.{5}), line (\d)", out) == [("1.000", "1"), ("0.996", "2")]
     # two pieces of 7 and 5 bytes, of which the second has an equal piece in both lines
     out = stdout(capsys, "contrastive", "--query", "bb ccc dd ee", "--corpus", "long.txt")
-    near = 7 / 12 * math.cos(math.atan(5 / 6) - math.atan(7 / 6)) + 5 / 12
-    assert f"similarity {near:.3f}, line 1" in out and f"similarity {7 / 12 + 5 / 12 * 0.996:.3f}, line 2" in out
+    near = (math.cos(math.atan(5 / 6) - math.atan(7 / 6)) + 1) / 2
+    assert f"similarity {near:.3f}, line 1" in out and f"similarity {(1 + 0.996) / 2:.3f}, line 2" in out
     replace_prediction(monkeypatch, "nsp", lambda *args: torch.tensor(-2.0))
     assert f"follows the first with probability {1 / (1 + math.exp(2)):.3f}" in stdout(capsys, "nsp", *SIDES)
 
@@ -934,7 +932,8 @@ def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs,
     use = OBJECTIVES["contrastive"].uses["search"]
     alone = torch.cat([use.embed(model, torch.tensor([list(text)])) for text in texts])
     given.clear()
-    torch.testing.assert_close(sample.embed_texts(model, use, texts, hp), alone, rtol=1e-5, atol=1e-6)
+    vectors = sample.map_texts(lambda x: use.embed(model, x), texts, "cpu")
+    torch.testing.assert_close(torch.stack([vectors[text] for text in texts]), alone, rtol=1e-5, atol=1e-6)
     assert len(given) == 7 and max(len(rows) for rows, _ in given) <= sample.MAX_ROWS
 
 
@@ -981,8 +980,8 @@ def test_every_use_can_be_asked_for(runs, capsys):
             ("nsp", ["--prompt", "a"], "correct"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
             ("mdlm,clm", ["--prompt", "a", "--correct", ""], "correct"), ("clm,nsp", SIDES, "follow")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
-        _, has_hole = sample.read_prompt(texts.get("prompt", b""))
-        objective, chosen = sample.choose_use(get_members(settings(name, T)), {*texts}, has_hole)
+        members = get_members(settings(name, T))
+        objective, chosen = sample.choose_use(members, {*texts}, texts.get("prompt", b""))
         assert chosen == mode and mode in objective.uses, (name, flags)
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
 
@@ -1002,8 +1001,8 @@ BAD = [
     ("clm", ["--prompt", "FILE:."], "--prompt ."),
     ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
     ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
-    ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "UTF-16"), ("mlm", ["--fix"], "--prompt: is missing"),
-    ("contrastive", ["--query", "a", "--corpus", "utf16.txt"], "--corpus utf16.txt: is UTF-16"),
+    ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "or not text"), ("mlm", ["--fix"], "--prompt: is missing"),
+    ("contrastive", ["--query", "a", "--corpus", "utf16.txt"], "--corpus utf16.txt: is empty, or not text"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "Try 2 or more"),
     ("electra", ["--prompt", "a", "--correct"], "--correct: has no effect when electra is used to mark"),
 ]

@@ -119,7 +119,8 @@ def test_shares_and_errors(runs, capsys, monkeypatch):
     ("clm", b"a\t" + b"b" * 20 + b"\0", "NUL"),
     ("clm", b"a\t" + b"b" * 33, "longer than 32"), ("nsp", b"a\t" + b"b" * 31, "longer than 30"),
     ("clm", b"\xef\xbb\xbf", "--pairs bad.txt: holds no pair"),
-    ("clm", "a\tb".encode("utf-16"), "--pairs bad.txt: is UTF-16"), ("clm", gzip.compress(b"a\tb"), "is a gzip file")])
+    ("clm", "a\tb".encode("utf-16"), "--pairs bad.txt: is empty, or not text"),
+    ("clm", gzip.compress(b"a\tb", mtime=0), "or not text: compressed")])
 def test_bad_pairs_are_refused(name, content, hint, runs, refuses):
     Path("bad.txt").write_bytes(content)
     refuses(hint, score.main, ["--out_dir", f"out/{name}", "--pairs", "bad.txt"])
@@ -183,7 +184,7 @@ def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys
 @pytest.mark.parametrize("run, flags, hint", [
     ("bart", ["book.txt"], "clm, mlm, prefix, fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
     ("clm", ["a\0b"], "--file a"), ("clm", [os.devnull], "empty"), ("clm", [""], "--file: give"),
-    ("clm", ["book.txt", "--pairs", "x"], "--file: give"), ("clm", ["utf16.txt"], "--file utf16.txt: is UTF-16"),
+    ("clm", ["book.txt", "--pairs", "x"], "--file: give"), ("clm", ["utf16.txt"], "utf16.txt: is empty, or not text"),
     (MIX, ["book.txt", "--objective", "bart"], "bart defines no probability")])
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
     out, _ = refuses(hint, score.main, ["--out_dir", f"out/{run}", "--file", *flags])
