@@ -84,7 +84,7 @@ def open_corpus(specs):
     """Reads the sources of --data: files, folders or "stdlib", all with a ":weight" or all without. Returns a list of S
     dicts {name, weight, train (N,) uint8, val (N,) uint8, size, crc}. The weight is the share of the windows that are
     read from a source. By default it is proportional to the size of train."""
-    named = [split_weight(spec) for spec in specs]
+    named = [parse_weight(spec) for spec in specs]
     unweighted = [path for path, weight in named if not weight]
     if 0 < len(unweighted) < len(named):
         fail(f"--data {unweighted[0]}: has no weight, but another source has one. Try one for each, as in a.txt:0.05")
@@ -105,7 +105,7 @@ def open_corpus(specs):
     return corpus
 
 
-def split_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a path with a colon: (spec, 0.0)
+def parse_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a path with a colon: (spec, 0.0)
     path, _, weight = spec.rpartition(":")
     if os.path.exists(spec) or not re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", weight):
         return spec, 0.0

@@ -167,9 +167,9 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
-def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, e=None, gains=None):
+def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None, ngrams=None, ngram_gains=None):
     """Applies the blocks to x (B, T, C) -> (B, T, C). prefix, cache, positions, mask: as in Transformer.forward.
-    e: (B, T, C) normalized n-gram embeddings; the input of block i is increased by e * gains[i], with gains[i] (C,)
+    ngrams: (B, T, C) normalized n-gram embeddings, which times ngram_gains[i] (C,) are added to the input of block i.
     If block i needs a rule of its own, such as a window, choose its `attend` in the loop (see docs/EXTENDING.md)."""
     T = x.size(1)
     T_k = T
@@ -183,8 +183,8 @@ def run_blocks(blocks, x, config, prefix, cache=None, positions=None, mask=None,
     cos, sin = rope_cos_sin(positions[..., None, None], config.n_embd // config.n_head, x.dtype)    # ([B,] T, 1, 1, D)
     append_kv = None
     for i, block in enumerate(blocks):
-        if e is not None:
-            x = x + e * gains[i]
+        if ngrams is not None:
+            x = x + ngrams * ngram_gains[i]
         if cache is not None:
             append_kv = functools.partial(cache.append_kv, i, q_pos)
         x = block(x, cos, sin, attend, append_kv)
@@ -229,7 +229,7 @@ def hash_ngrams(context, rows):  # ids (B, T, W) -> (B, T, N): row in the table 
 class NgramEmbedding(nn.Module):
     """Embeddings of the n-grams that end at each position (Pagnoni et al. 2024; Engram, Cheng et al. 2026).
     The hash of an n-gram selects a row of a table. The rows of the N lengths are concatenated and projected to width C.
-    Transformer.forward adds the result e before the first block, and norm(e) times a learned gain before each block.
+    Transformer.forward adds the result before the first block, and its norm times a learned gain before each block.
     The table is initialized to zero. N-grams with an id of NGRAM_IDS or above, such as a sentinel, count as zero,
     because these ids join unrelated pieces of text. Training drops the share `drop` of the lookups, as in dropout."""
 
@@ -285,13 +285,14 @@ class Transformer(nn.Module):
         else:
             context = context_ids(idx, idx.new_zeros(len(idx), CONTEXT_WIDTH - 1))
         x = causal_conv(context, self.embed.weight, self.conv_weight).to(self.dtype)            # (B, T, C)
-        e = gains = None
+        ngrams = None
+        gains = None
         if self.ngrams is not None:
-            e = self.ngrams(context, self.dtype)                                    # (B, T, C)
-            x = x + e
-            e = norm(e)
+            ngrams = self.ngrams(context, self.dtype)                               # (B, T, C)
+            x = x + ngrams
+            ngrams = norm(ngrams)
             gains = self.ngrams.gain.to(self.dtype).unbind()                        # L of (C,)
-        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, cache, positions, mask, e, gains))
+        return norm(run_blocks(self.blocks, norm(x), self.config, prefix, cache, positions, mask, ngrams, gains))
 
     def logits(self, h):  # hidden (..., C) -> (..., n_outputs) float32
         return self.head(h).float()

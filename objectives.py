@@ -297,8 +297,7 @@ class Objective:
     corrupt: Callable                           # (x (B, n), g, hp) -> batch
     help: str                                   # for --help: what is predicted from what
     use_help: str                               # for --help: what the model is used for
-    # for --help; experiments.evaluate reads the states of a model with prefix 0 if this is "causal", else with prefix T
-    attention: str
+    attention: str                              # for --help: what a position attends to
 
     # training
     # (T, hp) -> n, the number of raw bytes that fill a row of T positions; fails if these settings allow no row at all

@@ -117,7 +117,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):  # (..., V) -> (.
     return p / p.sum(-1, keepdim=True)
 
 
-def draw(p, g):  # (..., 256) -> bytes (...)
+def sample_from(p, g):  # (..., 256) -> bytes (...)
     return inverse_cdf(p, torch.rand(p.shape[:-1], generator=g, dtype=torch.double).to(p.device))
 
 
@@ -125,9 +125,9 @@ def sample_byte(logits, g, stop_id=None, **sampling):  # (N, V) -> ids (N,)
     """Samples a byte. With a stop_id, returns stop_id if stop_id and EOT together have at least the probability
     END_THRESHOLD, and otherwise a byte other than EOT."""
     if stop_id is None:
-        return draw(distribution(logits, **sampling), g)
+        return sample_from(distribution(logits, **sampling), g)
     p_end = logits.softmax(-1)[:, list({stop_id, EOT})].sum(1)
-    return draw(distribution(without_eot(logits), **sampling), g).masked_fill(p_end >= END_THRESHOLD, stop_id)
+    return sample_from(distribution(without_eot(logits), **sampling), g).masked_fill(p_end >= END_THRESHOLD, stop_id)
 
 
 def without_eot(logits):  # (..., V) -> the same logits, with which EOT is never sampled
@@ -240,7 +240,7 @@ def generate_drafted(model, draft, prompt, max_new_tokens, T, g, stats, compile=
                 return
         # 4. draft again, from the state at the last kept draft (at the old ids[-1] if none was kept)
         q = distribution(draft_logits[n_kept].cpu(), **sampling)
-        drafts = draw(q, g).tolist()
+        drafts = sample_from(q, g).tolist()
 
 
 def verify(p, q, drafts, g):  # -> list of ids to write: the kept drafts, and one more
@@ -255,8 +255,8 @@ def verify(p, q, drafts, g):  # -> list of ids to write: the kept drafts, and on
         rest = (p[i] - q[i]).clamp(min=0)
         if rest.sum() == 0:                     # only because of rounding
             rest = p[i]
-        return drafts[:i] + [int(draw(rest, g))]
-    return drafts + [int(draw(p[len(drafts)], g))]
+        return drafts[:i] + [int(sample_from(rest, g))]
+    return drafts + [int(sample_from(p[len(drafts)], g))]
 
 
 # ---- filling masked bytes
@@ -285,7 +285,7 @@ def unmask(model, ids, g, use, steps=0, order="confident", cache=None, may_end=F
             logits = model.logits(read_block(model, ids, cache))
             cache.length -= ids.size(1)         # the block is cached when it is complete
         allowed = logits if may_end else without_eot(logits)
-        sampled = draw(distribution(allowed, **sampling), g).to(ids.device)         # (N, n)
+        sampled = sample_from(distribution(allowed, **sampling), g).to(ids.device)         # (N, n)
         chosen = is_mask & choose_masks(order, is_mask, logits, sampled, passes_left, g)
         changed = bool(chosen.any())
         ids = torch.where(chosen, sampled, ids)

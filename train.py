@@ -38,31 +38,31 @@ BYTES_PER_ROW = 4                               # bytes of text that a row of th
 
 
 # ---- batches: the host chooses windows of text, the device reads and corrupts them
-def choose_windows(windows, g, member, corpus, split, key):
-    """Writes the source and the offset of each row into windows (2, B), and seeds g for the corruption,
-    without waiting for the device. The same key, a string, gives the same batch if all other arguments and
-    the kind of device are the same."""
-    B = windows.size(1)
+def choose_starts(starts, g, member, corpus, split, key):
+    """Writes the source and the offset at which each row starts into starts (2, B), and seeds g for the
+    corruption, without waiting for the device. The same key, a string, gives the same batch if all other
+    arguments and the kind of device are the same."""
+    B = starts.size(1)
     chosen = torch.stack(sample_windows(corpus, split, member.n, B, make_rng(f"{key},windows")))
-    if windows.is_cuda:
+    if starts.is_cuda:
         chosen = chosen.pin_memory()
-    windows.copy_(chosen, non_blocking=True)
+    starts.copy_(chosen, non_blocking=True)
     g.manual_seed(to_seed(f"{key},{member.objective.name}"))
 
 
-def make_batch(windows, g, member, corpus, split, hp):  # windows, g: of choose_windows -> batch of B rows
-    source, offset = windows
+def make_batch(starts, g, member, corpus, split, hp):  # starts, g: of choose_starts -> batch of B rows
+    source, offset = starts
     x = read_windows(corpus, split, source, offset, member.n)                       # (B, n)
     if hp.device.startswith("cuda") and not x.is_cuda:          # the corpus does not fit on the GPU
         x = x.pin_memory().to(hp.device, non_blocking=True)
     return add_weights(member.objective.corrupt(x.to(hp.device), g, hp))
 
 
-def draw_batch(member, corpus, split, B, key, hp):  # -> batch of B rows
-    windows = torch.zeros(2, B, dtype=torch.long, device=corpus[0][split].device)
+def sample_batch(member, corpus, split, B, key, hp):  # -> batch of B rows
+    starts = torch.zeros(2, B, dtype=torch.long, device=corpus[0][split].device)
     g = torch.Generator(hp.device)
-    choose_windows(windows, g, member, corpus, split, key)
-    return make_batch(windows, g, member, corpus, split, hp)
+    choose_starts(starts, g, member, corpus, split, key)
+    return make_batch(starts, g, member, corpus, split, hp)
 
 
 def step_key(step, hp):  # -> the key of this step's batch
@@ -250,7 +250,7 @@ class State:
     corpus: list                # sources of text, of data.open_corpus
     model: Transformer
     opt: Optimizer
-    windows: torch.Tensor       # source and offset of each row of a step, (2, batch_size * accum)
+    starts: torch.Tensor        # source and offset at which each row of a step starts, (2, batch_size * accum)
     g: torch.Generator          # for the corruption
     # what a checkpoint holds besides tensors and settings
     step: int = 0               # number of steps done
@@ -266,8 +266,8 @@ def make_state(corpus, members, hp):  # -> State before the first step
     if model.ngrams is not None:
         model.ngrams.drop = ngram_drop_rate(corpus, members, hp)
     hp.progress = torch.full((), 1.0 if hp.init_from else 0.0, device=hp.device)
-    windows = torch.zeros(2, hp.batch_size * hp.accum, dtype=torch.long, device=corpus[0]["train"].device)
-    return State(hp, members, corpus, model, make_optimizer(model, hp), windows, torch.Generator(hp.device))
+    starts = torch.zeros(2, hp.batch_size * hp.accum, dtype=torch.long, device=corpus[0]["train"].device)
+    return State(hp, members, corpus, model, make_optimizer(model, hp), starts, torch.Generator(hp.device))
 
 
 def load_step_inputs(s, member, step):
@@ -276,7 +276,7 @@ def load_step_inputs(s, member, step):
     key = step_key(step, hp)
     s.opt.lr.fill_(learning_rate(step, hp))
     hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
-    choose_windows(s.windows, s.g, member, s.corpus, "train", key)
+    choose_starts(s.starts, s.g, member, s.corpus, "train", key)
     torch.manual_seed(to_seed(f"{key},{run.RANK},dropped lookups"))
 
 
@@ -284,7 +284,7 @@ def training_step(s, member, loss_fn, update):  # -> loss (nats), norm of the gr
     """Updates the weights once, on the inputs that load_step_inputs has set. Never waits for the device.
     loss_fn and update are the member's loss and optimizer_step, or their compiled versions."""
     hp = s.hp
-    batch = make_batch(s.windows, s.g, member, s.corpus, "train", hp)
+    batch = make_batch(s.starts, s.g, member, s.corpus, "train", hp)
 
     # forward and backward: the losses of micro-batches add up to that of the step
     loss = torch.zeros((), device=hp.device)
@@ -336,7 +336,7 @@ def make_step_fns(s):  # -> {objective: function without arguments that takes a 
 def validation_batches(member, source, hp):  # yields batches, the same whatever the seed, batch size and step
     hp = Namespace(**vars(hp) | {"progress": 1.0})              # validation does not change during training
     for i in range(hp.eval_iters):
-        batch = draw_batch(member, [source], "val", run.EVAL_ROWS, f"validation,{i}", hp)
+        batch = sample_batch(member, [source], "val", run.EVAL_ROWS, f"validation,{i}", hp)
         if hp.doc_mask:
             batch |= document_mask(batch)
         yield batch
@@ -437,9 +437,9 @@ def train(s):  # -> is the run stopped by a signal, before its last step?
 
 
 def first_batches(s):  # -> {objective: batch} of step 0, as if it trained each of the members
-    B = s.windows.size(1)
+    B = s.starts.size(1)
     key = step_key(0, s.hp)
-    return {m.objective.name: draw_batch(m, s.corpus, "train", B, key, s.hp) for m in s.members}
+    return {m.objective.name: sample_batch(m, s.corpus, "train", B, key, s.hp) for m in s.members}
 
 
 def finish(s):  # prints what compressors reach on the validation text, and a sample of the model

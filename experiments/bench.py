@@ -102,7 +102,7 @@ def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backw
     model = train.make_state(corpus, members, cpu).model.to("meta")                 # shapes without values: no work
     flops = 0.0
     for member in members:
-        batch = train.draw_batch(member, corpus, "train", hp.batch_size, "flops", cpu)
+        batch = train.sample_batch(member, corpus, "train", hp.batch_size, "flops", cpu)
         if hp.doc_mask:
             batch |= document_mask(batch)
         batch = {k: v if isinstance(v, int) else v.to("meta") for k, v in batch.items()}

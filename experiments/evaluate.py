@@ -375,7 +375,7 @@ def eval_retrieval(model, objective, hp, text):
 def eval_accuracy(model, objective, hp, text):
     member = Member(objective, 1.0, objective.n_bytes(hp.block_size, hp))
     corpus = [dict(weight=1.0, text=text)]
-    batches = [train.draw_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
+    batches = [train.sample_batch(member, corpus, "text", EVAL_ROWS, f"answers,{i}", hp) for i in range(16)]
     _, figures = train.mean_loss(member, model, batches, hp)
     n_answers = 2 if "follow" in objective.uses else hp.block_size
     return {"task": figures["accuracy"], "task_baseline": 1 / n_answers} if "accuracy" in figures else {}
@@ -478,6 +478,12 @@ def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None whe
         return None
 
 
+def has_causal_rows(objective, hp):  # does no row of a batch read both ways?
+    x = torch.ones(max(4, objective.min_rows), objective.n_bytes(hp.block_size, hp), dtype=torch.long)
+    batch = objective.corrupt(x, make_rng("rows"), hp)
+    return "mask" not in batch and not bool(torch.as_tensor(batch["prefix"]).any())
+
+
 def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): the output of each block, normalized
     """Reads windows in rows of at most block_size positions, with prefix 0 if the objective is causal, otherwise with
     prefix T. Reads the states with hooks, so that the model need not return them."""
@@ -488,7 +494,7 @@ def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): the output
         kept.append(norm(out).float().cpu())
     hooks = [block.register_forward_hook(keep) for block in model.blocks]
     row = x.reshape(-1, min(hp.block_size, n)).to(hp.device)
-    prefix = 0 if objective.attention == "causal" else row.size(1)
+    prefix = 0 if has_causal_rows(objective, hp) else row.size(1)
     model(row, prefix)
     for hook in hooks:
         hook.remove()

@@ -231,7 +231,7 @@ def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name, **changes):
                    division="")]
     s = train.make_state(corpus, get_members(hp), hp)
     [m] = s.members
-    batches = [train.draw_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(2)]
+    batches = [train.sample_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(2)]
     labels = [batch["labels"] for batch in batches if "labels" in batch and objective.target_hidden]
     if "tgt" not in batches[0] and not labels:
         pytest.skip("predicts no ids")

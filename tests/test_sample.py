@@ -90,7 +90,7 @@ def test_the_distribution_is_that_of_the_logits_over_the_temperature_whose_tail_
 
 def test_samples_follow_the_probabilities_also_in_the_tail_and_no_special_id_is_ever_sampled():
     likely_id = four(FOUR).index_fill(0, torch.tensor([300]), 9.0)
-    sampled = sample.draw(sample.distribution(likely_id).expand(4000, -1), rng())
+    sampled = sample.sample_from(sample.distribution(likely_id).expand(4000, -1), rng())
     assert chi2(torch.bincount(sampled, minlength=69)[65:69], FOUR) < 25            # 3 degrees of freedom
     p = sample.distribution(four(torch.tensor([1.0, 0, 0, 1e-12])))
     ends = torch.tensor([0, 1 - 1e-13], dtype=torch.double)
@@ -109,7 +109,7 @@ def without_cache(net, x, n, prefix=0):  # what generate writes, by a whole pass
                 break
             start = out.size(1) - T // 2
         h = net(out[:, start:], prefix)
-        byte = sample.draw(sample.distribution(net.logits(h[:, -1])), g).masked_fill(ended, EOT)
+        byte = sample.sample_from(sample.distribution(net.logits(h[:, -1])), g).masked_fill(ended, EOT)
         ended |= byte == EOT
         out = torch.cat((out, byte[:, None]), dim=1)
     return out[:, x.size(1):]
@@ -245,7 +245,7 @@ def test_a_pass_that_fills_nothing_does_not_ask_the_model_again(monkeypatch):
     g = rng()
     for before, after, passes_left in zip(states, states[1:], range(64, 0, -1)):
         logits = objectives.fill_logits(net, before, IN_PLACE)
-        sampled = sample.draw(sample.distribution(sample.without_eot(logits)), g)
+        sampled = sample.sample_from(sample.distribution(sample.without_eot(logits)), g)
         chosen = sample.choose_masks("ancestral", before == MASK, logits, sampled, passes_left, g)
         assert torch.equal(after, torch.where((before == MASK) & chosen, sampled, before))
 

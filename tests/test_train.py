@@ -81,7 +81,7 @@ def load_inputs(s, step):  # -> the member that the step trains
 
 
 def batch_of(s, step):  # -> what a step trains on
-    return train.make_batch(s.windows, s.g, load_inputs(s, step), s.corpus, "train", s.hp)
+    return train.make_batch(s.starts, s.g, load_inputs(s, step), s.corpus, "train", s.hp)
 
 
 def take(s, *steps):  # -> what the last of these steps returns
@@ -237,7 +237,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(name, batch_size, ac
     loss, norm = train.training_step(s, m, counted_loss, update)
     assert n_rows == [batch_size] * accum, "rows are lost"
 
-    batch = train.draw_batch(m, s.corpus, "train", batch_size * accum, f"{s.hp.seed},0", s.hp)
+    batch = train.sample_batch(m, s.corpus, "train", batch_size * accum, f"{s.hp.seed},0", s.hp)
     total, _ = m.objective.loss(net, batch, s.hp)
     total.backward()
     want = [p.grad for p in net.parameters() if p.grad is not None]
@@ -310,7 +310,7 @@ def test_a_child_continues_after_its_parents_windows(text, capsys):
     whole = start("--data", text, "--objective", "mdlm")
     for s, step in ((child, 2), (whole, 4 + 3 + 2)):
         batch_of(s, step)
-    assert equal(child.windows, whole.windows)
+    assert equal(child.starts, whole.starts)
 
 
 def test_a_text_that_has_changed_is_not_resumed_and_is_named_by_a_child(text, capsys, refuses):
@@ -382,7 +382,7 @@ def test_each_seed_and_step_has_its_own_windows_corruption_and_dropped_lookups(t
         seen.append(s.model.embed.weight.tolist())
         for step in range(4):                   # of both members
             seen.append((batch_of(s, step)["tgt"] < 0).tolist())
-            seen += [s.windows[1].tolist(), torch.rand(4).tolist()]                 # by the seed of dropped lookups
+            seen += [s.starts[1].tolist(), torch.rand(4).tolist()]                 # by the seed of dropped lookups
         assert s.model.ngrams.drop == train.ngram_drop_rate(s.corpus, s.members, s.hp) > 0
     monkeypatch.setattr(train.run, "RANK", 1)
     batch_of(s, 3)
