@@ -65,11 +65,6 @@ def sample_batch(member, corpus, split, B, key, hp):  # -> batch of B rows
     return make_batch(starts, g, member, corpus, split, hp)
 
 
-def step_key(step, hp):  # -> the key of this step's batch
-    # with --init_from, the steps of the parent count, so windows are new
-    return f"{hp.seed},{hp.init_step + step}"
-
-
 # ---- the plan of a run: number of steps, n-gram drop rate, learning rate
 def passes_per_step(source, members, hp):
     """Returns the part of a source's training text that a step reads, on average. A pass is an epoch. With
@@ -273,7 +268,7 @@ def make_state(corpus, members, hp):  # -> State before the first step
 def load_step_inputs(s, member, step):
     """Copies what the host decides into the tensors that the step reads, without waiting for the device."""
     hp = s.hp
-    key = step_key(step, hp)
+    key = f"{hp.seed},{hp.init_step + step}"    # with --init_from, the steps of the parent count, so windows are new
     s.opt.lr.fill_(learning_rate(step, hp))
     hp.progress.fill_(1.0 if hp.init_from else step / max(1, hp.max_iters))
     choose_starts(s.starts, s.g, member, s.corpus, "train", key)
@@ -437,9 +432,11 @@ def train(s):  # -> is the run stopped by a signal, before its last step?
 
 
 def first_batches(s):  # -> {objective: batch} of step 0, as if it trained each of the members
-    B = s.starts.size(1)
-    key = step_key(0, s.hp)
-    return {m.objective.name: sample_batch(m, s.corpus, "train", B, key, s.hp) for m in s.members}
+    batches = {}
+    for m in s.members:
+        load_step_inputs(s, m, 0)
+        batches[m.objective.name] = make_batch(s.starts, s.g, m, s.corpus, "train", s.hp)
+    return batches
 
 
 def finish(s):  # prints what compressors reach on the validation text, and a sample of the model
