@@ -414,7 +414,8 @@ def fit_spans(T, rate, mean):  # -> n raw bytes, n_noise bytes in spans, n_spans
         if n + 2 * n_spans + 2 <= T + 1:
             break
     if n_spans > min(n_noise, n - n_noise + 1, N_SENTINELS):
-        fail(f"--span_rate {rate:g} --span_mean {mean:g}: {n_spans} spans do not fit into {n} bytes. Try longer ones")
+        fail(f"--span_rate {rate:g} --span_mean {mean:g}: {n_spans} spans do not fit into {n} bytes, "
+             f"or are more than the {N_SENTINELS} sentinels. Try longer ones")
     return n, n_noise, n_spans
 
 

@@ -28,6 +28,7 @@ import zlib
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, VOCAB_SIZE
 from data import Flag, UserError, choose_default, fail, make_rng, to_bytes
@@ -316,6 +317,7 @@ def use_device(device):
     """Makes a GPU the current device, on which streams and graphs are created. On a CPU, chooses the faster float32
     products. With precision "medium", x86 uses oneDNN, whose AVX-512 code is up to twice as fast as MKL's on AMD. On
     some CPUs (AMX, ARM) oneDNN then rounds to bfloat16. If a test product shows this, precision is "highest"."""
+    torch.set_default_dtype(torch.float32)      # of weights and optimizers, whatever the caller has set
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -435,18 +437,18 @@ def choose_out_dir(hp):  # -> a folder that holds no run; fails if --out_dir hol
         return hp.out_dir
     base = "out/" + hp.objective.replace(" ", "").replace(",", "+").replace(":", "_")
     paths = itertools.chain([base], (f"{base}-{i}" for i in itertools.count(2)))
-    return next(path for path in paths if not os.path.exists(path))
+    return next(path for path in paths if not os.path.lexists(path))            # a dangling link exists, too
 
 
 def open_metrics(out_dir, length):
     """Creates the folder and returns metrics.jsonl, opened for appending bytes and locked. Fails if another process
-    holds the lock. Truncates the file to `length`, its size when the checkpoint was saved, because a resumed run logs
-    the later steps again. Only the first of several processes writes."""
+    holds the lock. Keeps only the whole lines in its first `length` bytes, its size when the checkpoint was saved,
+    because a resumed run logs the later steps again. Only the first of several processes writes."""
     if RANK:
         return open(os.devnull, "ab")
     try:
         os.makedirs(out_dir, exist_ok=True)
-        f = open(os.path.join(out_dir, "metrics.jsonl"), "ab", buffering=0)
+        f = open(os.path.join(out_dir, "metrics.jsonl"), "a+b", buffering=0)
     except OSError as e:
         fail(f"--out_dir {out_dir}: cannot be written to ({e.strerror}). Try another folder")
     # Windows and some network file systems have no such locks; there, a second run in the folder goes unnoticed
@@ -456,7 +458,8 @@ def open_metrics(out_dir, length):
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)       # released when the process ends, even if killed
         except BlockingIOError:
             fail(f"--out_dir {out_dir}: another process is training there. Try another --out_dir")
-    f.truncate(min(length, f.tell()))
+    f.seek(0)
+    f.truncate(f.read(length).rfind(b"\n") + 1)
     f.seek(0, os.SEEK_END)
     return f
 
@@ -863,8 +866,10 @@ def end_run(s, is_stopped):  # is_stopped: by a signal, before the last step; ->
 
 def draw_losses(out_dir):  # metrics.jsonl -> loss.png: a curve for each split, objective and source
     path = os.path.join(out_dir, "loss.png")
-    with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as f:
-        records = [json.loads(line) for line in f]
+    records = []
+    for line in Path(out_dir, "metrics.jsonl").read_bytes().splitlines():
+        with contextlib.suppress(ValueError):   # a line that is being written
+            records.append(json.loads(line))
     curves = {}
     for r in records[1:]:
         if 20 * r["step"] >= records[-1]["step"]:               # without the steep start
@@ -900,8 +905,14 @@ def print_compressors(s):
 
 # ---- a program
 def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on a closed pipe
+    for name in ("stdout", "stderr"):           # a stream that is closed from the start (2>&-) is the null device
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     with contextlib.suppress(AttributeError):   # a notebook's stdout has no such method
-        sys.stdout.reconfigure(errors="replace")                # a console may lack a character
+        if sys.stdout.isatty():
+            sys.stdout.reconfigure(errors="replace")            # a console may lack a character
+        else:                                   # a file or a pipe gets all bytes and line ends of a text
+            sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", newline="\n")
     try:
         code = main()
         sys.stdout.flush()                      # here, where errors are caught: at exit, Python prints a traceback

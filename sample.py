@@ -57,7 +57,9 @@ FILLED = "\ud800\ud801"                         # the model has filled it in
 WRONG = "\ud802\ud803"                          # it looks wrong
 IN_A_FILE = str.maketrans({FILLED[0]: "", FILLED[1]: "", WRONG[0]: "«", WRONG[1]: "»"})
 CONTROL = {*range(32), *range(127, 160)} - {*b"\t\n"}
-ON_A_TERMINAL = {i: f"\\x{i:02x}" for i in CONTROL} | {ord("\r"): ""} | str.maketrans(
+NOT_UTF8 = dict.fromkeys(range(0xDC80, 0xDD00), "�")            # how to_text decodes bytes that are not UTF-8
+PLAIN = {i: f"\\x{i:02x}" for i in CONTROL} | {ord("\r"): ""} | NOT_UTF8 | IN_A_FILE      # on a terminal without colors
+COLORED = PLAIN | str.maketrans(
     {FILLED[0]: "\033[7m", FILLED[1]: "\033[0m", WRONG[0]: "\033[7m", WRONG[1]: "\033[0m"})
 SAMPLING = "temperature", "top_k", "top_p"
 SWITCHES = {"correct", "fix"}                   # flags that choose a use, as texts do
@@ -479,11 +481,11 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
     before = texts[0]
     answers = []
     ended = True
+    is_cut = False
     for after in texts[1:]:
         right = after[:max(room // 2, room - len(before))]      # more if the other side is short
         near = [before[-(room - len(right)):], right]
-        if near != [before, after]:
-            note(f"reads only the nearest {len(near[0])} bytes before the hole and {len(near[1])} bytes after it")
+        is_cut = is_cut or near != [before, after]
         if use.prompt:
             prompt, prefix = use.prompt(near, expected, hp)
             [written], has_ended = infill(model, objective, hp, prompt, prefix, 1, longest, g, **sampling)
@@ -493,6 +495,8 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
             answer = fill_any_length(model, objective, hp, *near, space, g, **sampling)
         answers.append(answer)
         before = before + answer + after
+    if is_cut:
+        note(f"reads only the {room} bytes around each hole")
     return answers, ended
 
 
@@ -547,7 +551,10 @@ def read_text(flag, value):  # the value of a flag -> bytes; --corpus is always 
     if not value.startswith("FILE:") and flag != "corpus":
         if os.path.isfile(value):
             note(f"--{flag} {value} is read as text. FILE:{value} reads the file")
-        return value.encode("utf-8", "surrogateescape")         # Python decodes a POSIX command line this way
+        try:
+            return value.encode("utf-8", "surrogateescape")     # Python decodes a POSIX command line this way
+        except UnicodeEncodeError:
+            fail(f"--{flag}: contains half of a character, such as \\ud83d. Try a text that can be encoded as UTF-8")
     try:
         with open(path, "rb") as f:
             text = f.read()
@@ -579,14 +586,14 @@ def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
 
 
 # ---- writing texts
-def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out
+def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out; bytes that are not UTF-8 are escaped
     text = bytearray()
     for i in ids:
         if i == MASK:
             text += "█".encode()
         elif i != EOT:
             text.append(int(i))
-    return text.decode("utf-8", "replace")
+    return text.decode("utf-8", "surrogateescape")              # so that a file or a pipe gets these bytes back
 
 
 def highlight(ids, is_new, marks):  # ids, a bool for each -> str
@@ -606,7 +613,7 @@ def highlight(ids, is_new, marks):  # ids, a bool for each -> str
 def stream(prompt, ids):  # list of ids, iterator of ids -> yields text; returns the list of the ids
     """Yields the prompt, then each character as soon as all of its bytes are there. The line between them
     goes to standard error, so that a pipe or a file gets only text."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def decode(new):  # ids -> the characters that they complete
         return decoder.decode(bytes(i for i in new if i != EOT))
@@ -622,12 +629,14 @@ def stream(prompt, ids):  # list of ids, iterator of ids -> yields text; returns
     return written
 
 
-def render(text, on_terminal=False):  # replaces the marks; a terminal gets no other control character
-    return text.translate(ON_A_TERMINAL if on_terminal else IN_A_FILE)
-
-
 def show(text, raw=False):  # prints to standard output. All that this program prints there passes here
-    print(render(text, sys.stdout.isatty() and not raw), end="", flush=True)
+    table = IN_A_FILE
+    if sys.stdout.isatty() and not raw:         # then no control character but the colors
+        has_colors = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        table = COLORED if has_colors else PLAIN
+    elif getattr(sys.stdout, "errors", "") != "surrogateescape":                    # set by run_program
+        table = IN_A_FILE | NOT_UTF8
+    print(text.translate(table), end="", flush=True)
 
 
 def note(text, start=""):  # prints what is not part of the answer, to standard error
@@ -993,14 +1002,14 @@ def ask(loaded, **flags):
         sample.ask(loaded, prompt="for i in ra[MASK:3](10):")
 
     flags: those of the program except out_dir, device and dtype. A text that begins with FILE: is read from that file.
-    Raises a UserError if they cannot be used, and a TypeError if a value is None. Notes go to standard error,
-    and the text of a demonstration to standard output."""
+    Raises a UserError if they cannot be used, and a TypeError if a value is None. Notes go through sample.note,
+    which may be replaced, to standard error, and the text of a demonstration to standard output."""
     groups = FLAGS | {"run": {flag: FLAGS["run"][flag] for flag in ("objective", "seed")}}
     given = parse(to_words(flags), groups)
     texts = []
     for pieces in plan_samples(loaded, given):
-        text = render("".join(pieces))
-        texts.append(text if flags.get("fix") else text.removesuffix("\n"))
+        text = "".join(pieces).translate(IN_A_FILE)
+        texts.append(text if flags.get("fix") else text.translate(NOT_UTF8).removesuffix("\n"))
     return texts if "num_samples" in flags else texts[0]
 
 
@@ -1014,8 +1023,6 @@ def main(argv=None):
     _, hp, ckpt = loaded
     note(f"{ckpt['path']}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
     fix = given.get("fix", False)
-    if fix:                                     # all bytes and line ends must survive
-        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", newline="\n")
     samples = plan_samples(loaded, given)
     for i, pieces in enumerate(samples):
         if len(samples) > 1:

@@ -452,7 +452,8 @@ def finish(s):  # prints what compressors reach on the validation text, and a sa
 
 def main(argv=None, with_sample=True, on_record=None):
     """Trains, and returns the exit code: 0 when done, 128 + signal after a signal. Changes settings of torch and
-    of the process (run.use_device).
+    of the process (run.use_device). Only one thread may train: torch's global generator, which draws the dropped
+    lookups, is seeded in each step, and has its old state afterwards.
 
         with_sample     at the end, draw loss.png, compress the validation text and print a sample
         on_record       called with each record of metrics.jsonl, a dict
@@ -481,8 +482,9 @@ def main(argv=None, with_sample=True, on_record=None):
 
     # train
     is_shown = with_sample and not run.RANK
+    gpus = [hp.device] if hp.device.startswith("cuda") else []
     try:
-        with run.open_log(s, on_record):
+        with run.open_log(s, on_record), torch.random.fork_rng(gpus):
             run.announce(s, [hp.max_iters * passes_per_step(source, members, hp) for source in corpus])
             if s.step == 0:
                 run.show_rows(s, first_batches(s))

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import tiny, equal, randomize, settings
-from test_train import fit, on_posix, resume, write
+from test_train import assert_same_run, fit, metrics, on_posix, resume, write
 
 import run
 import sample
@@ -347,3 +347,47 @@ def test_ctrl_c_and_a_full_disk_end_a_program_without_a_traceback(capsys):
     assert capsys.readouterr().err == "error: No space left on device. Try to free space\n"
     with pytest.raises(RuntimeError, match="a mistake"):
         run.run_program(mock.Mock(side_effect=RuntimeError("a mistake")))
+
+
+# ---- a run among other things
+def test_training_leaves_torchs_generator_and_does_not_depend_on_the_default_dtype(text):
+    state = torch.get_rng_state()
+    fit(text, "a", "--max_iters", "3", "--ngram_drop", "0.5")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        fit(text, "b", "--max_iters", "3", "--ngram_drop", "0.5")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_run("a", "b")
+    sample.load_run("b", "cpu")
+
+
+def test_lines_of_metrics_that_were_changed_or_cut_are_not_glued(text, monkeypatch, capsys):
+    """For example, an editor has written CRLF. The curves leave out a line that is being written."""
+    fit(text, "a", "--max_iters", "6")
+    path = Path("a/metrics.jsonl")
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    resume("a", "--max_iters", "8")
+    steps = [record["step"] for record in metrics("a", "train")]
+    assert steps == sorted(set(steps)) and {0, 1, 6, 7} <= {*steps}
+    path.write_bytes(path.read_bytes() + b'{"step": 9, "spl')
+    run.draw_losses("a")
+    assert "loss.png" in capsys.readouterr().out
+
+
+def test_a_dangling_link_and_a_run_without_checkpoint_are_no_runs(text):
+    os.makedirs("out/mlm")
+    os.symlink("nowhere", "out/clm")
+    assert run.choose_out_dir(get_config(["--device", "cpu"])) == "out/clm-2"
+    fit(text, "out/clm-2", "--max_iters", "1")
+    assert run.newest_run() == os.path.join("out", "clm-2"), "a run that has just begun has nothing to sample from"
+
+
+def test_closed_streams_are_the_null_device(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(run.sys, name, None)
+    with pytest.raises(SystemExit) as e:
+        run.run_program(lambda: print("lost") or run.tqdm.write("lost"))
+    assert not e.value.code

@@ -23,7 +23,7 @@ import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, UserError, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill
-from run import get_members, load_checkpoint, load_run, to_words
+from run import get_members, load_checkpoint, load_run, run_program, to_words
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -400,6 +400,12 @@ def test_wrong_bytes_are_marked_and_corrected(runs, capsys, monkeypatch):
     assert stdout(capsys, "mlm", "--prompt", wrong) == wrong + "\n", "a text of which the model is sure"
 
 
+def run_as_program(*flags):
+    with pytest.raises(SystemExit) as e:
+        run_program(lambda: sample.main([*flags]))
+    assert not e.value.code
+
+
 def test_a_file_is_corrected_into_a_file(runs, capfdbinary, monkeypatch):
     """All other bytes stay as they are, line ends and bytes that are not UTF-8 included, whatever encoding and line
     ends standard output has."""
@@ -408,9 +414,40 @@ def test_a_file_is_corrected_into_a_file(runs, capfdbinary, monkeypatch):
     known_text(monkeypatch, clean)
     Path("wrong.txt").write_bytes(clean.replace(b"return", b"retuen"))
     for name in ("mlm", "hybrid", "mdlm", "sedd", "nsp", "xlnet"):
-        sample.main(["--out_dir", f"out/{name}", "--prompt", "FILE:wrong.txt", "--fix"])
+        run_as_program("--out_dir", f"out/{name}", "--prompt", "FILE:wrong.txt", "--fix")
         out, err = capfdbinary.readouterr()
         assert out == clean and b"1 of 15 bytes corrected" in err
+
+
+def test_a_pipe_gets_all_bytes_of_a_text_and_a_str_has_them_replaced(runs, capfdbinary, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))
+    run_as_program("--out_dir", "out/mlm", "--prompt", "FILE:latin1.txt")
+    assert b"fl\xe4che" in capfdbinary.readouterr().out
+    run_as_program("--out_dir", "out/clm", "--prompt", "FILE:latin1.txt")
+    assert capfdbinary.readouterr().out.startswith(b"fl\xe4che")
+    assert "fl\ufffdche" in sample.ask(sample.load_run("out/mlm", "cpu"), prompt="FILE:latin1.txt", correct=True)
+
+
+def test_without_standard_error_a_file_gets_only_the_text(runs, capfdbinary, monkeypatch):
+    """The shell has closed it (2>&-): then Python has None, and print(file=None) prints to standard output."""
+    known_text(monkeypatch, b"fl\xe4che")
+    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))
+    monkeypatch.setattr(sys, "stderr", None)
+    run_as_program("--out_dir", "out/mlm", "--prompt", "FILE:latin1.txt", "--fix")
+    monkeypatch.undo()
+    assert capfdbinary.readouterr().out == b"fl\xe4che"
+
+
+def test_a_terminal_without_colors_gets_plain_marks(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for variable, value, shown in (("HOME", "x", "\033[7mq\033[0m"), ("NO_COLOR", "1", "«q»"), ("TERM", "dumb", "«q»")):
+        monkeypatch.setenv(variable, value)
+        sample.show(f"{sample.WRONG[0]}q{sample.WRONG[1]}\a\udcff")
+        assert capsys.readouterr().out == shown + "\\x07\ufffd"
+        if variable != "HOME":
+            monkeypatch.delenv(variable)
 
 
 # ---- infilling holes of unknown length
@@ -521,7 +558,7 @@ def test_holes_are_filled_from_the_left_and_read_what_is_near(runs, capsys, monk
     longest = min(16, block // 3)
     room = block - 8 - longest
     found = output(capsys, "hybrid", "--prompt", f"{'l' * 99}<extra_id_0><extra_id_1>mm<extra_id_7>")       # two holes
-    assert found.out == f"{'l' * 99}XmmXY\n" and "nearest" in found.err and "did not end" not in found.err
+    assert found.out == f"{'l' * 99}XmmXY\n" and found.err.count("reads only the 14 bytes around each hole") == 1
     assert asked == [(b"l" * (room - 2), b"mm", longest, 0.0), (b"l" * (room - 3) + b"Xmm", b"", longest, 0.0)]
     found = output(capsys, "hybrid", "--prefix", "<extra_id_0>a", "--max_new_tokens", "3", "--num_samples", "2")
     assert "XYZaXYZ\n" in found.out
@@ -582,7 +619,8 @@ HOLE = "a<extra_id_0>b"
 SIDES = ["--prefix", "a", "--suffix", "b"]
 FILES = {"book.txt": b"import argparse\n" * 40, "lines.txt": b"a\n\nccc\nbb\n",
          "holes.txt": b"\xffa[MASK]\n", "void.txt": b" \n\n", "equal.txt": b"bb\na\nbb\nccc\nbb\n",
-         "utf16.txt": "a text".encode("utf-16"), "short.txt": b"ok a!", "long.txt": b"aaaa bb cc\nxx ccc aaaaaa\n",
+         "utf16.txt": "a text".encode("utf-16"), "latin1.txt": b"fl\xe4che", "short.txt": b"ok a!",
+         "long.txt": b"aaaa bb cc\nxx ccc aaaaaa\n",
          "typos.txt": "naïve café\n".encode() + b"fine\n" * 9 + b"ab!cd a! x\ny" + b"z" * 50 + b"!\n"}
 
 
@@ -817,7 +855,7 @@ def test_a_text_is_laid_out_as_in_training(run, flags, row, prefix, given, capsy
 def test_a_character_of_several_bytes_is_highlighted_as_a_whole():
     for flags, expected in {"000000": "naïve", "000100": "na«ï»ve", "001000": "na«ï»ve", "000011": "naï«ve»"}.items():
         assert sample.highlight([*"naïve".encode()], [flag == "1" for flag in flags], ("«", "»")) == expected
-    assert sample.to_text([0xC3, 0xA9, 0xC3, MASK, EOT]) == "é\ufffd█"
+    assert sample.to_text([0xC3, 0xA9, 0xC3, MASK, EOT]) == "é\udcc3█"
 
 
 def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys, monkeypatch):
@@ -867,8 +905,8 @@ def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs
     assert sample.ask(loaded) and capsys.readouterr().out.startswith("held-out text:\n")
     assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
     for flags, hint in ((dict(temperature=-1), "-1.0 is not between"), (dict(device="cpu"), "device"),
-                        (dict(fix=True), "--fix")):
-        refuses(hint, lambda flags=flags: sample.ask(loaded, prompt="a", **flags))
+                        (dict(fix=True), "--fix"), (dict(prompt="\ud83d"), "half of a character")):
+        refuses(hint, lambda flags=flags: sample.ask(loaded, **{"prompt": "a"} | flags))
     with pytest.raises(UserError) as caught:
         sample.ask(loaded, prompt="a", temperature="hot")
     assert caught.value.__suppress_context__, "a notebook would show the exceptions of argparse, too"
