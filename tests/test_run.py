@@ -118,6 +118,37 @@ def test_auto_is_cuda_or_cpu_and_each_process_has_its_own_gpu(monkeypatch):
         assert str(run.resolve_device(name)) == device
 
 
+@pytest.mark.parametrize("error, precision", [(1e-6, "medium"), (1e-4, "highest")])
+def test_a_cpu_uses_fast_products_only_if_they_are_exact(error, precision, monkeypatch):
+    """As on a CPU whose products are rounded with precision medium, and only then: in float32 by 1e-6, in bfloat16 by
+    more. Caches of kernels are small, unless the environment says otherwise, and no global seed is used."""
+    matmul = torch.Tensor.__matmul__
+
+    def product(a, b):
+        exact = matmul(a.double(), b.double())
+        is_fast = a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium"
+        return (exact * (1 + error * is_fast)).to(a.dtype)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "9")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")   # so that it is restored after the test
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    seed = torch.get_rng_state()
+    for before in ("highest", "medium"):        # what an earlier run left
+        torch.set_float32_matmul_precision(before)
+        run.use_device(torch.device("cpu"))
+        assert torch.get_float32_matmul_precision() == precision
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256" and os.environ["LRU_CACHE_CAPACITY"] == "9"
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_a_gpu_becomes_the_current_device_and_rounds_no_float32_product(monkeypatch):
+    torch.set_float32_matmul_precision("medium")                # as an earlier run on a CPU left it
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
+    run.use_device(torch.device("cuda:1"))
+    torch.cuda.set_device.assert_called_once_with(torch.device("cuda:1"))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 # ---- the folder and its checkpoints
 def test_a_run_is_named_for_its_objective_and_the_latest_is_found(text):
     for name, folder in (("clm :.5, mlm:.5", "clm_.5+mlm_.5"), ("clm", "clm"), ("clm", "clm-2")):

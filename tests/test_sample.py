@@ -575,6 +575,38 @@ def test_a_middle_that_was_trimmed_has_ended(runs, capsys, monkeypatch):
         assert ("was cut off after" in output(capsys, "fim", *SIDES).err) == (n == 9)
 
 
+# ---- a trained model
+LEARNED = ("A single man in possession of a good fortune must be in want of a wife. However little known his "
+           "views may be, this truth is well fixed in the minds of the families around.\n")
+
+
+def test_a_model_that_knows_a_text_by_heart_continues_fills_and_corrects_it_exactly(text, capsys):
+    """From training to the answer. The text is repeated, so the held-out tenth is known, too, and the window of 32
+    positions moves over it several times. The model is that of best.pt."""
+    Path("learned.txt").write_text(LEARNED * 20)
+    flags = ["--data", "learned.txt", "--out_dir", "a", "--objective", "hybrid", "--hybrid_ratio", "0.5",
+             "--n_embd", "64", "--batch_size", "16", "--learning_rate", "0.02", "--max_iters", "250",
+             "--eval_interval", "250"]
+    assert train.main(tiny(*flags), with_sample=False) == 0
+    capsys.readouterr()
+    twice = LEARNED * 2
+    sample.main(["--out_dir", "a", "--device", "cpu", "--dtype", "float32", "--prompt", LEARNED[:20],
+                 "--temperature", "0", "--max_new_tokens", str(len(twice) - 20)])
+    assert capsys.readouterr().out == twice + "\n"
+    loaded = load_run("a", "cpu", "float32")
+    for start in range(0, len(LEARNED), 8):
+        part = twice[start:start + 31]
+        n = 1 + start % 3
+        one = f"{part[:9]}[MASK:{n}]{part[9 + n:]}"
+        two = f"{part[:6]}[MASK]{part[7:20]}[MASK:2]{part[22:]}"
+        assert sample.ask(loaded, prompt=one) == sample.ask(loaded, prompt=two) == part
+        assert sample.ask(loaded, prompt=f"{part[:15]}<extra_id_0>{part[15 + n:]}", max_new_tokens=5) == part
+    assert sample.ask(loaded, prompt=LEARNED, fix=True) == LEARNED, "a right letter was changed"
+    for i in range(3, len(LEARNED), 17):
+        wrong = LEARNED[:i] + "q" + LEARNED[i + 1:]
+        assert sample.ask(loaded, prompt=wrong, fix=True) == LEARNED
+
+
 # ---- the command
 RAW = "a\x1b[31mb\x07c\x08d\r"                  # with control characters
 LONG = "x" * 99
