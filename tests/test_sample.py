@@ -569,8 +569,8 @@ LEARNED = ("A single man in possession of a good fortune must be in want of a wi
 
 
 def test_a_model_that_knows_a_text_by_heart_continues_fills_and_corrects_it_exactly(text, capsys):
-    """From training to the answer, by best.pt. The text is repeated, so the held-out tenth is known, too. It is
-    longer than the block of 32 positions, so the windows of all three uses move over it."""
+    """From training to the answer, by best.pt. The text is repeated, so the held-out tenth is known, too. It
+    is longer than the block of 32 positions, so the windows of all three uses move over it."""
     Path("learned.txt").write_text(LEARNED * 20)
     flags = ["--data", "learned.txt", "--out_dir", "a", "--objective", "hybrid", "--hybrid_ratio", "0.5",
              "--n_layer", "1", "--n_embd", "64", "--batch_size", "16", "--learning_rate", "0.02",
