@@ -124,16 +124,6 @@ def test_a_gpu_needs_a_mask_only_for_prefixes(name):
     assert ("attn_mask" in attend.keywords) == (name not in ("causal", "bidirectional"))
 
 
-@pytest.mark.parametrize("n, reads", [
-    (6, [(0, 6), (6, 7), (7, 8), (5, 9), (9, 10), (10, 11), (11, 12), (12, 13), (10, 14), (14, 15)]),
-    (20, [(12, 20), (17, 21), (21, 22)])])      # of a long text, the first pass reads the last 8 ids
-def test_a_full_cache_starts_again_with_the_last_half_of_the_text(n, reads):
-    cache = M.Cache(randomized(), 1, 8)
-    for first, end in reads:
-        assert cache.first_unread(end) == first
-        cache.length += end - first             # as a pass does
-
-
 @torch.no_grad()
 def test_a_recorded_decoding_step_can_be_replayed():
     """The recording stands in for a CUDA graph of one decoding step: only the ids are set before each replay."""

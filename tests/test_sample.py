@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import os
@@ -20,10 +19,10 @@ from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 import objectives
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, UserError, make_rng
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill
-from run import get_members, load_checkpoint, load_run, run_program, to_words
+from run import get_members, load_checkpoint, load_run, run_program
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -461,7 +460,6 @@ LONG_SCRIPT = [70] * 4 + [SENTINEL + 1] + [71] * 20
     (LONG_SCRIPT, [[65], [66], [67]], 50, 16, [[70] * 4, [71] * 3], False),
     (LONG_SCRIPT, [[65], [66], [67]], 9, 99, [[70] * 4, [71] * 5], False),
     (LONG_SCRIPT, [[65], [66], [67]], 4, 99, [[70] * 4, []], False),
-    (LONG_SCRIPT, [[65], [66], [67]], 3, 99, [[70] * 3, []], False),
     (LONG_SCRIPT, [[65], [66], [67]], 0, 99, [[], []], False),
     ([70] * 20, [[65], [66], [67]], 50, 16, [[70] * 8, []], False)])
 def test_spans_are_split_at_sentinels_and_end_with_the_block_or_at_max_new_tokens(script, pieces, most, block, holes,
@@ -602,14 +600,38 @@ def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sou
     assert [*sample.repair(None, OBJECTIVES["bart"], [EOT] * 40, hp, rng())] == [], "writes from nothing"
 
 
-def test_a_middle_that_was_trimmed_has_ended(runs, capsys, monkeypatch):
-    def infill(model, objective, hp, prompt, prefix, n_holes, longest, g, **how):
-        assert longest == 300, "an answer may be longer than the third of the block that is kept free for it"
-        return [[97] * 9], False
-    monkeypatch.setattr(sample, "infill", infill)
-    for n in (2, 9):
-        monkeypatch.setattr(sample, "trim_to_suffix", lambda *args, n=n: [97] * n)
-        assert ("was cut off after" in output(capsys, "fim", *SIDES).err) == (n == 9)
+# ---- a trained model
+LEARNED = ("A single man in possession of a good fortune must be in want of a wife, however little known his "
+           "views may be.\n")
+
+
+def test_a_model_that_knows_a_text_by_heart_continues_fills_and_corrects_it_exactly(text, capsys):
+    """From training to the answer, by best.pt. The text is repeated, so the held-out tenth is known, too. It
+    is longer than the block of 32 positions, so the windows of all three uses move over it."""
+    Path("learned.txt").write_text(LEARNED * 20)
+    flags = ["--data", "learned.txt", "--out_dir", "a", "--objective", "hybrid", "--hybrid_ratio", "0.5",
+             "--n_layer", "1", "--n_embd", "64", "--batch_size", "16", "--learning_rate", "0.02",
+             "--ngram_drop", "0", "--max_iters", "250", "--eval_interval", "250", "--log_interval", "250"]
+    assert train.main(tiny(*flags), with_sample=False) == 0
+    capsys.readouterr()
+    twice = LEARNED * 2
+    sample.main(["--out_dir", "a", "--device", "cpu", "--dtype", "float32", "--prompt", LEARNED[:20],
+                 "--temperature", "0", "--max_new_tokens", str(len(twice) - 20)])
+    assert capsys.readouterr().out == twice + "\n"
+    loaded = load_run("a", "cpu", "float32")
+    for start in range(0, len(LEARNED), 11):
+        part = twice[start:start + 31]
+        n = 1 + start % 3
+        one = f"{part[:9]}[MASK:{n}]{part[9 + n:]}"
+        two = f"{part[:6]}[MASK]{part[7:20]}[MASK:2]{part[22:]}"
+        assert sample.ask(loaded, prompt=one) == sample.ask(loaded, prompt=two) == part
+        assert sample.ask(loaded, prompt=f"{part[:15]}<extra_id_0>{part[15 + n:]}", max_new_tokens=5) == part
+    long = f"{LEARNED[:30]}[MASK:2]{LEARNED[32:70]}[MASK:3]{LEARNED[73:]}"
+    assert sample.ask(loaded, prompt=long) == LEARNED
+    assert sample.ask(loaded, prompt=LEARNED, fix=True) == LEARNED, "a right letter was changed"
+    for i in range(3, len(LEARNED), 13):
+        wrong = LEARNED[:i] + "q" + LEARNED[i + 1:]
+        assert sample.ask(loaded, prompt=wrong, fix=True) == LEARNED
 
 
 # ---- the command
@@ -619,9 +641,9 @@ HOLE = "a<extra_id_0>b"
 SIDES = ["--prefix", "a", "--suffix", "b"]
 FILES = {"book.txt": b"import argparse\n" * 40, "lines.txt": b"a\n\nccc\nbb\n",
          "holes.txt": b"\xffa[MASK]\n", "void.txt": b" \n\n", "equal.txt": b"bb\na\nbb\nccc\nbb\n",
-         "utf16.txt": "a text".encode("utf-16"), "latin1.txt": b"fl\xe4che", "short.txt": b"ok a!",
+         "utf16.txt": "a text".encode("utf-16"), "latin1.txt": b"fl\xe4che",
          "long.txt": b"aaaa bb cc\nxx ccc aaaaaa\n",
-         "typos.txt": "naïve café\n".encode() + b"fine\n" * 9 + b"ab!cd a! x\ny" + b"z" * 50 + b"!\n"}
+         "typos.txt": "naïve café\n".encode() + b"fine\n" * 9 + b"ab!cd a! x\n"}
 
 
 @pytest.fixture(scope="module")
@@ -663,8 +685,8 @@ def has_control_characters(out):  # other than those that highlight new parts
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, monkeypatch):
-    """On held-out text of any length. No control character of it reaches a terminal."""
+def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys):
+    """On held-out text of any length."""
     mode = next(iter(OBJECTIVES[name].uses))
     flags = ["--max_new_tokens", "20"] if mode in ("continue", "continue_blocks", "infill") else []
     for text in (RAW * 9, RAW[:10]):
@@ -679,8 +701,6 @@ def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys, 
     if mode == "search":                        # the searched text does not contain the query
         texts, _ = sample.demonstration("search", torch.arange(1, 100), 32)
         assert bytes(texts["query"]) + texts["corpus"] == bytes(range(1, 100)) and len(texts["query"]) == 8
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert not has_control_characters(stdout(capsys, "raw", *flags))
 
 
 # (command, names of objectives), which may go on in the next line
@@ -696,32 +716,18 @@ def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, caps
             assert stdout(capsys, name, *shlex.split(command)[2:])
 
 
-@pytest.mark.parametrize("name", sample.MODES)
-def test_the_table_lists_the_flags_that_a_mode_reads(name):
-    mode = sample.MODES[name]
-    functions = [mode.function, *([sample.fill_masks] if name in ("fill", "write") else [])]
-    read = set(re.findall(r"\bargs\.(\w+)", "".join(map(inspect.getsource, functions)))) - {"given"}
-    if "sampling" in read:
-        read = read - {"sampling"} | {*sample.SAMPLING, "num_samples"}
-    assert read | {"correct"} & set(mode.flags) == set(mode.flags)                  # "correct" only chooses the mode
-    assert set(mode.required) <= read & set(sample.FLAGS["texts"])
-
-
 INPUTS = {
-    "clm": [[text, "--max_new_tokens", "40"] for text in ("", LONG, os.fsdecode(b"\xff\x80"), "a\0b", "<MASK>🙂")],
+    "clm": [[LONG, "--max_new_tokens", "40"], [os.fsdecode(b"\xff\x80"), "--max_new_tokens", "9"]],
     "mtp": [["", "--max_new_tokens", "40"], ["x", "--max_new_tokens", "0"]],
-    "prefix": [[""], [LONG], ["x", "--max_new_tokens", "0"]],
-    "hybrid": [["[MASK]" + LONG, "--order", "left"], [HOLE, "--max_new_tokens", "9"]],
-    "bd3lm": [["", "--max_new_tokens", "40"], [LONG], ["x", "--max_new_tokens", "0"], ["é\0", "--order", "left"],
-              ["x", "--steps", "1", "--order", "ancestral"]],
-    "mdlm": [["[MASK:90]", "--order", "confident"], [LONG], ["é\0"], ["x", "--max_new_tokens", "0"], [""]],
-    "xlnet": [["[MASK:9]", "--steps", "2"], [LONG], ["é\0", "--max_new_tokens", "9"]],
-    "sedd": [["import "], ["a[MASK:9]b", "--order", "ancestral"]],
-    "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["[MASK:90]", "--steps", "1"], ["é[MASK]<M\udcff"]],
-    "span": [[HOLE + "<extra_id_1>"], ["<extra_id_0>", "--num_samples", "2"], [HOLE + LONG]],
-    "ul2": [["go on"], [""], [LONG], SIDES, [HOLE, "--max_new_tokens", "40"]],
-    "fim": [["--prefix", LONG, "--suffix", LONG], ["--prefix", "", "--suffix", ""], ["a[MASK]", "--seed", "2"]],
-    "bart": [[LONG], ["[MASK]"]], "electra": [[LONG], ["\udcff"]], "nsp": [["--prefix", LONG, "--suffix", LONG]],
+    "prefix": [[LONG], ["x", "--max_new_tokens", "0"]],
+    "bd3lm": [["", "--max_new_tokens", "40"], [LONG], ["x", "--steps", "1", "--order", "ancestral"]],
+    "mdlm": [["[MASK:90]", "--order", "confident"], [LONG], ["é\0"], ["x", "--max_new_tokens", "0"]],
+    "xlnet": [["[MASK:9]", "--steps", "2"], [LONG]],
+    "mlm": [[LONG + "[MASK:3]" + LONG + "[MASK]"], ["é[MASK]<M\udcff"]],
+    "span": [["<extra_id_0>", "--num_samples", "2"], [HOLE + LONG]],
+    "ul2": [[""], [LONG], SIDES, [HOLE, "--max_new_tokens", "40"]],
+    "fim": [["--prefix", LONG, "--suffix", LONG], ["--prefix", "", "--suffix", ""]],
+    "bart": [[LONG], ["[MASK]"]], "electra": [[LONG]], "nsp": [["--prefix", LONG, "--suffix", LONG]],
     "contrastive": [["--query", LONG, "--corpus", "lines.txt"]], "rotation": [[LONG]],
 }
 
@@ -771,25 +777,6 @@ def test_holes_and_repairs_take_the_most_likely_byte_by_default(name, flags, exp
     assert seen == {expected}
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("clm", ["a"]), ("bd3lm", ["a"]), ("mlm", ["a[MASK]"]), ("mdlm", ["a[MASK]"]), ("mdlm", ["a"]), ("fim", [HOLE]),
-    ("bart", ["a"])])
-def test_the_help_lists_the_defaults_that_count(name, flags, runs, capsys):
-    """Flags with the values of the table change nothing."""
-    _, mode = sample.choose_use(get_members(settings(name, T)), {"prompt"}, flags[0].encode())
-    [row] = [line for line in sample.list_defaults().splitlines()
-             if line.split()[0] == mode and name in re.split("[ ,]+", line)]
-    temperature, *cells = re.findall(r"\d\.\d|left|confident|ancestral", row)
-    given = ["--temperature", temperature]
-    for cell in cells:
-        given += ["--order" if cell.isalpha() else "--top_p", cell]
-    if temperature == "0.0":                    # otherwise it becomes 0.8
-        assert sample.choose_sampling(sample.MODES[mode], {"num_samples": 2}) == sample.LEFT_TO_RIGHT
-    length = ["--max_new_tokens", "20"] if mode in ("continue", "continue_blocks", "write") else []
-    common = ["--prompt", *flags, *length]
-    assert stdout(capsys, name, *common) == stdout(capsys, name, *common, *given)
-
-
 @pytest.mark.parametrize("name, prompt, order", [("mlm", "[MASK:3]", "left"), ("bd3lm", "a", "confident")])
 def test_order_and_passes_reach_the_sampler(name, prompt, order, runs, capsys, monkeypatch):
     asked = set()
@@ -824,7 +811,7 @@ GIVEN = [                                       # in a block of 32
     ("ul2", ["--prompt", "<extra_id_0>", "--max_new_tokens", "17"], [MODE_X, SENTINEL, SEP, SENTINEL], 3),
     ("ul2", ["--prompt", HOLE, "--max_new_tokens", "16"], [MODE_R, *HOLE_IDS], 6),
     # if a text does not end in a hole, one more sentinel follows, so that the last answer ends with a sentinel
-    ("span", ["--prompt", HOLE], HOLE_IDS, 5), ("span", ["--prompt", HOLE + "<extra_id_1>"], HOLE_IDS, 5),
+    ("span", ["--prompt", HOLE], HOLE_IDS, 5),
     ("fim", SIDES, [PRE, SUF, 98, MID, 97], 0),
     # of long sides, only the bytes nearest to the hole are read
     ("fim", ["--prefix", LONG + "123", "--suffix", "456" + LONG], [PRE, SUF, *b"456xxxx", MID, *b"xxxx123"], 0),
@@ -838,7 +825,6 @@ GIVEN = [                                       # in a block of 32
     ("mlm", ["--prompt", LONG + "[MASK]" + "y" * 99], [*b"x" * 8, MASK, *b"y" * 23], ALL),
     ("hybrid", ["--prompt", LONG + "[MASK]"], [EOT, *b"x" * 30, MASK], ALL),
     ("mdlm", ["--prompt", "abc", "--max_new_tokens", "2"], [*b"abc", MASK, MASK], ALL),
-    ("hybrid", ["--prompt", "FILE:holes.txt"], [EOT, 255, 97, MASK, 10], ALL),
     ("nsp", ["--prefix", "FILE:holes.txt", "--suffix", "b"], [CLS, *FILES["holes.txt"], SEP, 98, SEP], ALL),
     ("clm_.5+mlm_.5", ["--prompt", "a[MASK]"], [97, MASK], ALL),
     ("clm_.5+mlm_.5", ["--prompt", "a[MASK]", "--objective", "clm"], [*b"a[MASK]"], 0),
@@ -851,15 +837,7 @@ def test_a_text_is_laid_out_as_in_training(run, flags, row, prefix, given, capsy
     assert given[0] == ([row], min(prefix, len(row)))
 
 
-# ---- what is printed
-def test_a_character_of_several_bytes_is_highlighted_as_a_whole():
-    for flags, expected in {"000000": "naïve", "000100": "na«ï»ve", "001000": "na«ï»ve", "000011": "naï«ve»"}.items():
-        assert sample.highlight([*"naïve".encode()], [flag == "1" for flag in flags], ("«", "»")) == expected
-    assert sample.to_text([0xC3, 0xA9, 0xC3, MASK, EOT]) == "é\udcc3█"
-
-
-def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys, monkeypatch):
-    """A line on standard error marks where the model's text begins, except after an empty prompt."""
+def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(capsys):
     printed = []
 
     def steps():
@@ -867,35 +845,10 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
             yield i
             printed.append(capsys.readouterr().out)
 
-    def show_stream(prompt, ids):
-        def written():
-            found.append((yield from sample.stream(prompt, ids)))
-        found = []
-        for text in written():
-            sample.show(text)
-        return found.pop()
-    assert show_stream([65, 0xc3], steps()) == [0xa9, 66, 0xff, EOT]
+    for text in sample.stream([65, 0xc3], steps()):
+        sample.show(text)
     assert printed == ["Aé", "B", "\ufffd", ""]
     assert capsys.readouterr().out == "\n"
-    for terminal in (False, True):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
-        heading = "--- the model continues:\n"
-        for prompt, border in (("", ""), ("a", f"\n{heading}"), ("a\n", heading)):
-            show_stream([*prompt.encode()], iter([66]))
-            assert capsys.readouterr() == (prompt + "B\n", border)
-
-
-@pytest.mark.parametrize("name, flags", [
-    ("clm", dict(prompt="def", temperature=0.7)), ("mlm", dict(prompt="i[MASK:2]t", show=True)),
-    ("mlm", dict(prompt="retuen", correct=True)), ("mlm", dict(prompt="retué", fix=True)),
-    ("mtp", dict(prompt="a", speculate=False)), ("fim", dict(prefix="a", suffix="b")),
-    ("contrastive", dict(query="a", corpus="lines.txt")), ("clm_.5+mlm_.5", dict(prompt="a", objective="clm"))])
-def test_ask_returns_what_the_program_prints(name, flags, runs, capsys, monkeypatch):
-    words = to_words(flags)
-    want = stdout(capsys, name, *words).removesuffix("\n")
-    loaded = load_run(f"out/{name}", "cpu", "float32")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)     # ask returns no escapes of a terminal
-    assert sample.ask(loaded, **flags) == want and not capsys.readouterr().out
 
 
 def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs, refuses, capsys):
@@ -904,12 +857,9 @@ def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs
     assert sample.ask(load_run("out/mlm", "cpu"), prompt="a\n", fix=True) == "a\n", "the text's own line end"
     assert sample.ask(loaded) and capsys.readouterr().out.startswith("held-out text:\n")
     assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
-    for flags, hint in ((dict(temperature=-1), "-1.0 is not between"), (dict(device="cpu"), "device"),
-                        (dict(fix=True), "--fix"), (dict(prompt="\ud83d"), "half of a character")):
+    for flags, hint in ((dict(temperature=-1), "-1.0 is not between"), (dict(fix=True), "--fix"),
+                        (dict(prompt="\ud83d"), "half of a character")):
         refuses(hint, lambda flags=flags: sample.ask(loaded, **{"prompt": "a"} | flags))
-    with pytest.raises(UserError) as caught:
-        sample.ask(loaded, prompt="a", temperature="hot")
-    assert caught.value.__suppress_context__, "a notebook would show the exceptions of argparse, too"
     with pytest.raises(TypeError):              # not the text "None"
         sample.ask(loaded, prompt=None)
 
@@ -924,20 +874,15 @@ def test_a_terminal_gets_no_control_character_and_sees_what_is_new(name, prompt,
 
 
 def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
-    """A rotated text starts at its seam. The nearest lines come first. Suspicious characters are marked as a whole, and
-    their words are listed with line and column. A suspicious space or newline belongs to a word."""
+    """A rotated text starts at its seam. The nearest lines come first. Suspicious characters are marked as a
+    whole, and their words are listed with line and column."""
     replace_prediction(monkeypatch, "rotation", lambda model, x: (x == ord("f")) * 9.0)
     assert "\nfabcde\n" in "\n" + stdout(capsys, "rotation", "--prompt", "defabc")
     replace_prediction(monkeypatch, "electra", lambda model, x: (x > 127) * 4.0 - 2)
     out = stdout(capsys, "electra", "--prompt", "one\nnaïve café" + "x" * 9)
     assert out == f"one\nna«ï»ve caf«é»{'x' * 9}\n2:3: na«ï»ve  0.88\n2:10: caf«é»{'x' * 9}  0.88\n"
-    replace_prediction(monkeypatch, "electra", lambda model, x: (x < 33) * 4.0 - 2)
-    out = stdout(capsys, "electra", "--prompt", os.fsdecode(b"ab\nc d\xff"))
-    assert out.endswith("\n1:3: ab«\\n»c« »d\ufffd  0.88\n")
     replace_prediction(monkeypatch, "contrastive",
                        lambda model, x: F.normalize(torch.tensor([x.size(1), 6.0]), dim=0).expand(len(x), 2))
-    out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "lines.txt")
-    assert re.findall(r"line (\d:\n.*)", out) == ["4:\nbb", "3:\nccc", "1:\na"]
     out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "equal.txt")
     assert re.findall(r"line (\d:\n.*)", out) == ["1:\nbb", "4:\nccc", "2:\na"], "equal lines are one result"
     out = stdout(capsys, "contrastive", "--query", "bb cc", "--corpus", "long.txt")                 # in pieces of 8
@@ -951,15 +896,11 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
 
 
 def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, capsys, monkeypatch):
-    """It is read in pieces that fit a block. The most suspicious come first. A word is cut after 40 characters."""
+    """It is read in pieces that fit a block. The most suspicious come first."""
     replace_prediction(monkeypatch, "electra", lambda model, x:
                        (x == ord("!")) * 4.0 + (x == 0xc3) * 5.0 - 2 if x.size(1) <= 32 else None)
-    out, err = output(capsys, "electra", "--prompt", "FILE:typos.txt")
-    tail = "z" * 11
-    assert out == f"1:3: na«ï»ve  0.95\n1:10: caf«é»  0.95\n11:3: ab«!»cd  0.88\n11:8: a«!»  0.88\n" \
-                  f"12:52: {tail}«!»  0.88\n"
-    assert "--- 5 suspicious words: " in err
-    assert stdout(capsys, "electra", "--prompt", "FILE:short.txt").startswith("ok a«!»\n1:5: a«!»"), "fits a block"
+    out = stdout(capsys, "electra", "--prompt", "FILE:typos.txt")
+    assert out == "1:3: na«ï»ve  0.95\n1:10: caf«é»  0.95\n11:3: ab«!»cd  0.88\n11:8: a«!»  0.88\n"
 
 
 def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs, given):
@@ -990,9 +931,8 @@ def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys
 
 
 @pytest.mark.parametrize("run, word", [
-    ("clm", "[MASK:3]"), ("clm", "<extra_id_0>"), ("mlm", "<extra_id_0>"), ("mlm", "<mask>"), ("mlm", "[mask]"),
-    ("mlm", "[MASK 3]"), ("mlm", "[MASK: 3]"), ("mlm", "[MASK:0]"), ("mlm", "[MASK:99999999]"), ("bart", "<FILL_ME>"),
-    ("ul2", "<extra_id>"), ("ul2", "<extra-id-0>"), ("mlm", "<|mask|>"), ("mlm", "[ MASK ]")])
+    ("clm", "[MASK:3]"), ("mlm", "<extra_id_0>"), ("mlm", "[mask]"), ("mlm", "[MASK:0]"),
+    ("ul2", "<extra-id-0>")])
 def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, capsys, refuses):
     """The note says how holes are written. Beside a hole that is filled, such a word is refused."""
     err = output(capsys, run, "--prompt", word).err
@@ -1000,22 +940,21 @@ def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, ca
     assert "[MASK:4] for mlm, nsp" in err and "<extra_id_0> for" in err
     if run != "clm":
         hole = "<extra_id_0>" if run == "ul2" else "[MASK]"
-        refuses(f"--prompt: {word} is read as text", sample.main, ["--out_dir", f"out/{run}", "--prompt", word + hole])
+        refuses(f"--prompt: {word} is read as text", sample.main,
+                ["--out_dir", f"out/{run}", "--prompt", word + hole])
+        assert "is read as text" not in output(capsys, run, "--prompt", "a" + hole).err
 
 
 def test_every_use_can_be_asked_for(runs, capsys):
     """The texts that are given and the markers in them choose the use, whichever use comes first."""
     for name, flags, mode in (
-            ("nsp", ["--prompt", "a[MASK]b"], "fill"), ("nsp", SIDES, "follow"), ("bart", ["--prompt", "a"], "repair"),
-            ("bart", ["--prompt", "[MASK]"], "repair"), ("fim", SIDES, "infill"),
-            ("ul2", ["--prompt", "a[MASK]"], "continue"), ("hybrid", SIDES, "infill"),
-            ("hybrid", ["--prompt", HOLE], "infill"),
-            ("mlm,clm", ["--prompt", "a"], "continue"), ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"),
-            ("electra,clm", ["--prompt", "a"], "mark"),
-            ("electra", [], "mark"), ("mlm", ["--prompt", "a"], "correct"), ("mlm", ["--prompt", "[MASK]"], "fill"),
-            ("mdlm", ["--prompt", "a"], "write"), ("mdlm", ["--prompt", "[MASK]"], "fill"),
-            ("hybrid", ["--prompt", "a"], "continue"), ("mlm", [], "fill"),
-            ("nsp", ["--prompt", "a"], "correct"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
+            ("nsp", ["--prompt", "a[MASK]b"], "fill"), ("nsp", SIDES, "follow"), ("fim", SIDES, "infill"),
+            ("bart", ["--prompt", "[MASK]"], "repair"), ("ul2", ["--prompt", "a[MASK]"], "continue"),
+            ("hybrid", SIDES, "infill"), ("hybrid", ["--prompt", HOLE], "infill"),
+            ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"), ("electra,clm", ["--prompt", "a"], "mark"),
+            ("mlm,clm", ["--prompt", "a"], "continue"), ("mlm", ["--prompt", "a"], "correct"),
+            ("mlm", [], "fill"), ("mdlm", ["--prompt", "a"], "write"),
+            ("hybrid", ["--prompt", "a"], "continue"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
             ("mdlm,clm", ["--prompt", "a", "--correct", ""], "correct"), ("clm,nsp", SIDES, "follow")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
         members = get_members(settings(name, T))
@@ -1026,21 +965,14 @@ def test_every_use_can_be_asked_for(runs, capsys):
 
 # ---- what is refused
 BAD = [
-    ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm_.5+mlm_.5", ["--objective", "span"], "--objective"),
+    ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm", ["--temperature", "nan"], "nan"),
     ("contrastive", ["--prompt", "a"], "only to continue a prompt or write in blocks or"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
-    ("clm", ["--corpus", "nowhere"], "--corpus nowhere"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
-    ("hybrid", ["--corpus", "lines.txt"], "only to search. Try"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
-    ("hybrid", ["--prompt", "x", "--order", "left"], "--order"), ("clm", ["--suffix", "x"], "write between texts"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "has no hole"),
-    ("electra", ["--top_k", "3"], "--top_k: has no"),
-    ("clm", ["--prompt", "FILE:."], "--prompt ."),
-    ("mlm", ["--prompt", "FILE:a\0b"], "--prompt a"), ("electra", ["--prompt", ""], "--prompt: is missing or empty"),
-    ("nsp", ["--prefix", "a"], "--suffix: is missing"), ("clm", ["--temperature", "nan"], "--temperature"),
-    ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "or not text"), ("mlm", ["--fix"], "--prompt: is missing"),
-    ("contrastive", ["--query", "a", "--corpus", "utf16.txt"], "--corpus utf16.txt: is empty, or not text"),
+    ("clm", ["--prompt", "FILE:."], "--prompt ."), ("mlm", ["--fix"], "--prompt: is missing"),
+    ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "or not text"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "Try 2 or more"),
     ("electra", ["--prompt", "a", "--correct"], "--correct: has no effect when electra is used to mark"),
 ]
@@ -1050,15 +982,6 @@ BAD = [
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
     out, _ = refuses(hint, sample.main, ["--out_dir", f"out/{run}", *flags])
     assert not out
-
-
-@pytest.mark.parametrize("run, flags", [
-    ("mlm", ["a[MASK:3]"]), ("fim", [HOLE]), ("bart", ["[MASK]"]), ("clm", ["[MASK <a>"]), ("mlm", ["x[mask] [MASK]"]),
-    *(("mlm", ["a[MASK]b [MASK:2]", "--error_rate", "1e-6", flag]) for flag in ("--fix", "--correct"))])
-def test_a_hole_that_is_filled_and_other_text_are_not_noted(run, flags, runs, capsys):
-    """In a text to correct, what looks like a hole is text."""
-    out, err = output(capsys, run, "--prompt", *flags)
-    assert "is read as text" not in err and (len(flags) == 1 or flags[0] in out)
 
 
 def test_a_closed_pipe_ends_the_program_without_a_traceback(runs):
