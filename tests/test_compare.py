@@ -137,7 +137,7 @@ def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(te
     assert {row for row, *_ in rows_of_csv("out/sweep-nsp_weight.csv")} == {"nsp nsp_weight=0.5", "nsp nsp_weight=1.0"}
     run("--objectives", "clm", "--n_layer", "1")
     assert set(rows_of_csv()) == {("clm", "2", "1")}
-    capsys.readouterr()
+    assert "diverged" not in capsys.readouterr().out, "a run with other settings is in the table"
     run("--objectives", "rotation", "--budgets", "2,1", "--baseline", "clm")
     out = capsys.readouterr().out
     nsp = {("nsp", "2", "1"), ("nsp", "2", "2")}                # seed 1 is of the sweep: a weight of 1 is the default
