@@ -8,10 +8,10 @@
 
 A row is an objective, or a mixture such as clm:0.5+mlm:0.5, of which each figure is of the first member that has it; in
 a sweep, a row for each value. Each is trained with its own defaults, once for each seed and budget, in a folder under
-out_dir/runs. A finished run with the same settings and text is used again, and an interrupted one is resumed, so the
-same command goes on where it was stopped. If the files that train have changed since, the last lines of the report name
-the runs; if those that measure have changed, the figures are measured again. Flags that are not listed below are
-train.py's. One of only some objectives, as --mask_rate, goes to those.
+out_dir/runs. A finished run with the same settings and text is used again, and an interrupted one is resumed. The
+report also lists the runs of earlier commands in out_dir, if their other settings are those of this command. It names
+runs that are older than the files that train; if those that measure have changed, the figures are measured again. Flags
+that are not listed below are train.py's. One of only some objectives, as --mask_rate, goes to those.
 """
 import contextlib
 import csv
@@ -21,28 +21,29 @@ import math
 import os
 import statistics
 import sys
+import time
 import zlib
 from collections import namedtuple
 from pathlib import Path
 
-from data import Flag, check_sizes, fail, open_corpus
+from data import Flag, UserError, check_sizes, fail, open_corpus
 from experiments import evaluate
 from experiments.common import MEASURING, checksums, parse_with_train_flags, read_json, training_files, write_json
-from experiments.evaluate import HOLE_LENGTHS, METRICS, Metric
-from experiments.figures import draw_curves
-from experiments.score import check_pairs, choose_scored, read_pairs, score_pairs, share_and_error
+from experiments.evaluate import HOLE_LENGTHS, METRICS
+from experiments.figures import curve_panels, draw_panels
+from experiments.score import check_pairs, choose_scored, format_mean, format_share, mean_and_error, read_pairs
+from experiments.score import score_pairs
 import train
 from objectives import OBJECTIVES
 from run import SHARED_FLAGS, VERSION, checkpoint_path, flag_specs, get_config, get_members, load_checkpoint, load_run
 from run import member_weights, parse, run_program, to_words
 import torch
-from tqdm import tqdm
 
 FLAGS = {
-    "objectives": Flag("", "names or mixtures, with commas between; default: all, or the first with --sweep's setting"),
+    "objectives": Flag("", "names or mixtures, with commas between; default: all"),
     "seeds": Flag("1", "separated by commas; all runs with the same seed have the same initial weights and data"),
     "budgets": Flag("1000", "numbers of steps, separated by commas; each is a separate run with its own schedule"),
-    "data": Flag("stdlib", "corpus; the probes run only on stdlib, since they need Python files"),
+    "data": Flag("stdlib", "corpus; the probe runs only on stdlib, since it needs Python files"),
     "sweep": Flag("", "a setting of train.py and its values, as in mask_rate=.1,.15,.3"),
     "pairs": Flag("", "file of minimal pairs, as experiments.score reads it: also print the share of right ones"),
     "baseline": Flag("", "row that is subtracted from the others; default: the first"),
@@ -51,15 +52,13 @@ FLAGS = {
 }
 # flags of train.py that this program sets
 RESERVED = {"objective", "seed", "data", "out_dir", "resume", "max_iters", "max_passes"}
-SUMMARY = {                                     # columns of the first table
-    "bits": Metric("left to right", 3),
-    **{f"hole_{m}": Metric(f"hole of {m} bytes", 2) for m in HOLE_LENGTHS},
-    "task": Metric("own task", 3),
+SUMMARY = {                                     # of the table: {heading: (digits, metrics, mark of the second one)}
+    "left to right": (3, ["left_to_right", "bound"], "<= "),
+    **{f"hole of {m} bytes": (2, [f"infill_{m}", f"left_{m}"], "left: ") for m in HOLE_LENGTHS},
+    "own task (baseline)": (3, ["task"], ""),
+    "training, seconds": (1, ["seconds"], ""),
 }
-REST = {key: METRICS[key] for key in ("loss", "task_baseline", "left_by_filling", "replaced_auc", "probe", "passages",
-                                      "typos_corrected", "tflop", "seconds")}       # of the second table
 STUDENT_T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}    # {number of seeds: quantile}
-N_EVALUATIONS = 5                               # of a run without --eval_interval; each also saves the run
 
 
 # ---- which runs there are
@@ -72,25 +71,44 @@ def plan_runs(flags, rest, crc):  # crc: of the corpus -> [Run]; fails if train.
     if flags.sweep and not (setting in flag_specs().keys() - RESERVED - {"device"} and all(values.split(","))):
         fail(f"--sweep {flags.sweep}: is not a setting of train.py with its values. Try mask_rate=.1,.15,.3")
     names = [to_objective(word) for word in flags.objectives.replace(" ", "").split(",") if word]
-    owners = [name for name, objective in OBJECTIVES.items() if setting in objective.flags]
-    names = names or owners[:1] or list(OBJECTIVES)
-    given = parse(rest)
-    owned = {flag for name in names for flag in own_flags(name)}
-    runs = []
+    names = names or list(OBJECTIVES)
+    if not parse(rest).keys() <= SHARED_FLAGS.union(*map(own_flags, names)):
+        get_config(["--objective", names[0], *rest])            # refuses a flag that no row reads
+    runs = {}                                   # {folder: run}, so a value that is given twice counts once
     for steps, seed, name, value in itertools.product(flags.budgets.split(","), flags.seeds.split(","), names,
                                                       values.split(",")):
-        read = {flag: word for flag, word in given.items() if flag not in owned - own_flags(name)}
-        interval = max(1, int(steps) // N_EVALUATIONS) if steps.isdecimal() else steps
-        argv = ["--objective", name, "--max_iters", steps, "--seed", seed, "--data", flags.data]
-        argv += to_words({"eval_interval": interval} | read)
-        row = name.replace(",", "+")
-        if setting:
-            value = to_value(setting, value)
-            argv += to_words({setting: value})
-            row += f" {setting}={value}"
-        hp = get_config(argv)
-        hp.checkpoint = None                    # the weights of --init_from, which train.main loads again
-        runs.append(Run(row, hp, argv, run_folder(hp, crc, flags.out_dir), checksums(training_files(name))))
+        run = plan_run(flags, rest, crc, name, steps, seed, to_value(setting, value) if setting else "")
+        runs[run.folder] = run
+    return [*runs.values()]
+
+
+def plan_run(flags, rest, crc, name, steps, seed, value):  # value: of --sweep's setting -> Run
+    read = {flag: word for flag, word in parse(rest).items() if flag in SHARED_FLAGS | own_flags(name)}
+    interval = max(1, int(steps) // 5) if steps.isdecimal() else steps              # each evaluation also saves the run
+    argv = ["--objective", name, "--max_iters", steps, "--seed", seed, "--data", flags.data]
+    argv += to_words({"eval_interval": interval} | read)
+    setting = flags.sweep.partition("=")[0]
+    if setting:
+        argv += to_words({setting: value})
+    hp = get_config(argv)
+    hp.checkpoint = None                        # the weights of --init_from, which train.main loads again
+    row = name.replace(",", "+") + (f" {setting}={getattr(hp, setting)}" if setting else "")
+    return Run(row, hp, argv, run_folder(hp, crc, flags.out_dir), checksums(training_files(name)))
+
+
+def find_runs(flags, rest, crc):  # -> [Run]: the measured runs of the folder, also of earlier commands
+    """Only those that this command would make with their objective, seed, steps and value of the sweep. Such a run has
+    the same folder, whose name has a checksum of all settings and of the corpus."""
+    runs = []
+    for path in sorted(Path(flags.out_dir, "runs").glob("*/metrics.jsonl")):
+        if read_figures(path.parent, flags):
+            with open(path, encoding="utf-8") as f:
+                config = json.loads(f.readline())["config"]
+            words = config["objective"], str(config["max_iters"]), str(config["seed"])
+            with contextlib.suppress(UserError):                # it has other settings, which exclude those of now
+                run = plan_run(flags, rest, crc, *words, config.get(flags.sweep.partition("=")[0], ""))
+                if os.path.basename(run.folder) == path.parent.name:
+                    runs.append(run)
     return runs
 
 
@@ -128,7 +146,7 @@ def read_settings(hp):  # -> {flag: value} of those that the objective reads
     return {flag: value for flag, value in vars(hp).items() if flag in names}
 
 
-def check_flags(flags, runs, source, pairs):  # fails if something would fail after the first training
+def check_flags(flags, runs, rows, source, pairs):  # fails if something would fail after the first training
     for run in runs:
         check_sizes([source], max(m.n for m in get_members(run.hp)), run.hp.block_size)
         scored = choose_scored(get_members(run.hp))
@@ -139,7 +157,6 @@ def check_flags(flags, runs, source, pairs):  # fails if something would fail af
     # otherwise the runs would be read as text
     if os.path.isdir(flags.data) and Path(flags.out_dir).resolve().is_relative_to(Path(flags.data).resolve()):
         fail(f"--out_dir {flags.out_dir}: lies inside the corpus {flags.data}. Try a folder outside it")
-    rows = [*dict.fromkeys(run.row for run in runs)]
     if flags.baseline and flags.baseline not in rows:
         fail(f"--baseline {flags.baseline}: is not a row. Try one of {', '.join(rows)}")
     try:
@@ -153,31 +170,36 @@ def has_weights(run):
     return os.path.exists(os.path.join(run.folder, "ckpt.pt"))
 
 
-def is_finished(run):
-    return has_weights(run) and load_checkpoint(os.path.join(run.folder, "ckpt.pt"))["step"] == run.hp.max_iters
+def work_left(run, flags):  # -> number of steps to train, number of evaluations to make (0 or 1)
+    figures = read_figures(run.folder, flags)
+    path = os.path.join(run.folder, "ckpt.pt")
+    step = load_checkpoint(path)["step"] if has_weights(run) else 0
+    return 0 if figures else run.hp.max_iters - step, int(figures.get("code") != MEASURING)
 
 
-def train_run(run, label, steps_left):  # steps_left: of all runs, with this one -> False if the run diverged
-    """Resumes an interrupted run. code.json has a checksum of each file that trains, or 0 if it changed meanwhile."""
-    path = os.path.join(run.folder, "code.json")
+def minutes_left(work, seconds):  # what work_left returned for all runs; (training, evaluation) of those that are done
+    """At the speed of the runs that are done. Returns 0 if nothing is left, and if no such work has been done yet."""
+    total = 0.0
+    for amounts, spent in zip(zip(*work), zip(*seconds)):       # of training, then of evaluation
+        done = sum(amounts[:len(spent)])
+        left = sum(amounts[len(spent):])
+        if left and not done:
+            return 0
+        total += left * sum(spent) / max(1, done)
+    return math.ceil(total / 60)
+
+
+def train_run(run, label):  # -> False if the run diverged
+    """Resumes an interrupted run. code.json has a checksum of each file that trained its first steps."""
     os.makedirs(run.folder, exist_ok=True)
     if not has_weights(run):                    # best.pt may be left of a run killed before its first ckpt.pt
         Path(run.folder, "best.pt").unlink(missing_ok=True)
-    old = read_json(path) if has_weights(run) else run.code
-    write_json(path, {file: crc if old.get(file) == crc else 0 for file, crc in run.code.items()})
+        write_json(os.path.join(run.folder, "code.json"), run.code)
     print(f"{label}: training, logged in {run.folder}/log.txt", flush=True)
-    out = sys.stdout                            # not that of train, which is a file
-    printed = []
-
-    def estimate(record):                       # prints once how long all trainings will take at this run's speed
-        if record.get("split") == "train" and record["step"] and not printed:
-            seconds = record["seconds"] / (record["step"] + 1) * (steps_left - record["step"])
-            printed.append(seconds)
-            tqdm.write(f"{label}: about {math.ceil(seconds / 60)} min of training left, and the evaluations", file=out)
     argv = [*run.argv, "--out_dir", run.folder, *(["--resume"] if has_weights(run) else [])]
     with open(os.path.join(run.folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         try:
-            exit_code = train.main(argv, with_sample=False, on_record=estimate)
+            exit_code = train.main(argv, with_sample=False)
         except FloatingPointError as e:
             print(f"{label}: {e}", file=sys.stderr)
             return False
@@ -189,36 +211,38 @@ def train_run(run, label, steps_left):  # steps_left: of all runs, with this one
     return True
 
 
-def read_figures(run, flags):  # -> what is saved of an earlier measurement, if possible by the files of now, or {}
+def read_figures(folder, flags):  # -> what is saved of an earlier measurement, if possible by the files of now, or {}
     names = ["figures.json", *(["tasks.json"] if flags.tasks_only else [])]
-    saved = [read_json(os.path.join(run.folder, name)) for name in names]
+    saved = [read_json(os.path.join(folder, name)) for name in names]
     return max(saved, key=lambda figures: (figures.get("code") == MEASURING, len(figures)))
 
 
-def measure_run(run, flags, text, probes, pairs, label):  # -> {metric: number}
-    """Uses saved figures if the files that measure are the same. If the weights are deleted, uses those of older files,
-    and keeps their names in "old"."""
-    def up_to_date(saved, name, compute):       # name: of the file
+def pairs_path(run, pairs):
+    return os.path.join(run.folder, f"pairs-{zlib.crc32(repr(pairs).encode()):08x}.json")
+
+
+def measure_run(run, flags, text, probe, pairs, label):
+    """Saves figures, unless the saved ones are of the files of now. If the weights are deleted, older ones stay."""
+    def update(saved, path, compute):
         if saved.get("code") != MEASURING and has_weights(run):
-            print(f"{label}: measuring {name}", flush=True)
-            saved = {"code": MEASURING, **compute()}
-            write_json(os.path.join(run.folder, name), saved)
-        if not saved:
-            print(f"{label}: no {name}, since the weights are deleted", flush=True)
-        return saved | {"old": [file for file in MEASURING if saved and saved["code"].get(file) != MEASURING[file]]}
-    name = "tasks.json" if flags.tasks_only else "figures.json"
-    metrics = up_to_date(read_figures(run, flags), name, lambda: evaluate.measure_run(
-        run.folder, run.hp.device, text, probes, flags.tasks_only))
+            print(f"{label}: measuring {os.path.basename(path)}", flush=True)
+            write_json(path, {"code": MEASURING, **compute()})
+
+    def score():
+        model, hp, _ = load_run(os.path.join(run.folder, "ckpt.pt"), run.hp.device, "float32")
+        points, kind = score_pairs(model, member.objective, hp, pairs, seed=1)
+        return {"points": points, "pairs": statistics.fmean(points), "score": kind.partition(",")[0]}
+    path = os.path.join(run.folder, "tasks.json" if flags.tasks_only else "figures.json")
+    update(read_figures(run.folder, flags), path, lambda: evaluate.measure_run(
+        run.folder, run.hp.device, text, probe, flags.tasks_only))
     member = choose_scored(get_members(run.hp))
     if pairs and member:
-        def score():
-            model, hp, _ = load_run(os.path.join(run.folder, "ckpt.pt"), run.hp.device, "float32")
-            points, kind = score_pairs(model, member.objective, hp, pairs, seed=1)
-            return {"points": points, "pairs": statistics.fmean(points), "score": kind.partition(",")[0]}
-        name = f"pairs-{zlib.crc32(repr(pairs).encode()):08x}.json"
-        scores = up_to_date(read_json(os.path.join(run.folder, name)), name, score)
-        metrics = metrics | scores | {"old": metrics["old"] + scores["old"]}
-    return metrics
+        update(read_json(pairs_path(run, pairs)), pairs_path(run, pairs), score)
+
+
+def read_metrics(run, flags, pairs):  # -> {metric: number}, {} if the run diverged
+    metrics = read_figures(run.folder, flags)
+    return metrics and metrics | read_json(pairs_path(run, pairs))
 
 
 # ---- tables of rows {name: {seed: metrics}}, where metrics {metric: number} are empty if the run diverged
@@ -226,14 +250,16 @@ def values_by_seed(seeds, metric):  # {seed: metrics} -> {seed: number}, of the 
     return {seed: metrics[metric] for seed, metrics in seeds.items() if metrics.get(metric) is not None}
 
 
-def is_bound(seeds):  # are the bits left to right an upper bound?
-    return bool(values_by_seed(seeds, "bound")) and not values_by_seed(seeds, "left_to_right")
+def task_of(seeds):  # -> what the own task is, or ""
+    return next(iter(values_by_seed(seeds, "task_heading").values()), "")
 
 
-def with_sides(rows):  # -> the same; the name of a row whose holes are filled from the left says so
-    left = {name for name, seeds in rows.items()
-            if values_by_seed(seeds, "left_4") and not values_by_seed(seeds, "infill_4")}
-    return {f"{name} (left side)" if name in left else name: seeds for name, seeds in rows.items()}
+def find_figure(seeds, metrics):  # -> the first metric that the row has, or what its task is; {seed: number}
+    for metric in metrics:
+        values = values_by_seed(seeds, metric)
+        if values:
+            return task_of(seeds) if metric == "task" else metric, values
+    return "", {}
 
 
 def markdown(lines):  # [[heading, ...], [cell, ...], ...] -> str
@@ -242,49 +268,43 @@ def markdown(lines):  # [[heading, ...], [cell, ...], ...] -> str
     return "\n".join(lines) + "\n"
 
 
-def make_table(rows, metrics):  # -> Markdown: a column for each metric that a row has, means ± standard errors
+def make_table(rows):  # -> Markdown: a column for each figure that a row has, means ± standard errors
     columns = [["", *rows]]
-    for key, metric in metrics.items():
+    for heading, (digits, metrics, mark) in SUMMARY.items():
         cells = []
         for seeds in rows.values():
-            values = [*values_by_seed(seeds, key).values()]
-            mean = f"{statistics.fmean(values):.{metric.digits}f}" if values else ""
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-            bound = "<= " if mean and key == "bits" and is_bound(seeds) else ""
-            cells.append(bound + mean + (f" ± {error:.{metric.digits}f}" if error is not None else ""))
+            kind, values = find_figure(seeds, metrics)
+            cell = format_mean(*mean_and_error([*values.values()]), digits) if values else ""
+            for baseline in [*values_by_seed(seeds, f"{metrics[0]}_baseline").values()][:1]:
+                cell += f" ({baseline:.{digits}f})"
+            cells.append(mark + cell if kind in metrics[1:] else cell)
         if any(cells):
-            columns.append([metric.heading, *cells])
-    seeds_of = [" ".join(f"{seed}" if metrics else f"{seed} diverged" for seed, metrics in seeds.items())
+            columns.append([heading, *cells])
+    seeds_of = [" ".join(f"{seed}" if metrics else f"{seed} diverged" for seed, metrics in sorted(seeds.items()))
                 for seeds in rows.values()]
     return markdown([*zip(*columns, ["seeds", *seeds_of])])
 
 
-def difference(a, b):  # {seed: number} each -> mean of a - b over common seeds, half of its 95% interval; or None
-    values = [value - b[seed] for seed, value in a.items() if seed in b]
-    if len(values) < 2:
-        return None
-    half = STUDENT_T_975.get(len(values), 2.3) * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.fmean(values), half
+def difference(row, baseline, digits, metrics):  # {seed: metrics} each -> mean ± half of its 95% interval, or ""
+    """Paired by seed. Subtracts only figures of the same metric and of the same task: no bound from bits."""
+    kind, values = find_figure(row, metrics)
+    other_kind, others = find_figure(baseline, metrics)
+    both = [value - others[seed] for seed, value in values.items() if seed in others and kind == other_kind]
+    if len(both) < 2:
+        return ""
+    mean, error = mean_and_error(both)
+    return format_mean(mean, STUDENT_T_975.get(len(both), 2.3) * error, digits, "+")
 
 
-def tasks_of(seeds):  # -> {what the own task is}
-    return {*values_by_seed(seeds, "task_heading").values()}
-
-
-def difference_table(rows, baseline):  # -> Markdown: each row minus the baseline, or "" without two seeds
-    """A bound is not subtracted from bits, nor a figure of one task from that of another."""
-    others = [name for name in rows if name != baseline]
+def difference_table(rows, baseline):  # -> Markdown: each row minus the baseline, or "" without any difference
+    others = [name for name in rows if name != baseline and baseline in rows]
     columns = [["", *(f"{name} - {baseline}" for name in others)]]
-    for key, metric in SUMMARY.items():
-        kind = {"bits": is_bound, "task": tasks_of}.get(key, lambda seeds: None)
-        cells = []
-        for name in others:
-            found = difference(values_by_seed(rows[name], key), values_by_seed(rows[baseline], key))
-            is_alike = kind(rows[name]) == kind(rows[baseline])
-            cells.append("{:+.{n}f} ± {:.{n}f}".format(*found, n=metric.digits) if found and is_alike else "")
+    for heading, (digits, metrics, _) in SUMMARY.items():
+        cells = [difference(rows[name], rows[baseline], digits, metrics) for name in others]
         if any(cells):
-            columns.append([metric.heading, *cells])
-    return markdown([*zip(*columns)]) if len(columns) > 1 else ""
+            columns.append([heading.partition(" (")[0], *cells])
+    lines = [line for line in zip(*columns) if any(line[1:])]
+    return markdown(lines) if lines else ""
 
 
 def pairs_table(rows, baseline):  # -> Markdown: the share of minimal pairs that a row gets right, or ""
@@ -293,33 +313,33 @@ def pairs_table(rows, baseline):  # -> Markdown: the share of minimal pairs that
     lines = [["", "right pairs", f"minus {baseline}", "score", "seeds"]]
     for name, by_seed in points.items():
         if by_seed:
-            both = [p - points[baseline][seed] for seed, p in by_seed.items() if seed in points[baseline]]
-            minus = "{:+.3f} ± {:.3f}".format(*share_and_error(torch.stack(both))) if both and name != baseline else ""
-            share = "{:.3f} ± {:.3f}".format(*share_and_error(torch.stack([*by_seed.values()])))
-            [kind, *_] = values_by_seed(rows[name], "score").values()
-            lines.append([name, share, minus, kind, " ".join(map(str, by_seed))])
+            b = points.get(baseline, {})
+            both = [p - b[seed] for seed, p in by_seed.items() if seed in b]
+            minus = format_share(torch.stack(both), "+") if both and name != baseline else ""
+            share = format_share(torch.stack([*by_seed.values()]))
+            kind = [*values_by_seed(rows[name], "score").values()][0]
+            lines.append([name, share, minus, kind, " ".join(map(str, sorted(by_seed)))])
     return markdown(lines) if len(lines) > 1 else ""
 
 
-def report(budgets, references, baseline):  # {steps: {row: {seed: metrics}}} -> Markdown
+def report(budgets, baseline, drawn):  # {steps: {row: {seed: metrics}}}, rows of the picture -> Markdown
     rows = budgets[max(budgets)]
+    baseline = baseline or next(iter(rows))
     tasks = {}                                  # {task: {row: None}}
     for name, seeds in rows.items():
-        for heading in tasks_of(seeds):
-            tasks.setdefault(heading, {})[name] = None
+        tasks.setdefault(task_of(seeds) or "not measured", {})[name] = None
     own_tasks = "".join(f"- own task of {', '.join(names)}: {heading}\n" for heading, names in tasks.items())
-    note = "Means over seeds ± their standard errors."
-    if max(map(len, rows.values())) == 1:
-        note = ("With one seed, differences of less than 0.05 bits from left to right and of 0.1 to 0.3 bits in holes "
-                "mean nothing (\"Errors\" in docs/RESULTS.md). Try --seeds 1,2,3")
+    missing = [name for name in dict.fromkeys(itertools.chain(*budgets.values())) if name not in drawn]
+    own_tasks += f"- not in the picture: {', '.join(missing)}\n" if missing else ""
     text = [f"After {max(budgets)} steps: bits per byte of held-out text, fewer are better; <= is diffusion's upper "
-            f"bound. {note}\n", make_table(with_sides(rows), SUMMARY), own_tasks]
+            "bound, left: a hole of which only the left side is read. Means over seeds ± their standard errors. "
+            "Without ±, the error is not known: try --seeds 1,2,3 (\"Errors\" in docs/RESULTS.md)\n",
+            make_table(rows), own_tasks]
     parts = {"Differences with 95% intervals, paired by seed (Student's t):\n": difference_table(rows, baseline),
              "Minimal pairs: the share whose better text has the higher score (by chance 0.5), ± its standard error "
-             "over pairs and seeds; differences are paired by pair and seed:\n": pairs_table(rows, baseline),
-             "The rest (\"Glossary\" in docs/RESULTS.md; the .csv has more):\n": make_table(rows | references, REST)}
+             "over pairs and seeds; differences are paired by pair and seed:\n": pairs_table(rows, baseline)}
     for steps in sorted(budgets)[:-1]:
-        parts[f"After {steps} steps:\n"] = make_table(with_sides(budgets[steps]), SUMMARY)
+        parts[f"After {steps} steps:\n"] = make_table(budgets[steps])
     for title, table in parts.items():
         text += [title, table] if table else []
     return "\n".join(text)
@@ -329,7 +349,7 @@ def settings_report(runs):  # -> Markdown: the settings that the rows do not sha
     settings = {run.row: read_settings(run.hp) for run in runs}
     flags = [flag for flag in flag_specs() if flag not in RESERVED]
     differing = [flag for flag in flags if len({str(each.get(flag)) for each in settings.values()}) > 1]
-    hp = runs[0].hp
+    hp = next(iter(runs)).hp
     text = f"Corpus: {' '.join(hp.data)}. Model: {hp.n_layer} layers of width {hp.n_embd}, if not said below.\n"
     for row, each in settings.items():
         words = [f"{flag} {each[flag]}" for flag in differing if flag in each]
@@ -337,18 +357,18 @@ def settings_report(runs):  # -> Markdown: the settings that the rows do not sha
     return text
 
 
-def changes_report(runs, rows):  # -> Markdown: the runs and figures that are older than the files of now, or ""
-    changed = {}                                # {files: {folder of a run: None}}
+def changes_report(runs, flags):  # -> Markdown: the runs that are older than the files of now, or ""
+    changed = {}                                # {names of files: [folder of a run]}
     for run in runs:
-        old = read_json(os.path.join(run.folder, "code.json"))
-        files = [file for file, crc in run.code.items() if old.get(file) != crc]
-        metrics = rows[run.hp.max_iters][run.row][run.hp.seed]
-        for verb, names in ("trained", files), ("measured", [*dict.fromkeys(metrics.get("old", []))]):
-            if names:
-                changed.setdefault(f"{verb} before {', '.join(names)} changed", {})[os.path.basename(run.folder)] = None
-    text = "".join(f"- {what}: {', '.join(folders)}\n" for what, folders in changed.items())
-    return text and ("\nOlder than the files of now, which is harmless if the change was, such as a new objective. To "
-                     f"train a run again, delete its folder.\n{text}")
+        figures = read_figures(run.folder, flags)
+        code = read_json(os.path.join(run.folder, "code.json")) | figures.get("code", {})
+        now = run.code | MEASURING if figures else run.code
+        files = [file for file, crc in now.items() if code.get(file) != crc]
+        if files:
+            changed.setdefault(", ".join(files), []).append(os.path.basename(run.folder))
+    text = "".join(f"- before {files} changed: {', '.join(folders)}\n" for files, folders in changed.items())
+    return text and ("\nTrained or measured by older files, which is harmless if the change was, such as a new "
+                     f"objective. To train a run again, delete its folder.\n{text}")
 
 
 def write_curves(budgets, path):
@@ -366,28 +386,41 @@ def main(argv=None):  # -> exit code
     [source] = open_corpus([flags.data])
     runs = plan_runs(flags, rest, source["crc"])
     pairs = read_pairs(flags.pairs) if flags.pairs else []
-    check_flags(flags, runs, source, pairs)
-    to_train = {run.folder: run for run in runs if not is_finished(run) and not read_figures(run, flags)}
-    probes = {}
-    if flags.data == "stdlib" and not flags.tasks_only:
-        probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
-    budgets = {}                                # {steps: {row: {seed: metrics}}}
+    listed = {run.folder: run for run in [*runs, *find_runs(flags, rest, source["crc"])]}.values()
+    check_flags(flags, runs, [*dict.fromkeys(run.row for run in listed)], source, pairs)
+    probe = evaluate.byte_probe(256) if flags.data == "stdlib" and not flags.tasks_only else None
+
+    # train and measure
+    work = [work_left(run, flags) for run in runs]
+    seconds = []                                # of training and of evaluation, of each run that is done
     for i, run in enumerate(runs):
         label = f"[{i + 1}/{len(runs)}] {run.row}, {run.hp.max_iters} steps, seed {run.hp.seed}"
-        steps_left = sum(each.hp.max_iters for each in to_train.values())
-        is_trained = to_train.pop(run.folder, None) is None or train_run(run, label, steps_left)
-        metrics = measure_run(run, flags, source["val"], probes, pairs, label) if is_trained else {}
-        budgets.setdefault(run.hp.max_iters, {}).setdefault(run.row, {})[run.hp.seed] = metrics
-        print(f"{label}: {'validation loss {loss:.4f} nats'.format(**metrics) if metrics else 'diverged'}", flush=True)
-    references = evaluate.probe_references(runs[0].hp, probes) if probes else {}
-    text = report(budgets, references, flags.baseline or runs[0].row)
-    text += f"\n{settings_report(runs)}{changes_report(runs, budgets)}"
+        begin = time.perf_counter()
+        is_trained = work[i][0] == 0 or train_run(run, label)
+        trained = time.perf_counter()
+        if is_trained:
+            measure_run(run, flags, source["val"], probe, pairs, label)
+        seconds.append((trained - begin, time.perf_counter() - trained))
+        metrics = read_metrics(run, flags, pairs)
+        minutes = minutes_left(work, seconds)
+        print(f"{label}: {'validation loss {loss:.4f} nats'.format(**metrics) if metrics else 'diverged'}"
+              + (f", about {minutes} min left in all" if minutes else ""), flush=True)
+
+    # report
+    budgets = {}                                # {steps: {row: {seed: metrics}}}
+    for run in listed:
+        seeds = budgets.setdefault(run.hp.max_iters, {}).setdefault(run.row, {})
+        seeds[run.hp.seed] = read_metrics(run, flags, pairs)
     path = os.path.join(flags.out_dir, f"sweep-{flags.sweep.partition('=')[0]}" if flags.sweep else "compare")
-    Path(path + ".md").write_text(text, "utf-8")
     write_curves(budgets, path + ".csv")
-    print(f"\nwritten: {path}.md, {path}.csv, {draw_curves(path + '.csv', path + '.png')}\n\n{text}", end="")
-    all_seeds = [seeds for rows in budgets.values() for seeds in rows.values()]
-    return 0 if any(any(seeds.values()) for seeds in all_seeds) else 1
+    tasks = {name: task_of(seeds) for name, seeds in budgets[max(budgets)].items()}
+    panels = curve_panels(path + ".csv", tasks)
+    picture = draw_panels(panels, path + ".png")
+    text = report(budgets, flags.baseline, {name for panel in panels for name in panel.lines})
+    text += f"\n{settings_report(listed)}{changes_report(listed, flags)}"
+    Path(path + ".md").write_text(text, "utf-8")
+    print(f"\nwritten: {path}.md, {path}.csv, {picture}\n\n{text}", end="")
+    return 0 if any(budgets[run.hp.max_iters][run.row][run.hp.seed] for run in runs) else 1
 
 
 if __name__ == "__main__":

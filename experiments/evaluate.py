@@ -7,7 +7,6 @@ the loss, the bits from left to right and the bound, which training has logged u
 N windows of n bytes; a bytes left of a middle of m bytes; C width, V outputs of the byte head; K classes, L layers
 """
 import bz2
-import functools
 import itertools
 import json
 import keyword
@@ -15,9 +14,7 @@ import lzma
 import math
 import os
 import statistics
-import sysconfig
 import tokenize
-from argparse import Namespace
 from collections import namedtuple
 
 from data import EOT, MASK, from_bytes, make_rng, read_stdlib, read_windows, sample_windows, to_bytes
@@ -25,9 +22,9 @@ from experiments.bench import count_flops
 from experiments.score import score_by_filling
 import sample
 import train
-from model import for_inference, norm
+from model import norm
 from objectives import IGNORE_INDEX, N_BYTES, frame_prompt
-from run import COMPRESSED_BYTES, EVAL_ROWS, Member, build, get_members, load_run
+from run import COMPRESSED_BYTES, EVAL_ROWS, Member, get_members, load_run
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -39,7 +36,6 @@ PROMPT = 32                                     # bytes of a prompt
 CHAIN_WINDOWS = 16                              # windows filled byte by byte; few, since each byte costs a pass
 MIN_BLOCK = 128                                 # positions that infilling, replaced bytes and written lines need
 CLASSES = {"NAME": 2, "STRING": 3, "FSTRING": 3, "COMMENT": 4, "NUMBER": 5, "OP": 6}        # of tokens; a keyword is 1
-N_PACKAGES = 10                                 # the packages with the most files are told apart
 
 
 def windows(text, n, count, key):  # (M,) uint8 -> (count, n) long
@@ -248,24 +244,6 @@ def eval_infill_exact_match(model, objective, hp, text):
     return {"task": restored, "task_baseline": blank, "ends": ends}
 
 
-def eval_restored(model, objective, hp, text):  # -> {restored_4, restored_12}: share of restored holes
-    """Holes of 1 to 12 bytes in turn, and of 4 bytes, if that is not the objective's own task."""
-    use = objective.uses.get("infill")
-    if not use:
-        return {}
-    half = min(80, hp.block_size // 2 - 48)
-    longest = 20 if use.prompt else sample.LONGEST_FILLED
-    rows = windows(text, 2 * half, 2 * ROWS, "holes").tolist()
-
-    def is_restored(row, m):
-        start = half - m // 2
-        texts = [row[:start], row[start + m:]]
-        [answer], _ = sample.infill_from_left(model, objective, hp, texts, 4, longest, make_rng("holes"), temperature=0)
-        return answer == row[start:start + m]
-    return {f"restored_{max(lengths)}": statistics.fmean(map(is_restored, rows, itertools.cycle(lengths)))
-            for lengths in [range(1, 13), *([] if use.prompt else [[4]])]}
-
-
 def eval_repairs(model, objective, hp, text):
     """Edit distance from the repaired to the clean text, divided by that from the noisy text. Changing nothing: 1."""
     text = text.masked_fill(text == EOT, ord("\n"))             # a repaired text holds no EOT
@@ -381,7 +359,7 @@ def eval_accuracy(model, objective, hp, text):
     return {"task": figures["accuracy"], "task_baseline": 1 / n_answers} if "accuracy" in figures else {}
 
 
-TASKS = {                                       # {mode: (what is measured, with the baseline in brackets, function)}
+TASKS = {                                       # {mode: (what is measured, baseline in brackets; function)}
     "continue": ("bits per byte of the second half of a window (bz2 or lzma)", eval_second_half),
     "continue_blocks": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
     "fill": ("share of written bytes in lines that tokenize (random bytes)", eval_tokenizable_lines),
@@ -395,60 +373,36 @@ TASKS = {                                       # {mode: (what is measured, with
 
 
 def eval_task(model, objective, hp, text):  # -> metrics of the objective's first use, with a heading in words
-    if not objective.uses:
+    mode = next(iter(objective.uses), "")
+    if mode not in TASKS:
         return {}
-    heading, evaluate = TASKS[next(iter(objective.uses))]
+    heading, evaluate = TASKS[mode]
     figures = evaluate(model, objective, hp, text)
     return {"task_heading": heading} | figures if figures else {}
 
 
-# ---- linear probes on frozen states: which kind of token does a byte belong to, which package a passage?
+# ---- a linear probe on frozen states: which kind of token does a byte belong to?
 PROBE_TRAIN, PROBE_VAL, PROBE_TEST = range(3)
-# x (N, n) bytes; label: classes of windows (N,), or of bytes (N, n), else IGNORE_INDEX; part: as label, of PROBE_...
+# x (N, n) bytes; label (N, n): classes of the probed bytes, elsewhere IGNORE_INDEX; part (N, n): one of PROBE_...
 ProbeData = namedtuple("ProbeData", "x label part")
-
-
-def spaced_windows(documents, n):  # -> x (N, n), label (N, n), part (N,)
-    """Takes evenly spaced windows of each text, which do not overlap.
-    documents: list of (text, label (len(text),), part, maximum number of windows)"""
-    rows = []
-    for text, label, part, max_windows in documents:
-        count = min(max_windows, len(text) // n)
-        for k in range(count):
-            start = (len(text) - n) * k // max(1, count - 1)
-            rows.append((from_bytes(text[start:start + n]).long(), label[start:start + n], torch.tensor(part)))
-    return [torch.stack(column) for column in zip(*rows)]
 
 
 def byte_probe(n):  # -> ProbeData of windows of n bytes: the class of each byte
     """Reads the standard library. PROBE_TEST are the documents that data.py holds out. About 8,000 bytes of the others
     train the probe and select its layer."""
     special = {9: (PROBE_TEST, 9), 0: (PROBE_VAL, 3), 5: (PROBE_VAL, 3)}            # {i % 10: part, number of windows}
-    documents = []
+    rows = []
     for i, text in enumerate(read_stdlib().values()):
         classes = byte_classes(text)
-        if classes is not None:
-            documents.append((text, classes, *special.get(i % 10, (PROBE_TRAIN, 3))))
-    x, label, part = spaced_windows(documents, n)
-    part = part[:, None].expand_as(label)
+        part, most = special.get(i % 10, (PROBE_TRAIN, 3))
+        count = min(most, len(text) // n) if classes is not None else 0
+        for k in range(count):                  # evenly spaced windows, which do not overlap
+            start = (len(text) - n) * k // max(1, count - 1)
+            rows.append((from_bytes(text[start:start + n]).long(), classes[start:start + n], torch.full((n,), part)))
+    x, label, part = map(torch.stack, zip(*rows))
     rate = torch.where(part == PROBE_TEST, 0.4, 8000 / float((part != PROBE_TEST).sum()))
     chosen = torch.rand(label.shape, generator=make_rng("compare,positions")) < rate
     return ProbeData(x, label.where(chosen, IGNORE_INDEX), part)
-
-
-def package_probe(n):  # -> ProbeData of windows of n bytes: the package of each
-    """Reads the largest packages of the standard library. The models have read most of these files in training, but
-    without labels. Leaves out `encodings`, whose files are nearly equal tables."""
-    files = {}                                  # {package: [text]}
-    for path, text in read_stdlib().items():
-        package, _, rest = os.path.relpath(path, sysconfig.get_paths()["stdlib"]).partition(os.sep)
-        if rest and package != "encodings" and len(text) >= n:
-            files.setdefault(package, []).append(text)
-    documents = []
-    for package, texts in enumerate(sorted(files.values(), key=len, reverse=True)[:N_PACKAGES]):
-        documents += [(text, torch.full((len(text),), package), i % 3, 6) for i, text in enumerate(texts)]
-    x, label, part = spaced_windows(documents, n)
-    return ProbeData(x, label[:, 0], part)
 
 
 def byte_classes(text):  # bytes -> (n,) long: the class of every byte; None where they are not tokens of Python
@@ -501,18 +455,11 @@ def layer_states(model, objective, hp, x):  # (N, n) -> (L, N, n, C): the output
     return torch.stack(kept).view(len(kept), N, n, -1)
 
 
-def byte_features(x):  # (N, n) -> (1, N, n, 5 * 128): in place of states, each byte with two bytes on either side
-    neighbours = F.pad(x, (2, 2)).unfold(1, 5, 1).clamp(max=127)                    # (N, n, 5)
-    return F.one_hot(neighbours, 128).flatten(2).float()[None]
-
-
-def eval_probe(features, data):  # features: (N, n) -> (L, N, n, C); ProbeData -> balanced accuracy
-    """Classifies bytes by their states, or windows by the means of their states, as data.label says."""
+def eval_probe(model, objective, hp, data):  # -> balanced accuracy of classifying bytes by their states
     is_probed = data.label != IGNORE_INDEX
     layers = []
     for rows in torch.arange(len(data.x)).split(ROWS):
-        states = features(data.x[rows])                                             # (L, ROWS, n, C)
-        layers.append(states.mean(2) if is_probed.dim() == 1 else states[:, is_probed[rows]])
+        layers.append(layer_states(model, objective, hp, data.x[rows])[:, is_probed[rows]])
     return probe_accuracy(torch.cat(layers, dim=1), data.label[is_probed], data.part[is_probed])
 
 
@@ -550,60 +497,34 @@ def balanced_accuracy(guess, y):  # (N,), (N,) -> share of correct guesses in ea
 
 
 # ---- everything that compare measures
-Metric = namedtuple("Metric", "heading digits")  # of its column; the glossary of docs/RESULTS.md says what is measured
-METRICS = {                                     # in the order of curves.csv
-    "loss": Metric("own loss, nats", 3),
-    "task_baseline": Metric("own task's baseline", 3),
-    "left_by_filling": Metric("by filling", 2),
-    "replaced_auc": Metric("AUC", 3),
-    "probe": Metric("probe", 3),
-    "passages": Metric("packages", 3),
-    "typos_corrected": Metric("typos corrected", 3),
-    "typos_first": Metric("typos ranked first", 3),
-    "typos_damaged": Metric("right bytes changed", 3),
-    "replaced_left": Metric("replaced bytes left", 3),
-    "ends": Metric("ends", 3),
-    "restored_4": Metric("holes of 4 bytes restored", 2),
-    "restored_12": Metric("holes of 1 to 12 bytes restored", 2),
-    "distinct": Metric("distinct lines", 3),
-    **{f"{side}_{m}": Metric(f"{name}: {m}", 2) for side, name in
-       (("left", "from the left"), ("infill", "both sides"), ("ended", "with the end")) for m in HOLE_LENGTHS},
-    "left_to_right": Metric("left to right", 3),
-    "bound": Metric("bound", 3),
-    "tflop": Metric("training, TFLOP", 1),
-    "seconds": Metric("training, seconds", 0),
-}
+METRICS = (                                     # in the order of compare's .csv; docs/RESULTS.md explains them
+    "loss", "task_baseline", "left_by_filling", "replaced_auc", "probe", "typos_corrected", "typos_first",
+    "typos_damaged", "replaced_left", "ends", "distinct",
+    *(f"{side}_{m}" for side in ("left", "infill", "ended") for m in HOLE_LENGTHS),
+    "left_to_right", "bound", "tflop", "seconds")
 
 
 @torch.no_grad()
-def measure(model, members, hp, text, probes, tasks_only=False):  # -> {metric: number}
+def measure(model, members, hp, text, probe, tasks_only=False):  # probe: ProbeData or None -> {metric: number}
     """Of several members, each metric is of the first one that has it."""
     evaluations = [eval_task]
     if hp.block_size >= MIN_BLOCK and not tasks_only:
-        evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections, eval_replaced,
-                        eval_restored]
+        evaluations += [eval_infilling, eval_filling_in_order, eval_corruption, eval_corrections, eval_replaced]
     metrics = {}
     steps = [*itertools.product(members, evaluations)]
     for member, evaluation in tqdm(steps, desc="evaluations", disable=None, leave=False):
         if evaluation is not eval_task or "task" not in metrics:                    # all figures of a task are of one
             metrics = evaluation(model, member.objective, hp, text) | metrics
-    if 256 % min(hp.block_size, 256) == 0:      # the probes' windows of 256 bytes can be cut into rows
-        features = functools.partial(layer_states, model, members[0].objective, hp)
-        metrics |= {metric: eval_probe(features, data) for metric, data in probes.items()}
+    if probe and 256 % min(hp.block_size, 256) == 0:            # its windows of 256 bytes can be cut into rows
+        metrics["probe"] = eval_probe(model, members[0].objective, hp, probe)
     return metrics
 
 
-def measure_run(folder, device, text, probes, tasks_only=False):  # -> {metric: number}
+def measure_run(folder, device, text, probe, tasks_only=False):  # -> {metric: number}
     model, hp, _ = load_run(os.path.join(folder, "ckpt.pt"), device, "float32")
-    metrics = logged_metrics(folder, hp) | measure(model, get_members(hp), hp, text, probes, tasks_only)
+    metrics = logged_metrics(folder, hp) | measure(model, get_members(hp), hp, text, probe, tasks_only)
     torch.cuda.empty_cache()                    # the next run asks how much memory is free
-    return metrics | summarize(metrics)
-
-
-def summarize(metrics):  # -> metrics of the first table: bits or their bound, holes from both sides or the left
-    side = "infill" if "infill_4" in metrics else "left"
-    holes = {f"hole_{m}": metrics[f"{side}_{m}"] for m in HOLE_LENGTHS if f"{side}_{m}" in metrics}
-    return holes | {"bits": metrics.get("left_to_right", metrics.get("bound"))}
+    return metrics
 
 
 def logged_metrics(folder, hp):  # -> {metric: number} from metrics.jsonl and the settings, of the first member
@@ -616,14 +537,3 @@ def logged_metrics(folder, hp):  # -> {metric: number} from metrics.jsonl and th
         if member.objective.bpb:
             metrics.setdefault("bound" if member.objective.bpb == "bound" else "left_to_right", record["bpb"])
     return metrics | {"tflop": count_flops(hp) * hp.accum * last[0]["step"] / 1e12}
-
-
-@torch.no_grad()
-def probe_references(hp, probes):  # -> {row: {"-": metrics}}: what the probes find without training
-    hp = Namespace(**vars(hp) | {"device": "cpu", "dtype": "float32", "block_size": 256})
-    objective = get_members(hp)[0].objective
-    features = functools.partial(layer_states, for_inference(build(get_members(hp), hp)), objective, hp)
-    one_hot = lambda x: F.one_hot(x, N_BYTES).float()[None]     # their mean is the histogram of a window
-    return {"untrained model": {"-": {metric: eval_probe(features, data) for metric, data in probes.items()}},
-            "five raw bytes": {"-": {"probe": eval_probe(byte_features, probes["probe"])}},
-            "histogram of bytes": {"-": {"passages": eval_probe(one_hot, probes["passages"])}}}

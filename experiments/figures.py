@@ -63,19 +63,16 @@ def lines_of(batch, b):  # -> [(title, cells, color)]
 
 
 def kind_of(batch, b):  # -> the kind of attention, and the mode or CLS that the row starts with, or None
-    P = prefix_of(batch, b)
-    attention = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(P, "prefix LM")
+    attention = {0: "causal", batch["inp"].size(-1): "bidirectional"}.get(prefix_of(batch, b), "prefix LM")
     first = int(batch["inp"][b].flatten()[0])
     return attention, first if MASK < first < SENTINEL else None
 
 
-def interest(batch, b):  # -> a tuple, larger for a row that shows more
-    """In order: the number of different special ids, a label other than 0, a prefix near the middle, few PADs."""
+def interest(batch, b):  # -> a tuple: more different special ids are better, then a label other than 0, then fewer PADs
     ids = batch["inp"][b].flatten()
-    n_special = len({i for i in ids.tolist() if i >= PAD or i == EOT} - {PAD})
+    special = {i for i in ids.tolist() if i >= PAD or i == EOT} - {PAD}
     has_label = "labels" in batch and bool(batch["labels"][b].any())
-    P = prefix_of(batch, b)
-    return n_special, has_label, min(P, len(ids) - P), -int((ids == PAD).sum())
+    return len(special), has_label, -int((ids == PAD).sum())
 
 
 def rows_of(name, T=T):  # -> [Row]: one of each kind, the most interesting first
@@ -87,13 +84,11 @@ def rows_of(name, T=T):  # -> [Row]: one of each kind, the most interesting firs
     [member] = get_members(hp)
     x = from_bytes(TEXT[:member.n]).long().expand(B, -1)
     batch = member.objective.corrupt(x, make_rng("rows"), hp)
-    best = {}                                   # {kind: number of its most interesting row}
-    for b in range(B):
-        kind = kind_of(batch, b)
-        if kind not in best or interest(batch, b) > interest(batch, best[kind]):
-            best[kind] = b
+    kinds = {}                                  # {kind: number of its row}
+    for b in sorted(range(B), key=lambda b: interest(batch, b), reverse=True):
+        kinds.setdefault(kind_of(batch, b), b)
     rows = []
-    for b in sorted(best.values(), key=lambda b: interest(batch, b), reverse=True):
+    for b in kinds.values():
         title = f"{name}, another kind of row" if rows else f"{name}: {member.objective.help}"
         rows.append(Row(title, lines_of(batch, b), attention_of(batch, b)))
     return rows
@@ -163,8 +158,8 @@ def draw(rows, path, columns=T):
 
 
 # ---- results: pictures of a curves.csv, which compare writes
-# xs: what is below the horizontal axis; lines: {row: {x: [number of each seed]}}
-Panel = namedtuple("Panel", "title xlabel xs lines")
+# xs: below the horizontal axis; lines: {row: {x: [number of each seed]}}; dashed: some of the rows; marks: {x: number}
+Panel = namedtuple("Panel", "title xlabel ylabel xs lines dashed marks")
 
 
 def read_curves(path):  # -> {(row, steps, metric): [number of each seed]}
@@ -175,61 +170,76 @@ def read_curves(path):  # -> {(row, steps, metric): [number of each seed]}
     return curves
 
 
-def steps_panel(curves):  # bits left to right over the steps
-    budgets = sorted({steps for _, steps, _ in curves})
+def bits_panel(curves, title, xlabel, points):  # points: {x: (steps, metric, metric of rows without the first one)}
     lines = {}
-    for name, steps in itertools.product(dict.fromkeys(name for name, *_ in curves), budgets):
-        for metric, row in ("left_to_right", name), ("bound", f"{name} (bound)"):
-            if (name, steps, metric) in curves:
-                lines.setdefault(row, {})[steps] = curves[name, steps, metric]
-    return Panel("left to right", "steps", budgets, lines)
+    dashed = set()                              # rows that are drawn by the second metric
+    for name in dict.fromkeys(name for name, *_ in curves):
+        for x, (steps, *metrics) in points.items():
+            found = [metric for metric in metrics if (name, steps, metric) in curves]
+            if found:
+                lines.setdefault(name, {})[x] = curves[name, steps, found[0]]
+                if found[0] != metrics[0]:
+                    dashed.add(name)
+    return Panel(f"{title} (less is better)", xlabel, "bits/byte", [*points], lines, dashed, {})
 
 
-def holes_panel(curves, steps, names, title):  # names: {row: its label}; bits over the length of a hole
+def holes_panel(curves, steps, title):
+    points = {m: (steps, f"infill_{m}", f"left_{m}") for m in HOLE_LENGTHS}
+    return bits_panel(curves, title, "bytes in the hole (dashed: only the left side is read)", points)
+
+
+def tasks_panel(curves, steps, tasks):  # tasks: {row: what its own task is}. Those in bits are left to the other panels
     lines = {}
-    for name, label in names.items():
-        side = "infill" if (name, steps, "infill_4") in curves else "left"
-        values = {m: curves[name, steps, f"{side}_{m}"] for m in HOLE_LENGTHS if (name, steps, f"{side}_{m}") in curves}
-        if values:
-            lines[label if side == "infill" else f"{label} (left side)"] = values
-    return Panel(title, "bytes in the hole", sorted({m for line in lines.values() for m in line}), lines)
+    marks = {}
+    for name, task in tasks.items():
+        if task and not task.startswith("bits"):
+            x = name if task.startswith("share") else f"{name}\n(less is better)"   # as an edit distance
+            lines[name] = {x: curves[name, steps, "task"]}
+            marks[x] = statistics.fmean(curves[name, steps, "task_baseline"])
+    return Panel(f"own tasks, {steps} steps (x: baseline)", "", "share", [*marks], lines, set(), marks)
 
 
-def draw_curves(curves_path, path):  # draws all rows -> path, or the reason why there is no picture
-    curves = read_curves(curves_path)
-    names = {name: name for name, *_ in curves}
-    steps = max(steps for _, steps, _ in curves) if curves else 0
-    return draw_panels([steps_panel(curves), holes_panel(curves, steps, names, f"holes, {steps} steps")], path)
+def curve_panels(path, tasks):  # of compare's .csv -> [Panel] of all rows
+    curves = read_curves(path)
+    budgets = sorted({steps for _, steps, _ in curves}) or [0]
+    points = {steps: (steps, "left_to_right", "bound") for steps in budgets}
+    panels = [bits_panel(curves, "left to right", "steps (dashed: upper bounds)", points),
+              holes_panel(curves, budgets[-1], f"holes, {budgets[-1]} steps"),
+              tasks_panel(curves, budgets[-1], tasks)]
+    return [panel for panel in panels if panel.lines]
 
 
-def draw_panels(panels, path, size=(5, 3.6), dpi=100, font=9):  # -> path, or the reason why there is no picture
+def draw_panels(panels, path, labels=None, size=(5, 4.2), font=9):  # -> path, or the reason why there is no picture
     try:
         from matplotlib import colormaps, rc_context  # imported here because it is optional
         from matplotlib.figure import Figure
     except ImportError:
         return "no picture: pip install matplotlib, and the next run draws it"
-    panels = [panel for panel in panels if panel.lines]
     if not panels:
-        return "no picture: no bits to draw"
-    rows = dict.fromkeys(name.partition(" (")[0] for panel in panels for name in panel.lines)
-    colors = dict(zip(rows, itertools.cycle([*colormaps["tab10"].colors, *colormaps["Dark2"].colors])))
+        return "no picture: no figures to draw"
+    # an objective has the same color in every picture, and other rows have the next ones
+    rows = [*dict.fromkeys([*OBJECTIVES, *(row for panel in panels for row in panel.lines)])]
+    shades = colormaps["tab20b"].colors
+    colors = dict(zip(rows, itertools.cycle([*colormaps["tab10"].colors, *shades[::2], *shades[1::2]])))
     with rc_context({"font.size": font, "axes.titlesize": "medium"}):
         figure = Figure((size[0] * len(panels), size[1]), layout="constrained")
         handles = {}                            # {row: its line}
         for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-            for name, line in panel.lines.items():
-                row, has_label, _ = name.partition(" (")
+            for row, line in panel.lines.items():
                 places = [panel.xs.index(x) for x in line]
-                style = dict(color=colors[row], ls="--" if has_label else "-", lw=font / 6, marker="_", ms=font)
-                [handles[name]] = axis.plot(places, [*map(statistics.fmean, line.values())], **style)
+                means = [*map(statistics.fmean, line.values())]
+                [handles[row]] = axis.plot(places, means, "--_" if row in panel.dashed else "-_", color=colors[row],
+                                           lw=font / 6, ms=font)
                 dots = [(place, value) for place, values in zip(places, line.values()) for value in values]
                 axis.scatter(*zip(*dots), s=1.5 * font, alpha=0.7, linewidths=0, color=colors[row])     # seeds
-            axis.set(title=f"{panel.title} (less is better)", xlabel=panel.xlabel, ylabel="bits/byte",
-                     xlim=(-0.5, len(panel.xs) - 0.5))
-            axis.set_xticks(range(len(panel.xs)), panel.xs)
+            axis.scatter([*map(panel.xs.index, panel.marks)], panel.marks.values(), s=2 * font, marker="x", color="k")
+            axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, xlim=(-0.5, len(panel.xs) - 0.5))
+            axis.set_xticks(range(len(panel.xs)), panel.xs, rotation=90 if panel.marks else 0)
             axis.grid(alpha=0.3)
-        figure.legend(handles.values(), handles, loc="outside right upper")
-        figure.savefig(path, dpi=dpi)
+        drawn = [row for row in rows if row in handles]
+        figure.legend([handles[row] for row in drawn], [(labels or {}).get(row, row) for row in drawn],
+                      loc="outside right upper")
+        figure.savefig(path, dpi=100)
     return path
 
 
@@ -243,8 +253,9 @@ def main(argv=None):  # -> exit code
     try:
         if flags.curves:
             labels = dict(zip(names, flags.labels.split(",") if flags.labels else names))
-            panel = holes_panel(read_curves(flags.curves), flags.steps, labels, flags.title)
-            flags.out = draw_panels([panel], flags.out, (10, 4.4), font=15)
+            curves = {key: values for key, values in read_curves(flags.curves).items() if key[0] in names}
+            panel = holes_panel(curves, flags.steps, flags.title)
+            flags.out = draw_panels([panel], flags.out, labels, (10, 4.4), font=15)
         else:
             draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)
     except (OSError, ValueError) as e:          # ValueError: unknown format

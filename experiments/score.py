@@ -11,13 +11,15 @@ comparison. All models read across the ends of documents, even if they were trai
 
 --pairs reads BLiMP's .jsonl (sentence_good, sentence_bad, UID; Warstadt et al. 2020), or lines of two texts, the better
 one first, with a tab between them. It prints the share of pairs whose better text has the higher score (a tie counts
-half) and the standard error. The score is the exact log-probability, left to right after an EOT (1 pass for each text);
-for diffusion the bound, an estimate (16 passes), although bounds need not be in the order of probabilities; for other
-models that fill, the pseudo-log-likelihood (Salazar et al. 2020): each byte is masked alone (n passes for n bytes).
+half) and the standard error, where it is known. The score is the exact log-probability, left to right after an EOT (1
+pass for each text); for diffusion the bound, an estimate (16 passes), although bounds need not be in the order of
+probabilities; for other models that fill, the pseudo-log-likelihood (Salazar et al. 2020): each byte is masked alone (n
+passes for n bytes).
 """
 import codecs
 import json
 import math
+import statistics
 
 from data import EOT, MASK, Flag, fail, from_bytes, make_rng
 from experiments.common import load_latest, parse_own_flags
@@ -164,14 +166,24 @@ def score_pairs(model, objective, hp, pairs, seed):  # -> [1, 0.5 or 0 for each 
     return [(scores[good] > scores[bad]) + (scores[good] == scores[bad]) / 2 for _, good, bad in pairs], kind
 
 
-def share_and_error(points):  # of score_pairs, or their differences, of several seeds (S, N) -> mean, standard error
+def mean_and_error(values):  # -> mean, its standard error, or 0 if the values show none: a single one, or all equal
+    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0
+
+
+def format_mean(mean, error, digits=3, sign=""):  # sign "+": of a difference. An error of 0 means that it is not known
+    return f"{mean:{sign}.{digits}f}" + (f" ± {error:.{digits}f}" if error else "")
+
+
+def format_share(points, sign=""):  # of score_pairs, or differences, of several seeds (S, N) -> mean ± standard error
     """Each pair is averaged over the seeds. The error is that of the mean over pairs and that of the mean over seeds,
-    added in quadrature. With one seed, it is that over pairs alone."""
-    S, N = points.shape
-    variance = points.mean(0).var(correction=0) / N
-    if S > 1:
-        variance += points.mean(1).var() / S
-    return float(points.mean()), float(variance ** 0.5)
+    added in quadrature. With one seed, it is that over pairs alone. Pairs that all have the same points, as a single
+    pair does, or those of a share of 0 or 1, do not show it."""
+    by_pair = points.mean(0)
+    variance = by_pair.var(correction=0) / len(by_pair)
+    if len(points) > 1:
+        variance += points.mean(1).var() / len(points)
+    error = float(variance) ** 0.5 if by_pair.min() < by_pair.max() else 0
+    return format_mean(float(points.mean()), error, sign=sign)
 
 
 def print_pairs(pairs, points, kind):  # a line for each UID and one for all pairs
@@ -179,10 +191,10 @@ def print_pairs(pairs, points, kind):  # a line for each UID and one for all pai
     for (uid, *_), point in zip(pairs, points):
         groups.setdefault(uid, []).append(point)
     groups["all pairs"] = points                # also in a file without UIDs
-    print(f"share of pairs whose better text has the higher score: {kind}\n  pairs   share   error")
+    print(f"share of pairs whose better text has the higher score, ± its standard error, if it is known: {kind}")
     for uid, group in groups.items():
-        share, error = share_and_error(torch.tensor([group], dtype=torch.double))
-        print(f"{len(group):7,}  {share:6.3f}  {error:6.3f}  {uid}")
+        share = format_share(torch.tensor([group], dtype=torch.double))
+        print(f"{len(group):7,} pairs  {share:22s}  {uid}")
 
 
 def print_bits(bits, n, kind):

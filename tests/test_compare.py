@@ -27,13 +27,18 @@ def all_runs():  # -> {folder: settings}, oldest first
     return {folder: load_checkpoint(folder)["config"] for folder in folders}
 
 
+def rows_of_csv(path="out/compare.csv"):  # -> [(row, steps, seed)] of all figures
+    return [tuple(line[:3]) for line in [*csv.reader(Path(path).read_text().splitlines())][1:]]
+
+
 def load_metrics(folder, file="figures.json"):
     return common.read_json(os.path.join(folder, file))
 
 
 # ---- runs
 def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
-    """In rows of 128 positions, which have all figures. With --tasks_only few of them are measured."""
+    """In rows of 128 positions, which have all figures; with --tasks_only few. An objective without a use has a row."""
+    monkeypatch.setitem(OBJECTIVES, "rotation", dataclasses.replace(OBJECTIVES["rotation"], uses={}))
     monkeypatch.setattr(evaluate, "ROWS", 4)
     monkeypatch.setattr(evaluate, "MIDDLE_BYTES", 128)
     names = "mtp", "mdlm", "span", "rotation"
@@ -47,13 +52,17 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     assert run(*words) == 0
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
-    for name in names:
+    assert re.search(r"^\| rotation \| .* \| 1 \|$", out, re.MULTILINE) and "loss" in metrics["rotation"]
+    assert "- own task of rotation: not measured\n- not in the picture: rotation\n" in out
+    for name in names[:3]:
         assert f"own task of {name}: {metrics[name]['task_heading']}\n" in out
-        assert f"| {metrics[name]['task']:.3f} | 1 |" in out
-    assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "about", "measuring", "validation"]
-    assert "| mtp (left side) | " in out and "| mdlm | <= 7." in out
+        assert f"| {metrics[name]['task']:.3f} ({metrics[name]['task_baseline']:.3f}) |" in out
+    assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "validation"]
+    assert len(re.findall(", about 1 min left in all\n", out)) == 2, "not after runs 2 and 3: run 1 was trained before"
+    assert re.search(r"\| mtp \| 7.* \| left: ", out) and "| mdlm | <= 7." in out
+    assert max(line.count("|") for line in out.splitlines()) <= 9, "more than eight columns"
     assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
-    assert {next(iter(objective.uses)) for objective in OBJECTIVES.values()} <= set(evaluate.TASKS)
+    assert {use for objective in OBJECTIVES.values() for use in [*objective.uses][:1]} <= set(evaluate.TASKS)
     assert {"left_4", "left_16", "replaced_auc", "tflop"} <= metrics["mtp"].keys()
     assert metrics["mtp"]["task"] == few["task"]
     assert {"typos_first", "typos_corrected", "typos_damaged", "replaced_left"} <= set(metrics["mdlm"])
@@ -75,6 +84,7 @@ def test_another_seed_budget_text_or_default_is_another_run(text, capsys, monkey
     Path(text).write_bytes(Path(text).read_bytes() + b"# more\n")
     run("--objectives", "clm")
     assert len(all_runs()) == 5, "the text of the file has changed"
+    assert len(set(rows_of_csv())) == 1, "a run with other settings or another text is in the table"
     monkeypatch.setitem(OBJECTIVES, "clm", dataclasses.replace(OBJECTIVES["clm"], flag_defaults={"warmup_iters": 1}))
     flag = dataclasses.replace(OBJECTIVES["mlm"].flags["mask_rate"], default=0.2)
     monkeypatch.setitem(OBJECTIVES["mlm"].flags, "mask_rate", flag)
@@ -114,13 +124,28 @@ def test_a_killed_run_is_resumed(text):
     assert list(all_runs()) == [folder] and load_checkpoint(folder)["step"] == 2
 
 
-def test_the_time_of_all_runs_is_estimated_from_an_early_record_of_one(tmp_path, capsys, monkeypatch):
-    def main(argv, with_sample, on_record):
-        for step, seconds in (0, 1.0), (10, 4.3), (20, 99.0):
-            on_record({"split": "train", "step": step, "seconds": seconds})
-    monkeypatch.setattr(compare.train, "main", main)
-    assert compare.train_run(compare.Run("clm", None, [], str(tmp_path), {}), "clm", 300)
-    assert "clm: about 2 min of training left" in capsys.readouterr().out, "290 steps of .39 s"
+def test_the_minutes_that_are_left_include_evaluations():
+    work = [(100, 1), (0, 0), (50, 1), (200, 1), (0, 1)]        # steps, evaluations
+    assert compare.minutes_left(work, [(30.0, 10.0)]) == math.ceil((250 * 0.3 + 3 * 10) / 60)
+    assert compare.minutes_left(work, [(30.0, 10.0), (0.0, 0.0), (60.0, 50.0)]) == math.ceil((200 * 0.6 + 2 * 30) / 60)
+    assert compare.minutes_left(work, [(0.0, 0.0)] * 5) == 0 == compare.minutes_left([(0, 1), (5, 1)], [(0.0, 9.0)])
+
+
+def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(text, capsys, refuses):
+    run("--objectives", "clm,nsp", "--seeds", "2")
+    run("--objectives", "nsp", "--sweep", "nsp_weight=.5,1")
+    assert {row for row, *_ in rows_of_csv("out/sweep-nsp_weight.csv")} == {"nsp nsp_weight=0.5", "nsp nsp_weight=1.0"}
+    run("--objectives", "clm", "--n_layer", "1")
+    assert set(rows_of_csv()) == {("clm", "2", "1")}
+    assert "diverged" not in capsys.readouterr().out, "a run with other settings is in the table"
+    run("--objectives", "rotation", "--budgets", "2,1", "--baseline", "clm")
+    out = capsys.readouterr().out
+    nsp = {("nsp", "2", "1"), ("nsp", "2", "2")}                # seed 1 is of the sweep: a weight of 1 is the default
+    assert set(rows_of_csv()) == {("clm", "2", "2"), ("rotation", "2", "1"), ("rotation", "1", "1")} | nsp
+    assert re.findall(r"^\| (\w+) \|", out, re.MULTILINE) == ["rotation", "clm", "nsp", "rotation"]
+    run("--objectives", "nsp", "--sweep", "nsp_weight=1,1.0,2")
+    assert {row[-3:] for row, *_ in rows_of_csv("out/sweep-nsp_weight.csv")} == {"0.5", "1.0", "2.0"}
+    refuses("Try one of mlm, clm, nsp, rotation", run, "--objectives", "mlm", "--baseline", "bart")
 
 
 # ---- changed files
@@ -140,16 +165,11 @@ def test_runs_whose_files_have_changed_are_named_and_used(text, capsys, monkeypa
         edit(m, "objectives.py")
         run("--objectives", "mlm", "--tasks_only")
         out = capsys.readouterr().out
-        assert out.endswith(f"- trained before objectives.py changed: {os.path.basename(folder)}\n")
+        assert out.endswith(f"- before objectives.py changed: {os.path.basename(folder)}\n")
         assert out.endswith(Path("out/compare.md").read_text()) and ": measuring" not in out
         os.remove(f"{folder}/code.json")
         run("--objectives", "mlm", "--tasks_only")
         assert "before data.py, model.py, objectives.py, run.py, train.py changed: mlm-2" in capsys.readouterr().out
-    ckpt = torch.load(f"{folder}/ckpt.pt", weights_only=True)
-    torch.save(ckpt | {"step": 1}, f"{folder}/ckpt.pt")         # killed by the old files, resumed by the new ones
-    os.remove(f"{folder}/tasks.json")
-    run("--objectives", "mlm", "--tasks_only")
-    assert "trained before data.py, model.py" in capsys.readouterr().out
 
 
 def test_figures_are_measured_again_if_the_files_that_measure_have_changed(text, capsys, monkeypatch):
@@ -166,13 +186,10 @@ def test_figures_are_measured_again_if_the_files_that_measure_have_changed(text,
         assert capsys.readouterr().out.count(": measuring") == count
     os.remove(f"{folder}/ckpt.pt")
     run("--objectives", "mlm", "--tasks_only")
-    assert "measur" not in capsys.readouterr().out
+    assert ": measuring" not in capsys.readouterr().out
     edit(monkeypatch, "sample.py")
-    Path("pairs.txt").write_text("a b\ta c\n")
-    run("--objectives", "mlm", "--pairs", "pairs.txt")
-    out = capsys.readouterr().out
-    assert "- measured before experiments/bench.py, sample.py changed: mlm-2-seed1-" in out
-    assert re.search(r"mlm, 2 steps, seed 1: no pairs-\w+.json, since the weights are deleted\n", out)
+    run("--objectives", "mlm")
+    assert "- before experiments/bench.py, sample.py changed: mlm-2-seed1-" in capsys.readouterr().out
 
 
 def test_the_file_that_defines_an_objective_counts_wherever_it_is(tmp_path, monkeypatch):
@@ -199,11 +216,13 @@ def test_a_flag_goes_to_the_objectives_that_have_it():
 
 
 def test_values_of_a_sweep_are_rows():
-    """A switch has the values True and False. A + in a value stands for a comma."""
+    """A switch has the values True and False. A + in a value stands for a comma. What is given twice counts once."""
+    assert len(plan("--objectives", "clm,mlm,clm", "--seeds", "1,1", "--budgets", "2,02")) == 2
+    assert [each.row for each in plan("--objectives", "mlm", "--sweep", "mask_rate=.2,0.2")] == ["mlm mask_rate=0.2"]
     runs = plan("--objectives", "clm,mlm", "--sweep", "doc_mask=True,False")
     assert [(each.row, each.hp.doc_mask) for each in runs[:2]] == [("clm doc_mask=True", True),
                                                                    ("clm doc_mask=False", False)]
-    runs = plan("--sweep", "bart_noise=mask,mask+permute")
+    runs = plan("--objectives", "bart", "--sweep", "bart_noise=mask,mask+permute")
     assert [(each.row, each.hp.bart_noise) for each in runs] == [
         ("bart bart_noise=mask", "mask"), ("bart bart_noise=mask,permute", "mask,permute")]
 
@@ -226,15 +245,9 @@ def test_bad_flags_are_refused_before_anything_runs(flags, hint, text, refuses):
 
 
 # ---- tables
-def summarized(rows):  # as measure_run returns the metrics of runs
-    return {name: {seed: metrics and metrics | evaluate.summarize(metrics) for seed, metrics in seeds.items()}
-            for name, seeds in rows.items()}
-
-
-def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it(text, capsys):
+def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it(text):
     name = "mlm:0.5+clm:0.5"
     run("--objectives", f"{name},clm", "--budgets", "4", "--tasks_only")
-    assert f"| {name} (left side) |" not in capsys.readouterr().out
     mixture = next(folder for folder, config in all_runs().items() if config["objective"] == name.replace("+", ","))
     assert os.path.basename(mixture).startswith("mlm_0.5+clm_0.5-4-seed1-")
     records = map(json.loads, Path(mixture, "metrics.jsonl").read_text().splitlines())
@@ -249,35 +262,36 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
 
 def test_tables_show_means_and_standard_errors_of_the_largest_budget_first(tmp_path):
     small = {"clm": {1: {"left_to_right": 1.5, "left_4": 3.0}, 2: {}}, "mdlm": {1: {"bound": 2.0, "infill_4": 2.0}}}
-    large = {"clm": {1: {"left_to_right": 1.0, "left_4": 3.0}, 2: {"left_to_right": 2.0}, 3: {"left_to_right": 3.0}},
-             "mdlm": {1: {"bound": 3.0, "task": 0.5, "task_heading": "a share"}, 2: {}}}
-    budgets = {10: summarized(small), 100: summarized(large)}
-    out = compare.report(budgets, {"five raw bytes": {"-": {"probe": 0.5}}}, "clm")
-    first, _, rest = out.partition("The rest")
-    assert "| clm (left side) | 2.000 ± 0.577 | 3.00 |  | 1 2 3 |" in first and "Try --seeds" not in first
-    assert "| mdlm | <= 3.000 |  | 0.500 | 1 2 diverged |" in first and "- own task of mdlm: a share\n" in first
-    assert "| five raw bytes | 0.500 | - |" in rest
-    assert rest.partition("After 10 steps")[2].splitlines()[-2:] == [
-        "| clm (left side) | 1.500 | 3.00 | 1 2 diverged |", "| mdlm | <= 2.000 | 2.00 | 1 |"]
-    assert "Try --seeds 1,2,3" in compare.report({9: {"a": {1: {"loss": 1.0}}}}, {}, "a")
+    large = {"clm": {3: {"left_to_right": 3.0}, 1: {"left_to_right": 1.0, "left_4": 3.0}, 2: {"left_to_right": 2.0}},
+             "mdlm": {1: {"bound": 3.0, "task": 0.5, "task_heading": "share", "task_baseline": 0.25}, 2: {}},
+             "bart": {1: {"task": 0.0, "task_heading": "share"}, 2: {"task": 0.0}}}
+    budgets = {10: small, 100: large}
+    out = compare.report(budgets, "clm", {"clm", "mdlm"})
+    assert "| clm | 2.000 ± 0.577 | left: 3.00 |  | 1 2 3 |" in out
+    assert "| mdlm | <= 3.000 |  | 0.500 (0.250) | 1 2 diverged |" in out and "- own task of mdlm, bart: share\n" in out
+    assert "| bart |  |  | 0.000 | 1 2 |" in out, "an error of nothing"
+    assert "- own task of clm: not measured\n" in out and "- not in the picture: bart\n" in out
+    assert out.partition("After 10 steps")[2].splitlines()[-2:] == [
+        "| clm | 1.500 | left: 3.00 | 1 2 diverged |", "| mdlm | <= 2.000 | 2.00 | 1 |"]
     compare.write_curves(budgets, tmp_path / "curves.csv")
     head, *lines = csv.reader((tmp_path / "curves.csv").read_text().splitlines())
-    assert head == ["row", "steps", "seed", "metric", "value"] and len(lines) == 10
+    assert head == ["row", "steps", "seed", "metric", "value"] and len(lines) == 13
     assert ["clm", "10", "1", "left_to_right", "1.5"] in lines
 
 
 def test_differences_are_paired_by_seed():
     """12.71 times the standard error of .1. A bound is not subtracted from bits, nor a task from another one."""
-    rows = summarized({"b": {1: {"left_to_right": 1.0}, 2: {"left_to_right": 2.0}, 3: {"left_to_right": 9.0}},
-                       "a": {1: {"left_to_right": 1.1}, 2: {"left_to_right": 2.3}, 3: {}},
-                       "c": {1: {"bound": 1.0, "left_4": 2.0}, 2: {"bound": 2.0, "left_4": 2.0}}})
-    assert compare.difference_table(rows, "b").splitlines()[::2] == [
-        "|  | left to right |", "| a - b | +0.200 ± 1.271 |"]
-    assert compare.difference_table({"b": rows["b"]}, "b") == compare.difference_table({"b": {1: rows["b"][1]}}, "b")
-    for task, cell in ("x", "+1.000 ± 0.000"), ("y", ""):
-        rows = {name: {seed: {"task": value, "left_4": 1.0, "hole_4": 1.0, "task_heading": heading} for seed in (1, 2)}
-                for name, value, heading in (("a", 2.0, "x"), ("b", 3.0, task))}
-        assert f"| b - a | +0.00 ± 0.00 | {cell}".rstrip(" |") in compare.difference_table(rows, "a")
+    rows = {"b": {1: {"left_to_right": 1.0}, 2: {"left_to_right": 2.0}, 3: {"left_to_right": 9.0}},
+            "a": {1: {"left_to_right": 1.1}, 2: {"left_to_right": 2.3}, 3: {}},
+            "c": {1: {"bound": 1.0, "left_4": 2.0}, 2: {"bound": 2.0, "left_4": 2.0}}}
+    assert compare.difference_table(rows, "b").splitlines() == [
+        "|  | left to right |", "|---|---|", "| a - b | +0.200 ± 1.271 |"]
+    for none in {"b": rows["b"]}, {"b": {1: rows["b"][1]}}, {"c": rows["c"]}:
+        assert compare.difference_table(none, "b") == ""
+    for task, side, cells in ("x", "left_4", "+0.00 | +1.000"), ("y", "left_4", "+0.00"), ("x", "infill_4", "+1.000"):
+        rows = {name: {seed: {"task": value, hole: 1.0, "task_heading": heading} for seed in (1, 2)}
+                for name, value, hole, heading in (("a", 2.0, "left_4", "x"), ("b", 3.0, side, task))}
+        assert compare.difference_table(rows, "a").splitlines()[2:] == [f"| b - a | {cells} |"]
 
 
 def test_shares_of_minimal_pairs_and_their_errors():

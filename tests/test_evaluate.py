@@ -1,7 +1,6 @@
 """Each evaluation gives the right figure in a case made by hand. Also the table of written text."""
 import dataclasses
 import math
-import os
 
 import pytest
 import torch
@@ -184,25 +183,6 @@ def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):
     assert found == {"task": 0.75, "task_baseline": 0.25, "ends": 0.25}
 
 
-@pytest.mark.parametrize("name, longest", [("hybrid", 16), ("fim", 20), ("clm", None)])
-def test_restored_holes_have_4_bytes_or_1_to_12_in_turn(name, longest, monkeypatch):
-    row = [*range(1, 161)]
-    asked = []
-
-    def fill(model, objective, hp, texts, expected, limit, g, temperature):
-        left, right = texts
-        asked.append(160 - len(left + right))
-        assert left + row[len(left):-len(right)] + right == row and (limit, temperature) == (longest, 0)
-        return [row[len(left):-len(right)][:3]], True           # right if at most 3 bytes are missing
-    monkeypatch.setattr(evaluate, "windows", lambda *args: torch.tensor([row] * 24))
-    monkeypatch.setattr(evaluate.sample, "infill_from_left", fill)
-    found = measure(evaluate.eval_restored, name, 256)
-    assert name != "hybrid" or measure(evaluate.eval_infill_exact_match, name, 256) == {}, "is not given the length"
-    four = {"restored_4": 0} if longest == 16 else {}           # this is the task of fim
-    assert found == ({"restored_12": 0.25} | four if longest else {})
-    assert asked == ([*range(1, 13)] * 2 + [4] * 24 * len(four) if longest else [])
-
-
 @pytest.mark.parametrize("name, T", [("mlm", 256), ("ul2", 512), ("xlnet", 256), ("xlnet", 512)])
 def test_holes_of_all_objectives_are_in_texts_of_the_same_length(name, T, monkeypatch):
     def middle_logits(predict, model, objective, hp, x, a, m):
@@ -272,21 +252,6 @@ def test_a_layer_is_fitted_chosen_and_scored_on_different_bytes_and_rare_classes
     assert evaluate.probe_accuracy(layer(-1.0, 9.0, 1.0)[None], y, part) < 0.1, "the layer was fitted on PROBE_VAL"
     rare = (torch.arange(900) // 6 % 15 == 0).long()
     assert evaluate.probe_accuracy((2 * rare[:, None] + noise)[None], rare, part) > 0.75
-
-
-def test_packages_are_scored_on_other_files_than_those_that_fit_the_classifier(monkeypatch):
-    top = evaluate.sysconfig.get_paths()["stdlib"]
-    documents = {os.path.join(top, "module.py"): b"in no package" * 9}
-    for package, n_files in (("small", 1), ("large", 9), ("medium", 6), ("encodings", 12)):
-        for i in range(n_files):
-            documents[os.path.join(top, package, f"{i}.py")] = b"%c%d = 1\n" % (package[0].encode(), i) * 60
-    monkeypatch.setattr(evaluate, "read_stdlib", lambda: documents)
-    monkeypatch.setattr(evaluate, "N_PACKAGES", 2)
-    probes = {"probe": evaluate.byte_probe(256), "passages": evaluate.package_probe(256)}
-    assert probes["passages"].label.tolist() == [0] * 9 + [1] * 6
-    assert probes["passages"].part.tolist() == [0, 1, 2] * 5
-    rows = evaluate.probe_references(settings("span", 96, n_layer=1, n_embd=16, dtype="bfloat16"), probes)
-    assert rows["histogram of bytes"]["-"]["passages"] == 1 and rows["five raw bytes"]["-"]["probe"] > 0.9
 
 
 # ---- written text

@@ -50,36 +50,55 @@ clm,100,2,left_4,3
 mtp,100,1,left_4,5
 mdlm,100,1,left_4,8
 mdlm,100,1,infill_4,2
+bart,100,1,task,.7
+bart,100,2,task,.9
+bart,100,1,task_baseline,1
+electra,100,1,task,.5
+electra,100,1,task_baseline,.1
+clm,100,1,task,1
 clm,10,1,left_4,7
 """
 
 
 def test_panels_show_every_seed_over_the_steps_and_over_the_lengths_of_holes(tmp_path):
     (tmp_path / "curves.csv").write_text(CURVES)
-    curves = figures.read_curves(tmp_path / "curves.csv")
-    panel = figures.steps_panel(curves)
-    assert panel.xs == [10, 100] and panel.lines == {"clm": {10: [1.1], 100: [1.0]}, "mdlm (bound)": {10: [3.0, 4.0]}}
-    panel = figures.holes_panel(curves, 100, {"clm": "GPT", "mdlm": "diffusion", "span": "T5"}, "a title")
-    assert panel.lines == {"GPT (left side)": {4: [1.0, 3.0]}, "diffusion": {4: [2.0]}}
+    headings = {"bart": "edit distance", "clm": "bits", "nsp": "", "electra": "share of typos"}
+    bits, holes, tasks = figures.curve_panels(tmp_path / "curves.csv", headings)
+    assert bits.xs == [10, 100] and bits.lines == {"clm": {10: [1.1], 100: [1.0]}, "mdlm": {10: [3.0, 4.0]}}
+    assert holes.lines == {"clm": {4: [1.0, 3.0]}, "mtp": {4: [5.0]}, "mdlm": {4: [2.0]}}
+    assert bits.dashed == {"mdlm"} and holes.dashed == {"clm", "mtp"}
+    assert tasks.lines == {"bart": {"bart\n(less is better)": [0.7, 0.9]}, "electra": {"electra": [0.5]}}
+    assert tasks.marks == {"bart\n(less is better)": 1.0, "electra": 0.1}
 
 
-def test_curves_are_drawn(tmp_path, monkeypatch):
+@pytest.fixture
+def saved(monkeypatch):  # -> list of the pictures that are drawn
     matplotlib = pytest.importorskip("matplotlib.figure")
-    saved = []
-    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, path, **how: saved.append(figure))
+    pictures = []
+    monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, path, **how: pictures.append(figure))
+    return pictures
+
+
+def test_curves_are_drawn(tmp_path, saved):
     (tmp_path / "curves.csv").write_text(CURVES)
-    assert figures.draw_curves(tmp_path / "curves.csv", "compare.png") == "compare.png"
-    bits, hole = saved[0].axes
-    assert bits.get_title() == "left to right (less is better)" and hole.get_title().startswith("holes, 100 steps")
-    assert bits.get_xlabel() == "steps" and [text.get_text() for text in bits.get_xticklabels()] == ["10", "100"]
+    panels = figures.curve_panels(tmp_path / "curves.csv", {"bart": "edit distance"})
+    assert figures.draw_panels(panels, "compare.png") == "compare.png"
+    bits, hole, tasks = saved[0].axes
     assert [line.get_xydata().tolist() for line in bits.lines] == [[[0, 1.1], [1, 1.0]], [[0, 3.5]]]
     dots = [dots.get_offsets().tolist() for dots in bits.collections]
-    assert dots == [[[0, 1.1], [1, 1.0]], [[0, 3.0], [0, 4.0]]], "not a dot for each seed"
-    names = [text.get_text() for text in saved[0].legends[0].get_texts()]
-    assert names == ["clm", "mdlm (bound)", "clm (left side)", "mdlm", "mtp (left side)"]
+    assert dots[:2] == [[[0, 1.1], [1, 1.0]], [[0, 3.0], [0, 4.0]]], "not a dot for each seed"
+    assert tasks.collections[-1].get_offsets().tolist() == [[0, 1.0]], "the baseline is not marked"
+    assert [text.get_text() for text in saved[0].legends[0].get_texts()] == ["clm", "mtp", "bart", "mdlm"]
     assert [line.get_linestyle() for line in hole.lines] == ["--", "-", "--"]
-    (tmp_path / "empty.csv").write_text("row,steps,seed,metric,value\n")
-    assert figures.draw_curves(tmp_path / "empty.csv", "x.png").startswith("no picture")
+    assert figures.draw_panels([], "x.png").startswith("no picture")
+
+
+def test_an_objective_has_the_same_color_in_every_picture_and_other_rows_have_further_ones(saved):
+    for rows in ["mdlm"], ["clm:1+mlm:1", "mlm", "mdlm"], [*OBJECTIVES, "clm:1+mlm:1"]:
+        panel = figures.Panel("", "", "", [4], {row: {4: [1.0]} for row in rows}, set(), {})
+        figures.draw_panels([panel], "x.png")
+    [[mdlm], [mixture, _, again], all_colors] = [[line.get_color() for line in p.axes[0].lines] for p in saved]
+    assert mdlm == again and mixture == all_colors[-1] and len(set(all_colors)) == len(OBJECTIVES) + 1
 
 
 @pytest.mark.parametrize("flags, hint", [

@@ -110,8 +110,14 @@ def test_shares_and_errors(runs, capsys, monkeypatch):
     pairs = [("a", "y", "x"), ("a", "x", "y"), ("b", "y", "xx"), ("a", "x", "xx")]
     Path("blimp.jsonl").write_text(blimp(*pairs), "utf-8")
     out = output(capsys, "clm", "--pairs", "blimp.jsonl", file="").out
-    assert re.findall(r"(\d) +(\d\.\d+) +(\d\.\d+)  (.+)", out) == [
-        ("3", "0.500", "0.236", "a"), ("1", "1.000", "0.000", "b"), ("4", "0.625", "0.207", "all pairs")]
+    assert re.findall(r"(\d) pairs  (\S.*?)  +(.+)", out) == [
+        ("3", "0.500 ± 0.236", "a"), ("1", "1.000", "b"), ("4", "0.625 ± 0.207", "all pairs")]
+
+
+@pytest.mark.parametrize("points, text", [
+    ([[1], [0]], "0.500"), ([[1, 1, 1]], "1.000"), ([[0, 0], [0, 0]], "0.000"), ([[0.5, 0.5], [0.1, 0.1]], "0.300")])
+def test_pairs_that_do_not_differ_show_no_error(points, text):
+    assert score.format_share(torch.tensor(points).double()) == text
 
 
 @pytest.mark.parametrize("name, content, hint", [
@@ -164,7 +170,7 @@ def test_bits_per_byte_and_shares_of_pairs_are_printed_for_every_objective(name,
     assert ("exact log-probability" in out) == (objective.bpb in ("loss", "causal"))
     assert (f"{name}'s bound, estimated in 16 passes" in out) == (objective.bpb == "bound")
     assert ("pseudo-log-likelihood" in out) == (objective.bpb is None)
-    assert re.search(r" 3   0\.[1-9]\d\d   0\.\d\d\d  all pairs$", out), "a tie, so more than 0"
+    assert re.search(r" 3 pairs  [01]\.[1-9]?\d\d.*  all pairs$", out), "a tie, so more than 0"
 
 
 def test_scores_are_computed_in_the_given_type_by_default_in_float32(runs, capsys, monkeypatch):
