@@ -13,6 +13,7 @@ import pytest
 
 import run
 import sample
+import train
 from experiments import compare
 from experiments.common import parse_own_flags, parse_with_train_flags
 
@@ -125,6 +126,18 @@ def test_tests_that_a_page_names_exist(page):
     names = [name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)]
     for start, dots in re.findall(r"`(test_\w+?)(\.\.\.)?`", Path(ROOT, page).read_text("utf-8")):
         assert any(name.startswith(start) if dots else name == start for name in names), f"{page}: {start}"
+
+
+def test_the_mixture_of_the_page_trains_its_second_member_more_and_more(monkeypatch):
+    page = Path(ROOT, "docs", "EXTENDING.md").read_text("utf-8")
+    code = re.search(r"</a>Mixtures.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    monkeypatch.setattr(train, "member_of_step", train.member_of_step)      # the page replaces it
+    monkeypatch.setattr(train, "main", lambda argv: None)
+    exec(code, {})
+    members = [run.Member("clm", 0.5, 0), run.Member("mlm", 0.5, 0)]
+    chosen = [train.member_of_step(members, step).objective for step in range(1200)]
+    counts = [chosen[start:start + 400].count("mlm") for start in (0, 400, 800)]
+    assert counts == sorted(counts) and counts[0] < 100 and counts[2] > 300
 
 
 # ---- figures
