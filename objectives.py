@@ -206,6 +206,7 @@ def aligned_window(T, hp):  # n_bytes of objectives whose row of T positions is 
 #   fill              Fill             fills MASKs in a text that is read in both directions
 #   write             Fill             continues a prompt by filling MASKs; trained with up to 100% MASKs
 #   correct           Fill             finds wrong bytes: each byte is masked, and predicted from the others
+#                     Edits            finds typos of all kinds: compares small edits, reading from left to right
 #   infill            Infill           writes into holes of unknown length
 #   repair            Repair           writes the clean version of a noisy text
 #   mark              a function       (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
@@ -265,6 +266,11 @@ def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T p
     if fill.layout:
         return T // 2
     return T - len(fill.left_ids) - len(fill.right_ids)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """The model predicts a text from left to right, with prefix 0."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +350,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", uses={"continue": Continue()})
+    supports_doc_mask=True, bpb="loss", uses={"continue": Continue(), "correct": Edits()})
 CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" are evaluated on its rows
 
 
@@ -658,7 +664,7 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    uses={"infill": Infill(fim_prompt, (EOT,)), "continue": Continue()})
+    uses={"infill": Infill(fim_prompt, (EOT,)), "continue": Continue(), "correct": Edits()})
 
 
 # ---- mtp: multi-token prediction
@@ -747,7 +753,8 @@ OBJECTIVES["mtp"] = Objective(
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
     supports_doc_mask=True, bpb="causal",
-    uses={"continue": Continue(drafter=lambda hp: parallel_logits if hp.mtp_kind == "parallel" else None)})
+    uses={"continue": Continue(drafter=lambda hp: parallel_logits if hp.mtp_kind == "parallel" else None),
+          "correct": Edits()})
 
 
 # ---- electra: replaced token detection
@@ -1425,8 +1432,7 @@ OBJECTIVES["hybrid"] = Objective(
     min_rows=2, loss=weighted_loss(position_nats),              # no "nll": a perplexity of both kinds means nothing
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
     supports_doc_mask=True, bpb="causal",
-    uses=(dict.fromkeys(("fill", "correct"), Fill(left_ids=(EOT,), shift=1))
-          | {"continue": Continue(), "infill": Infill()}))
+    uses={"fill": Fill(left_ids=(EOT,), shift=1), "correct": Edits(), "continue": Continue(), "infill": Infill()})
 
 
 # ---- other names: --objective refuses them, and suggests the objective

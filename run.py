@@ -756,30 +756,15 @@ def explain_symbols(text):  # -> a legend of the symbols in it: "█ MASK, ①�
     return ", ".join(legend)
 
 
-def draw_rows(name, batch, width=96):  # name: of the objective -> lines of text
-    """Shows `width` positions of one row of each kind, starting a third of the width before its first target: inputs,
-    with targets below, then the label, if any. Rows are of the same kind if both or neither have causal attention, and
-    if the same control ids are among their first two ids. Of each kind, the row with the fewest PADs is shown."""
-    inp = batch["inp"].flatten(1)
-    prefix = torch.as_tensor(batch["prefix"]).expand(len(inp))
-    rows = {}                                   # {kind: number of a row}
-    for b in (inp == PAD).sum(1).argsort(stable=True).tolist():
-        controls = tuple(i for i in inp[b, :2].tolist() if MASK < i < SENTINEL)
-        rows.setdefault((int(prefix[b]) == 0, controls), b)
-    has_targets = "tgt" in batch and batch["tgt"].dim() == 2
+def draw_row(name, batch, width=96):  # name: of the objective -> lines: inputs, and targets below
+    """Shows the end of the last one of the rows with the fewest PADs."""
+    n_pads = (batch["inp"].flatten(1) == PAD).sum(1).tolist()
+    b = max(range(len(n_pads)), key=lambda b: (-n_pads[b], b))
     lines = []
-    for b in rows.values():
-        start = 0
-        if has_targets:
-            first_target = int((batch["tgt"][b] != IGNORE_INDEX).byte().argmax())
-            start = max(0, first_target - width // 3)
-        for ids in batch["inp"][b].reshape(-1, batch["inp"].size(-1)).tolist():     # one text, or two
-            lines.append(f"  {name} inp   {''.join(map(to_symbol, ids[start:start + width]))}")
-        if has_targets:
-            text = "".join(map(to_symbol, batch["tgt"][b, start:start + width].tolist()))
-            lines.append(f"  {name} tgt   {text.replace(' ', '␣')}")                # a space looks like no loss
-        if "labels" in batch:
-            lines.append(f"  {name} label {int(batch['labels'][b])}")
+    for key in ("inp", "tgt"):
+        if key in batch:
+            ids = batch[key][b].flatten()[-width:].tolist()
+            lines.append(f"  {name} {key}   {''.join(map(to_symbol, ids))}")
     return lines
 
 
@@ -802,13 +787,11 @@ def announce(s, passes):  # passes: of each source
     say("\n".join(lines), s.log.stop)
 
 
-def show_rows(s, batches):  # batches: {objective: its first batch}; prints a row of each kind
-    lines = []
-    for name, batch in batches.items():
-        lines += draw_rows(name, batch)
+def show_rows(s, batches):  # batches: {objective: its first batch}
+    lines = [line for name, batch in batches.items() for line in draw_row(name, batch)]
     rows = "\n".join(lines)
-    say("a part of one row of each kind in the first batch, with one character for each position:\n"
-        f"{explain_symbols(rows)}\n{rows}", s.log.stop)
+    say(f"the end of a row of the first batch, with one character for each position:\n{explain_symbols(rows)}\n{rows}",
+        s.log.stop)
 
 
 def log_step(s, member, loss, norm, lr):  # a line of metrics.jsonl, and one on the terminal

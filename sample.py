@@ -18,6 +18,16 @@ Add --out_dir out/NAME to use another run than the latest. Write FILE:path in pl
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
 In an <extra_id_0>, hybrid tries 0 to 16 bytes (or up to max_new_tokens, at most a third of the block).
 Texts go to standard output, and notes to standard error. A terminal highlights what was filled in.
+
+defaults:         temperature  top_p  order      steps     objectives
+  continue                0.8         -          -         clm, prefix, ul2, fim, mtp, hybrid
+  continue_blocks         1.0    0.8  left       1 a byte  bd3lm
+  fill                    0.0         confident  1 a byte  mlm, nsp, hybrid
+  fill                    0.0         ancestral  64        mdlm, sedd, xlnet
+  write                   1.0    0.8  ancestral  64        mdlm, sedd, xlnet
+  infill                  0.0         -          -         span, ul2, fim, hybrid
+  repair                  0.0         -          -         bart
+The temperature 0 becomes 0.8 with num_samples, top_k or top_p.
 """
 # N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
@@ -31,7 +41,8 @@ from collections import namedtuple
 
 from data import EOT, MASK, SEP, Flag, check_text, fail, from_bytes, make_rng
 from model import Cache
-from objectives import N_BYTES, OBJECTIVES, fill_logits, frame_prompt, inverse_cdf, text_space
+from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Edits, fill_logits, frame_prompt, inverse_cdf, position_nats
+from objectives import text_space
 from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program, to_words
 import torch
 import torch.nn.functional as F
@@ -43,7 +54,12 @@ LONGEST_FILLED = 16                             # by default, the longest answer
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
 ANCESTRAL_PASSES = 64                           # default number of passes in order ancestral
 CORRECTION_PASSES = 4                           # default number of passes of corrections
-ERROR_RATE = 0.01                               # default share of wrong bytes that corrections assume
+ERROR_RATE = 0.01                               # default share of wrong bytes that corrections by masking assume
+EDIT_RATE = 0.0001                              # and that corrections by edits assume
+EDIT_WINDOW = 128                               # number of bytes that are read to correct a text by edits
+LOOKAHEAD = 16                                  # number of bytes on which edits are compared
+SHOWS_WITHIN = 4                                # number of bytes within which an error surprises the model
+LIKELY_BYTES = 4                                # number of bytes that are tried at each place
 MAX_ROWS = 64                                   # maximum number of rows of a forward pass
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
 MASKS = rb"\[MASK(?::([1-9]\d{0,5}))?\]"
@@ -77,7 +93,7 @@ FLAGS = {
         "query": Flag("", "contrastive: text to look for"),
         "corpus": Flag("", "contrastive: file to search; its three nearest lines are printed"),
     },
-    "writing": {                                # for defaults that depend on the mode see list_defaults
+    "writing": {                                # for defaults that depend on the mode see above
         "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: above 16 a hole, it writes long spans)", 0),
         "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
         "temperature": Flag(0.0, "randomness; 0 takes the most likely byte", 0.0, 1e6),
@@ -88,7 +104,8 @@ FLAGS = {
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
         "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
-        "error_rate": Flag(ERROR_RATE, "correct, fix: the share of wrong bytes that is assumed", 1e-6, 0.5),
+        "error_rate": Flag(0.0, f"correct, fix: the share of wrong bytes that is assumed; by default {ERROR_RATE}, or "
+                                f"{EDIT_RATE} for models that read from the left", 0.0, 0.5),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
     },
@@ -377,9 +394,9 @@ def masked_log_probs(model, ids, use, passes):  # (1, n), a Fill -> log p of byt
 
 
 def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), bytes (n,) -> three tensors (n,)
-    """Returns the log-odds that each byte is wrong, the most likely other byte, and whether that one is more likely
-    than the byte itself. By Bayes' rule, if a byte is wrong with probability error_rate, and each of the 254 others
-    then stands there with equal probability:
+    """Returns the log-odds that each byte is wrong, the most likely other byte, and the log-odds of that byte against
+    the one that stands there. By Bayes' rule, if a byte is wrong with probability error_rate, and each of the 254
+    others then stands there with equal probability:
 
         log p(y was meant, x stands there) = log p(x) + log(1 - error_rate)      if y = x
                                              log p(y) + log(error_rate / 254)    otherwise
@@ -390,27 +407,131 @@ def find_corrections(logp, ids, error_rate):  # log p of bytes 1..255 (n, 255), 
     right = right.masked_fill((ids < 32) | (ids > 126), torch.inf)                  # never wrong
     wrong = logp.scatter(1, own, -torch.inf) + math.log(error_rate / 254)           # (n, 255)
     best, other = wrong[:, 31:126].max(1)       # of the bytes 32 .. 126
-    return wrong.logsumexp(1) - right, other + 32, best > right
+    return wrong.logsumexp(1) - right, other + 32, best - right
 
 
 @torch.inference_mode()
-def correct(model, ids, T, use, passes, error_rate):  # bytes (n,), a Fill -> what find_corrections returns
-    """Reads a long text in windows that overlap by half, each of which corrects its middle: with windows of 8 in a text
-    of 16, the windows 0 .. 7, 4 .. 11 and 8 .. 15 correct 0 .. 5, 6 .. 9 and 10 .. 15."""
-    n = len(ids)
-    size = min(n, text_space(use, T))
-    starts = [*range(0, n - size, max(1, size // 2)), n - size]
+def correct(model, ids, T, use, passes, error_rate):  # list of n bytes, a Fill -> what find_corrections returns
     parts = []
-    done = 0                                    # number of bytes that are corrected
-    for start in tqdm(starts, disable=True if len(starts) < 9 else None, leave=False):
-        end = start + size
-        window = ids[start:end]
-        logp = masked_log_probs(model, window[None].to(model.embed.weight.device), use, min(passes, size))
-        found = find_corrections(logp, window, error_rate)
-        kept_end = end if end == n else end - size // 4
-        parts.append([t[done - start:kept_end - start] for t in found])
-        done = kept_end
+    for piece in tqdm(list(cut_after_spaces(ids, text_space(use, T))), disable=None, leave=False):
+        x = torch.tensor(piece)
+        logp = masked_log_probs(model, x[None].to(model.embed.weight.device), use, min(passes, len(x)))
+        parts.append(find_corrections(logp, x, error_rate))
     return [torch.cat(part) for part in zip(*parts)]
+
+
+# ---- correcting by edits
+# bytes start .. stop of a text become `new`, which is exp(log_odds) times as likely; new is None if it is not known
+Edit = namedtuple("Edit", "start stop new log_odds")
+
+
+def nats_from_left(model, ids, T):  # list of n bytes -> (n,) on the CPU; the text is read in pieces of T bytes
+    nats = []
+    for first in range(0, len(ids), T):
+        x = torch.tensor([EOT] + ids[first:first + T], device=model.embed.weight.device)
+        logits = model.logits(model(x[None, :-1], 0))[0, :, :N_BYTES]
+        nats.append(position_nats(logits, x[1:]).cpu())
+    return torch.cat(nats)
+
+
+def list_candidates(seen, likely, cost):  # next bytes, likely bytes, nats -> [(nats, n, new)]
+    """In each candidate, `new` replaces n bytes. An error costs `cost` nats, and log 95 more if the writer also chose
+    one of 95 characters."""
+    with_choice = cost + math.log(95)
+    candidates = [(0.0, 1, seen[:1]), (with_choice, 1, [])]     # no error; an extra byte
+    if len(seen) > 1 and 32 <= seen[1] < 127:
+        candidates.append((cost, 2, [seen[1], seen[0]]))        # two swapped bytes
+    for byte in likely:
+        candidates.append((with_choice, 1, [byte]))             # another byte
+        candidates.append((cost, 0, [byte]))                    # a missing byte
+    return candidates
+
+
+def nats_after(model, cache, logits, rows):  # lists of ids, logits (1, 1, V) of their first -> (N,) on the CPU
+    """The rows follow what is cached, which is read once: each row gets a copy of its keys and values."""
+    N = len(rows)
+    n = max(map(len, rows))
+    tgt = [row + [IGNORE_INDEX] * (n - len(row)) for row in rows]
+    tgt = torch.tensor(tgt, device=logits.device)                                   # (N, n)
+    branch = Cache(model, N, cache.k[0].size(2))
+    for copy, original in zip([*branch.k, *branch.v, branch.ids, branch.length],
+                              [*cache.k, *cache.v, cache.ids, cache.length]):
+        copy.copy_(original)
+    h = model(tgt[:, :-1].clamp(min=0), 0, cache=branch)
+    logits = torch.cat((logits.expand(N, -1, -1), model.logits(h)), dim=1)          # (N, n, V)
+    return position_nats(logits[..., :N_BYTES], tgt).sum(1).cpu()
+
+
+def best_edit(model, cache, text, ids, i, lookahead, cost):  # -> Edit of ids at place i that saves the most, or None
+    """text: what stands before the place, with corrections; the cache holds a part of it."""
+    # the last id is read again, if it was read: its logits are needed
+    cache.length.clamp_(max=len(text) - 1 - cache.start)
+    unread = text[cache.first_unread(len(text) + lookahead + 1):]
+    x = torch.tensor([unread], device=model.embed.weight.device)
+    logits = model.logits(model(x, 0, cache=cache)[:, -1:])                         # (1, 1, V)
+    likely = 32 + logits[0, 0, 32:127].topk(LIKELY_BYTES).indices
+    seen = ids[i:i + lookahead]
+    candidates = list_candidates(seen, likely.tolist(), cost)
+    nats = nats_after(model, cache, logits, [new + seen[n:] for _, n, new in candidates])
+    nats += torch.tensor([error for error, _, _ in candidates])
+    best = int(nats.argmin())
+    _, n, new = candidates[best]
+    return Edit(i, i + n, new, float(nats[0] - nats[best])) if best else None       # 0: no error
+
+
+@torch.inference_mode()
+def find_edits(model, ids, T, error_rate):  # list of bytes -> [Edit], from left to right
+    """A noisy channel (Kernighan et al. 1990): a byte is wrong with probability error_rate, and each of four kinds of
+    error is equally likely. Walks through the text once. At each place, compares the text as it stands with all small
+    edits, by the nats of the next bytes plus those of the error. An edit is made if it is better than those at the next
+    two places. The model reads its own corrections. Only printable ASCII is changed, so no character breaks in UTF-8,
+    and line ends stay."""
+    T = min(T, EDIT_WINDOW)
+    lookahead = min(LOOKAHEAD, T // 4)
+    cost = -math.log(error_rate / 4)
+    # an edit cannot save more nats than the next bytes have
+    can_pay = F.pad(nats_from_left(model, ids, T), (0, SHOWS_WITHIN - 1)).unfold(0, SHOWS_WITHIN, 1).sum(1) > cost
+    cache = Cache(model, 1, T)
+    text = [EOT]                                # corrected so far
+    edits = []
+    pending = None                              # the best edit at the last places
+    i = 0
+    bar = tqdm(total=len(ids), disable=True if len(ids) < 5000 else None, leave=False)
+    while i < len(ids) or pending:
+        bar.update(i - bar.n)
+        edit = None
+        if i < len(ids) and can_pay[i] and 32 <= ids[i] < 127:
+            edit = best_edit(model, cache, text, ids, i, lookahead, cost)
+        if edit and (not pending or edit.log_odds > pending.log_odds):
+            pending = edit
+        elif pending and (i >= pending.start + 2 or i >= len(ids)):
+            text = text[:len(text) - (i - pending.start)]
+            cache.length.clamp_(max=len(text) - cache.start)    # forgets what was read after this place
+            text += pending.new
+            i = pending.stop
+            edits.append(pending)
+            pending = None
+            continue
+        text += ids[i:i + 1]
+        i += 1
+    return edits
+
+
+def suggest_edits(model, use, ids, T, steps=0, error_rate=0.0):  # list of bytes, an Edits or a Fill -> [Edit]
+    if isinstance(use, Edits):
+        return find_edits(model, ids, T, error_rate or EDIT_RATE)
+    found = correct(model, ids, T, use, steps or CORRECTION_PASSES, error_rate or ERROR_RATE)
+    _, others, log_odds = (t.tolist() for t in found)
+    return [Edit(i, i + 1, [others[i]], odds) for i, odds in enumerate(log_odds) if odds > 0]
+
+
+def apply_edits(ids, edits):  # list of bytes -> list of bytes
+    out = []
+    done = 0
+    for edit in edits:
+        out += ids[done:edit.start] + edit.new
+        done = edit.stop
+    return out + ids[done:]
 
 
 # ---- infilling holes of unknown length
@@ -438,10 +559,8 @@ def infill(model, objective, hp, prompt, prefix, n_holes, max_new_tokens, g, **s
 
 
 @torch.inference_mode()
-def text_nats(model, hp, before, text):  # lists of ids -> nats (0-D) of the text, which follows `before`
-    n = len(text)
-    x = to_row(([EOT] + before)[-(hp.block_size - n):] + text, hp)
-    return F.cross_entropy(model.logits(model(x[:, :-1], 0)[0, -n:]), x[0, -n:], reduction="sum")
+def text_nats(model, hp, before, text):  # lists of bytes -> nats (0-D) of the text, which follows `before`
+    return nats_from_left(model, (before + text)[-hp.block_size:], hp.block_size)[-len(text):].sum()
 
 
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
@@ -478,14 +597,14 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
     use = objective.uses["infill"]
     space = min(longest, hp.block_size // 3)    # for the answer
     room = hp.block_size - 8 - space            # for the texts on both sides; 8: space for special ids
+    if sum(map(len, texts)) > room:
+        note(f"reads only up to {room} bytes around each hole")
     before = texts[0]
     answers = []
     ended = True
-    is_cut = False
     for after in texts[1:]:
         right = after[:max(room // 2, room - len(before))]      # more if the other side is short
         near = [before[-(room - len(right)):], right]
-        is_cut = is_cut or near != [before, after]
         if use.prompt:
             prompt, prefix = use.prompt(near, expected, hp)
             [written], has_ended = infill(model, objective, hp, prompt, prefix, 1, longest, g, **sampling)
@@ -495,8 +614,6 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
             answer = fill_any_length(model, objective, hp, *near, space, g, **sampling)
         answers.append(answer)
         before = before + answer + after
-    if is_cut:
-        note(f"reads only the {room} bytes around each hole")
     return answers, ended
 
 
@@ -738,52 +855,51 @@ def repair_mode(model, objective, use, hp, args, g):
 
 def mark_mode(model, objective, use, hp, args, g):
     pieces = tqdm(list(cut_after_spaces(args.prompt, hp.block_size)), disable=None, leave=False)
-    p = torch.cat([use(model, to_row(piece, hp))[0].sigmoid().cpu() for piece in pieces])
-    yield from list_suspects(args.prompt, p.tolist(), hp)
+    log_odds = torch.cat([use(model, to_row(piece, hp))[0].cpu() for piece in pieces]).tolist()
+    is_wrong = bytes(odds > 0 for odds in log_odds)
+    places = [place.span() for place in re.finditer(b"\x01+", is_wrong)]
+    edits = [Edit(start, stop, None, max(log_odds[start:stop])) for start, stop in places]
+    yield from list_edits(args.prompt, edits, hp)
 
 
 def correct_mode(model, objective, use, hp, args, g):
     if args.steps == 1:
         fail("--steps 1: would mask all bytes at once. Try 2 or more")
-    ids = torch.tensor(args.prompt)
-    passes = args.steps or CORRECTION_PASSES
-    odds, others, is_better = correct(model, ids, hp.block_size, use, passes, args.error_rate)
+    edits = suggest_edits(model, use, args.prompt, hp.block_size, args.steps, args.error_rate)
     if args.fix:
-        fixed = bytes(others.where(is_better, ids).tolist()).decode("utf-8", "surrogateescape")
+        fixed = bytes(apply_edits(args.prompt, edits)).decode("utf-8", "surrogateescape")
         yield fixed
-        start = "" if fixed.endswith("\n") else "\n"
-        note(f"{int(is_better.sum())} of {len(ids)} bytes corrected", start)
-        return
-    corrected = bytes(others.where(odds > 0, ids).tolist())
-    yield from list_suspects(args.prompt, odds.sigmoid().tolist(), hp, corrected)
+        note(f"{len(edits)} corrections in {len(args.prompt)} bytes", start="" if fixed.endswith("\n") else "\n")
+    else:
+        yield from list_edits(args.prompt, edits, hp)
 
 
-def list_suspects(prompt, p, hp, corrected=None):  # p: the probability that each byte is wrong -> yields text
-    """Lists words with suspicious bytes, the most suspicious first, after the marked text if it fits into a block.
-    corrected: the text with the best other byte in place of each suspicious one."""
-    is_marked = [x > 0.5 for x in p]
-    words = [word for word in find_words(prompt, is_marked) if any(is_marked[word])]
-    words.sort(key=lambda word: -max(p[word]))
+KINDS = {(0, 1): "missing", (1, 0): "extra", (1, 1): "other", (2, 2): "swapped"}    # {(bytes, new bytes): kind}
+
+
+def list_edits(prompt, edits, hp):  # [Edit] -> yields text
+    """Lists the edits, the most likely first, each with the word around it; before them the marked text, if it fits
+    into a block."""
+    is_marked = [False] * len(prompt)
+    for edit in edits:
+        is_marked[edit.start:edit.stop] = [True] * (edit.stop - edit.start)
     if len(prompt) <= hp.block_size:
         yield highlight(prompt, is_marked, WRONG) + "\n"
-    note(f"{len(words)} suspicious words: line:column, the word, and the probability that it is wrong")
+    note(f"{len(edits)} places look wrong (a larger --error_rate finds more): line:column, the place, what was meant")
     whole = bytes(prompt)
-    for word in words:
-        worst = max(range(word.start, word.stop), key=lambda i: p[i])               # its most suspicious byte
-        line = whole.count(b"\n", 0, worst) + 1
-        line_start = whole.rfind(b"\n", 0, worst) + 1
-        column = len(whole[line_start:worst + 1].decode("utf-8", "replace"))
+    for edit in sorted(edits, key=lambda edit: -edit.log_odds):
+        line = whole.count(b"\n", 0, edit.start) + 1
+        line_start = whole.rfind(b"\n", 0, edit.start) + 1
+        column = len(whole[line_start:edit.start].decode("utf-8", "replace")) + 1
+        left = re.search(rb"\S*\Z", whole[max(0, edit.start - 20):edit.start])[0]
+        right = re.match(rb"\S*", whole[edit.stop:edit.stop + 20])[0]
+        word = slice(edit.start - len(left), edit.stop + len(right))
         text = highlight(prompt[word], is_marked[word], WRONG)
-        if corrected:
-            text += f" -> {to_text(corrected[word])}"
+        if edit.new is not None:
+            kind = KINDS[edit.stop - edit.start, len(edit.new)]
+            text += f" -> {to_text([*left, *edit.new, *right])}, {kind}"
         text = text.replace("\n", "\\n")
-        yield f"{line}:{column}: {text}  {p[worst]:.2f}\n"
-
-
-def find_words(ids, is_marked):  # -> slices of ids: words of up to 40 characters; marked white space belongs to a word
-    solid = bytes(ord("x") if mark and i in SPACES else i for i, mark in zip(ids, is_marked))
-    character = rb"[^\s\0][\x80-\xbf]*"        # in UTF-8, only its first byte is outside 0x80 .. 0xbf
-    return [slice(*word.span()) for word in re.finditer(rb"(?:%b){1,40}" % character, solid)]
+        yield f"{line}:{column}: {text}, {math.exp(min(edit.log_odds, 700)):.2g} times as likely\n"
 
 
 def follow_mode(model, objective, use, hp, args, g):  # the probability that --suffix follows --prefix
@@ -862,21 +978,6 @@ MODES = {
 
 def objectives_with(*modes):  # -> names of the objectives that have a mode, in the order of the modes
     return [name for mode in modes for name, objective in OBJECTIVES.items() if mode in objective.uses]
-
-
-def list_defaults():  # -> the table of --help: the defaults of each mode, and the objectives that have it
-    steps = {"left": "1 a byte", "confident": "1 a byte", "ancestral": ANCESTRAL_PASSES}
-    rows = {}                                   # {columns: [name of an objective]}
-    for mode, about in MODES.items():
-        temperature, top_p = (about.sampling.get(flag, "") for flag in ("temperature", "top_p"))
-        for name in objectives_with(mode):
-            order = OBJECTIVES[name].uses[mode].order if "order" in about.flags else ""
-            n_steps = CORRECTION_PASSES if mode == "correct" else steps.get(order, "")
-            rows.setdefault((mode, temperature, top_p, order, n_steps), []).append(name)
-    lines = ["defaults:         temperature  top_p  order      steps     objectives"]
-    for columns, names in rows.items():
-        lines.append("  {:15} {:>11}  {:>5}  {:9}  {:8}  ".format(*columns) + ", ".join(names))
-    return "\n".join([*lines, "The temperature 0 becomes 0.8 with num_samples, top_k or top_p."])
 
 
 # ---- the command
@@ -1014,7 +1115,7 @@ def ask(loaded, **flags):
 
 
 def parse(argv, groups=FLAGS):  # -> {name: value} of the flags that were given
-    return vars(make_parser("python sample.py", __doc__, groups, list_defaults()).parse_args(argv))
+    return vars(make_parser("python sample.py", __doc__, groups).parse_args(argv))
 
 
 def main(argv=None):

@@ -323,7 +323,7 @@ def bench_race(flags, hp):  # seconds of whole runs, their held-out losses, and 
             out_dir = os.path.join(work, "run")
             words = [sys.executable, *words, f"--out_dir={out_dir}"]
             begin = time.perf_counter()
-            done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, errors="replace")
             seconds[side].append(time.perf_counter() - begin)
             if done.returncode:
                 fail(f"{' '.join(words)} in {folder} failed: {done.stderr.strip().splitlines()[-1:]}")

@@ -297,41 +297,50 @@ def eval_typos(model, objective, hp, text):
     return {"task": float((marked == typo).float().mean()), "task_baseline": float((rarest == typo).float().mean())}
 
 
-def correct_rows(model, fill, hp, x, passes, error_rate):  # (N, n) -> log-odds (N, n), corrected bytes (N, n)
-    found = [sample.correct(model, row, hp.block_size, fill, passes, error_rate) for row in x]
-    odds, other, is_better = map(torch.stack, zip(*found))
-    return odds, other.where(is_better, x)
+def fix(model, objective, hp, row, error_rate=0.0):  # list of bytes -> its edits, the corrected bytes
+    edits = sample.suggest_edits(model, objective.uses["correct"], row, hp.block_size, error_rate=error_rate)
+    return edits, sample.apply_edits(row, edits)
 
 
-def eval_corrections(model, objective, hp, text, passes=sample.CORRECTION_PASSES, error_rate=sample.ERROR_RATE):
-    use = objective.uses.get("correct")
-    if not use:
+def eval_corrections(model, objective, hp, text):
+    """Of windows of 128 bytes with one typo: the share that is restored exactly, for each kind of typo, and the mean of
+    the kinds. Of the clean windows: the number of edits per byte."""
+    if "correct" not in objective.uses:
         return {}
-    x, clean, typo = make_typos(text, 128, 4 * ROWS)
-    odds, corrected = correct_rows(model, use, hp, x, passes, error_rate)
-    is_first = odds.argmax(1, keepdim=True) == typo
-    is_wrong = corrected != clean
-    return {"typos_first": float(is_first.float().mean()),
-            "typos_corrected": 1 - float(is_wrong.gather(1, typo).float().mean()),
-            "typos_damaged": float((is_wrong & (x == clean)).sum(1).float().mean())}
+    restored = {}                               # {kind: [bool of each window]}
+    n_edits = []
+    for noisy, row, i in zip(*(t.tolist() for t in make_typos(text, 128, 2 * ROWS))):
+        [i] = i
+        letter = noisy[i]                       # another one than row[i]
+        kinds = {"other": noisy, "missing": row[:i] + row[i + 1:], "extra": row[:i] + [letter] + row[i:],
+                 "swapped": row[:i] + row[i + 1:i + 2] + row[i:i + 1] + row[i + 2:]}
+        for kind, wrong in kinds.items():
+            if wrong != row:                    # swapping two equal letters changes nothing
+                _, fixed = fix(model, objective, hp, wrong)
+                restored.setdefault(kind, []).append(fixed == row)
+        edits, _ = fix(model, objective, hp, row)
+        n_edits.append(len(edits))
+    shares = {f"restored_{kind}": statistics.fmean(found) for kind, found in restored.items()}
+    mean = statistics.fmean(shares.values())
+    return shares | {"typos_restored": mean, "clean_edits": statistics.fmean(n_edits) / 128}
 
 
-def eval_replaced(model, objective, hp, text, passes=sample.CORRECTION_PASSES):
+def eval_replaced(model, objective, hp, text):
     """Of windows in which 5% of the bytes are replaced by random printable ones: the edit distance from the corrected
     (error rate 5%) or repaired to the clean text, divided by that from the noisy text. Changing nothing: 1."""
-    use = objective.uses.get("correct")
-    if not use and "repair" not in objective.uses:
+    if not {"correct", "repair"} & objective.uses.keys():
         return {}
     g = make_rng("compare,replaced")
     clean = windows(text.masked_fill(text == EOT, ord("\n")), 128, ROWS, "replaced")            # as in eval_repairs
     noise = torch.randint(32, 127, clean.shape, generator=g)
     noisy = torch.where(torch.rand(clean.shape, generator=g) < 0.05, noise, clean)
-    if use:
-        _, repaired = correct_rows(model, use, hp, noisy, passes, 0.05)
-    else:
-        repaired = [[*sample.repair(model, objective, row.tolist(), hp, make_rng("unused"), temperature=0)]
-                    for row in noisy]
-    left = sum(edit_distance([*map(int, after)], before.tolist()) for after, before in zip(repaired, clean))
+    left = 0
+    for row, wrong in zip(clean.tolist(), noisy.tolist()):
+        if "correct" in objective.uses:
+            _, fixed = fix(model, objective, hp, wrong, error_rate=0.05)
+        else:
+            fixed = [*sample.repair(model, objective, wrong, hp, make_rng("unused"), temperature=0)]
+        left += edit_distance(fixed, row)
     return {"replaced_left": left / int((noisy != clean).sum())}
 
 
@@ -498,8 +507,9 @@ def balanced_accuracy(guess, y):  # (N,), (N,) -> share of correct guesses in ea
 
 # ---- everything that compare measures
 METRICS = (                                     # in the order of compare's .csv; docs/RESULTS.md explains them
-    "loss", "task_baseline", "left_by_filling", "replaced_auc", "probe", "typos_corrected", "typos_first",
-    "typos_damaged", "replaced_left", "ends", "distinct",
+    "loss", "task_baseline", "left_by_filling", "replaced_auc", "probe",
+    "typos_restored", *(f"restored_{kind}" for kind in sample.KINDS.values()), "clean_edits", "replaced_left",
+    "ends", "distinct",
     *(f"{side}_{m}" for side in ("left", "infill", "ended") for m in HOLE_LENGTHS),
     "left_to_right", "bound", "tflop", "seconds")
 

@@ -65,7 +65,7 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     assert {use for objective in OBJECTIVES.values() for use in [*objective.uses][:1]} <= set(evaluate.TASKS)
     assert {"left_4", "left_16", "replaced_auc", "tflop"} <= metrics["mtp"].keys()
     assert metrics["mtp"]["task"] == few["task"]
-    assert {"typos_first", "typos_corrected", "typos_damaged", "replaced_left"} <= set(metrics["mdlm"])
+    assert {"typos_restored", "restored_swapped", "clean_edits", "replaced_left"} <= set(metrics["mdlm"])
     assert {"infill_4", "infill_16", "distinct"} <= set(metrics["mdlm"]) and "infill_4" not in metrics["mtp"]
     bits = metrics["mtp"]["left_to_right"], *(metrics["mdlm"][m] for m in ("bound", "left_by_filling"))
     assert 7 < min(bits) and max(bits) < 9

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from conftest import randomized, settings
 
 import data
+import sample
 from data import EOT, MASK, from_bytes, make_rng, open_corpus, to_bytes
 from experiments import evaluate
 from objectives import OBJECTIVES, Search
 from run import get_members
 
 SENTENCES = from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+CLEAN = SENTENCES[:128].tolist()
 
 
 def ids(*shape):
@@ -161,13 +163,28 @@ def test_copying_repairs_nothing_and_the_clean_text_everything(
         assert 0 < sum(byte != ord("a") for byte in noisy) < 20
         return [ord("a")] * len(noisy) if is_repaired else [i for i in noisy if i != EOT]
 
-    def correct_rows(model, fill, hp, x, *args):
-        return None, torch.tensor([repair(model, None, row) for row in x.tolist()])
+    def suggest_edits(model, use, row, T, error_rate):
+        assert error_rate == 0.05
+        return [sample.Edit(0, len(row), repair(model, None, row), 1.0)]
     monkeypatch.setattr(evaluate.sample, "repair", repair)
-    monkeypatch.setattr(evaluate, "correct_rows", correct_rows)
+    monkeypatch.setattr(evaluate.sample, "suggest_edits", suggest_edits)
     text = b"a" * 999 if is_repaired else 9 * (b"a" * 99 + b"\0")
     found = measure(getattr(evaluate, evaluation), name, T, text=from_bytes(text), bart_noise="replace")
     assert found[metric] == left and found.get("task_baseline", 1) == 1
+
+
+@pytest.mark.parametrize("edits, restored, clean_edits", [
+    (lambda row: [sample.Edit(0, len(row), CLEAN, 1.0)], 1.0, 1 / 128), (lambda row: [], 0.0, 0.0),
+    (lambda row: [sample.Edit(0, 0, [], 1.0)] * 2 if len(row) == 128 else [sample.Edit(0, len(row), CLEAN, 1.0)], 0.5,
+     2 / 128)])
+def test_a_typo_counts_if_the_whole_window_is_restored(edits, restored, clean_edits, monkeypatch):
+    """The last row: of the four kinds of typos, two change the length of the text."""
+    monkeypatch.setattr(evaluate, "windows", lambda *args: torch.tensor([CLEAN] * 4))
+    monkeypatch.setattr(evaluate.sample, "suggest_edits", lambda model, use, row, T, error_rate: edits(row))
+    found = measure(evaluate.eval_corrections, "mlm", 128)
+    assert found["typos_restored"] == restored and found["clean_edits"] == clean_edits
+    assert {name for name in found if name.startswith("restored_")} == {
+        "restored_other", "restored_missing", "restored_extra", "restored_swapped"}
 
 
 def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):

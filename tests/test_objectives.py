@@ -24,7 +24,7 @@ import sample
 import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PAD, PRE, SENTINEL, SEP, SUF, make_rng
 from model import CONTEXT_WIDTH, Cache, ModelConfig, can_attend, norm, run_blocks
-from objectives import IGNORE_INDEX, OBJECTIVES, Fill
+from objectives import Edits, IGNORE_INDEX, OBJECTIVES, Fill
 from run import get_members
 
 T = 48
@@ -378,8 +378,10 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     objective = OBJECTIVES[name]
     assert objective.name == name
     assert objective.uses.keys() <= set(sample.MODES)
-    assert {*objective.uses} & {"write", "correct"} == set() or "fill" in objective.uses
+    assert "write" not in objective.uses or "fill" in objective.uses
     for mode, use in objective.uses.items():
+        if isinstance(use, Edits):
+            assert (prefixes(batch) == 0).any() and "mask" not in batch, "no row is read from left to right"
         if isinstance(use, Fill):
             assert use.shift <= len(use.left_ids)
             assert "mask" in batch or (prefixes(batch) == T).any(), "no row has prefix T, with which sample.py fills"
@@ -520,7 +522,7 @@ READS_ITS_TARGET = {    # objective; its wrong fields, or wrong keys of its batc
         "bd3lm", lambda batch: {"before": batch["before"].chunk(2, dim=1)[1].repeat(1, 2, 1)}, False),
     "targets at positions that depend on them": (
         "mlm", dict(corrupt=mlm_in_slots, n_bytes=lambda T, hp: T // 2, uses={}), True),
-    "another mask for some letters": ("mlm_letters", dict(corrupt=mlm_letters_that_shows_the_case), True),
+    "another mask for some letters": ("mlm", dict(corrupt=mlm_letters_that_shows_the_case), True),
     "a replaced byte": ("mlm", dict(corrupt=lambda *args: random_noise(*args, leaks=True), uses={}), True),
     "a prefix too long by one byte": ("prefix", lambda batch: {"prefix": batch["prefix"] + 1}, False),
     "its own byte": ("prefix", last_of_prefix_predicts_itself, False),

@@ -317,7 +317,7 @@ def test_a_child_continues_after_its_parents_windows(text, capsys):
     fit(text, "b", "--max_iters", "2", "--init_from", "a")
     batch = batch_of(start("--data", text, "--init_from", "a"), 0)
     out = capsys.readouterr().out
-    assert f"mdlm inp   {''.join(map(run.to_symbol, batch['inp'][0].tolist()))}\n" in out
+    assert f"mdlm inp   {''.join(map(run.to_symbol, batch['inp'][-1].tolist()))}\n" in out
     assert ", <= " in out, "an upper bound is printed as one"
     fit(text, "c", "--max_iters", "0", "--init_from", "a")
     assert losses("c", split="val") == losses("a", split="val")[-1:]
