@@ -206,8 +206,7 @@ def keep_documents(files):  # files: (path, contents) -> {name: text}, number of
         texts = texts_of(path, contents)
         n += len(texts)
         for name, text in texts.items():
-            is_array = path.lower().endswith(".json") and re.match(rb"\s*\[\s*\{", text)
-            if text and not is_array and b"\0" not in text and is_text(text):
+            if b"\0" not in text and is_text(text):
                 name_of.setdefault(text, name)
     return {name: text for text, name in name_of.items()}, n - len(name_of)
 

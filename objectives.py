@@ -206,7 +206,7 @@ def aligned_window(T, hp):  # n_bytes of objectives whose row of T positions is 
 #   fill              Fill             fills MASKs in a text that is read in both directions
 #   write             Fill             continues a prompt by filling MASKs; trained with up to 100% MASKs
 #   correct           Fill             finds wrong bytes: each byte is masked, and predicted from the others
-#                     Edits            finds typos of all kinds: compares small edits, reading from left to right
+#                     Continue         finds typos of all kinds: compares small edits, reading with prefix 0
 #   infill            Infill           writes into holes of unknown length
 #   repair            Repair           writes the clean version of a noisy text
 #   mark              a function       (model, x (B, T)) -> log-odds (B, T) that a byte is wrong
@@ -266,11 +266,6 @@ def text_space(fill, T):  # -> maximum number of bytes of a text in a row of T p
     if fill.layout:
         return T // 2
     return T - len(fill.left_ids) - len(fill.right_ids)
-
-
-@dataclass(frozen=True)
-class Edits:
-    """The model predicts a text from left to right, with prefix 0."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +345,7 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 OBJECTIVES["clm"] = Objective(
     "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", uses={"continue": Continue(), "correct": Edits()})
+    supports_doc_mask=True, bpb="loss", uses=dict.fromkeys(("continue", "correct"), Continue()))
 CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" are evaluated on its rows
 
 
@@ -420,8 +415,8 @@ def fit_spans(T, rate, mean):  # -> n raw bytes, n_noise bytes in spans, n_spans
         if n + 2 * n_spans + 2 <= T + 1:
             break
     if n_spans > min(n_noise, n - n_noise + 1, N_SENTINELS):
-        fail(f"--span_rate {rate:g} --span_mean {mean:g}: {n_spans} spans do not fit into {n} bytes, "
-             f"or are more than the {N_SENTINELS} sentinels. Try longer ones")
+        fail(f"--span_rate {rate:g} --span_mean {mean:g}: {n_spans} spans do not fit into {n} bytes, or need more than "
+             f"{N_SENTINELS} sentinels. Try longer ones")
     return n, n_noise, n_spans
 
 
@@ -664,7 +659,7 @@ OBJECTIVES["fim"] = Objective(
     attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
-    uses={"infill": Infill(fim_prompt, (EOT,)), "continue": Continue(), "correct": Edits()})
+    uses={"infill": Infill(fim_prompt, (EOT,)), "continue": Continue(), "correct": Continue()})
 
 
 # ---- mtp: multi-token prediction
@@ -754,7 +749,7 @@ OBJECTIVES["mtp"] = Objective(
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
     supports_doc_mask=True, bpb="causal",
     uses={"continue": Continue(drafter=lambda hp: parallel_logits if hp.mtp_kind == "parallel" else None),
-          "correct": Edits()})
+          "correct": Continue()})
 
 
 # ---- electra: replaced token detection
@@ -1432,7 +1427,7 @@ OBJECTIVES["hybrid"] = Objective(
     min_rows=2, loss=weighted_loss(position_nats),              # no "nll": a perplexity of both kinds means nothing
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
     supports_doc_mask=True, bpb="causal",
-    uses={"fill": Fill(left_ids=(EOT,), shift=1), "correct": Edits(), "continue": Continue(), "infill": Infill()})
+    uses={"fill": Fill(left_ids=(EOT,), shift=1), "correct": Continue(), "continue": Continue(), "infill": Infill()})
 
 
 # ---- other names: --objective refuses them, and suggests the objective

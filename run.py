@@ -481,10 +481,10 @@ class Log:
 def open_log(s, on_record):  # makes the folder of the run, and sets s.log
     barrier()                                   # every process has chosen the folder before the first one makes it
     hidden = True if RANK else None             # None: shown on a terminal
-    with open_metrics(s.hp.out_dir, s.metrics_bytes) as metrics, catch_signals() as stop:
-        with tqdm(total=s.hp.max_iters, initial=s.step, unit="step", dynamic_ncols=True, disable=hidden) as bar:
-            s.log = Log(metrics, stop, bar, on_record, s.step - 1, s.seconds, s.seconds)
-            yield
+    bar = tqdm(total=s.hp.max_iters, initial=s.step, unit="step", dynamic_ncols=True, disable=hidden)
+    with open_metrics(s.hp.out_dir, s.metrics_bytes) as metrics, catch_signals() as stop, bar:
+        s.log = Log(metrics, stop, bar, on_record, s.step - 1, s.seconds, s.seconds)
+        yield
 
 
 def write_record(log, record):  # a line of metrics.jsonl
@@ -521,13 +521,13 @@ def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal),
         tqdm.write(text)
         sys.stdout.flush()
     except OSError as e:
-        if e.errno == errno.ENOSPC:
-            print(f"error: {e.strerror}, so the run stops. Try to free space", file=sys.stderr)
-        discard_stdout()
+        discard_stdout(e)
         stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
 
 
-def discard_stdout():  # redirects it to the null device; otherwise, flushing it at exit would fail again
+def discard_stdout(e):  # e: its OSError; redirects it to the null device: flushing it at exit would fail again
+    if e.errno != errno.EPIPE:
+        print(f"error: {e.strerror}. Try to free space", file=sys.stderr)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -744,13 +744,8 @@ def to_symbol(i):  # id -> character; of a byte outside printable ASCII, each bi
     return chr(i) if 32 <= i < 127 else chr(0x2800 + i)
 
 
-def explain_symbols(text):  # -> a legend of the symbols in it: "█ MASK, ①② sentinels"
-    legend = [entry for entry in SYMBOLS.values() if entry[0] in text]
-    sentinels = "".join(symbol for symbol in SENTINELS if symbol in text)
-    if sentinels:
-        legend.append(f"{sentinels} sentinels")
-    if "␣" in text:
-        legend.append("␣ space")
+def explain_symbols(text):  # -> a legend of the symbols in it: "█ MASK, ① ② sentinels"
+    legend = [entry for entry in [*SYMBOLS.values(), f"{' '.join(SENTINELS[:3])} sentinels"] if entry[0] in text]
     if any("\u2800" <= symbol <= "\u28ff" for symbol in text):
         legend.append("⠿ another byte, a dot for each bit")
     return ", ".join(legend)
@@ -834,13 +829,10 @@ def describe(record):  # of a validation -> a line
 
 
 def end_run(s, is_stopped):  # is_stopped: by a signal, before the last step; -> exit code
-    out_dir = s.hp.out_dir
     stop = s.log.stop
     if is_stopped:
         say(f"stopped at step {s.step} and saved. Resume with: python train.py --resume --out_dir "
-            f"{shlex.quote(out_dir)}", stop)
-    elif s.val > s.best:
-        print(f"{out_dir}/best.pt has the lowest validation loss, {s.best:.4f}; the last: {s.val:.4f}")
+            f"{shlex.quote(s.hp.out_dir)}", stop)
     if any_rank(signal.SIGINT in stop):
         raise KeyboardInterrupt
     number = stop[0] if stop else signal.SIGTERM                # stop is empty if the signal went to another process
@@ -908,10 +900,8 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
     except OSError as e:                        # standard output is closed, or its disk is full
         if e.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        discard_stdout()
+        discard_stdout(e)
         code = 141 if e.errno == errno.EPIPE else 1
-        if code == 1:
-            print(f"error: {e.strerror}. Try to free space", file=sys.stderr)
     if WORLD > 1 and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.exit(code)

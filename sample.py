@@ -41,7 +41,7 @@ from collections import namedtuple
 
 from data import EOT, MASK, SEP, Flag, check_text, fail, from_bytes, make_rng
 from model import Cache
-from objectives import IGNORE_INDEX, N_BYTES, OBJECTIVES, Edits, fill_logits, frame_prompt, inverse_cdf, position_nats
+from objectives import IGNORE_INDEX, N_BYTES, Continue, fill_logits, frame_prompt, inverse_cdf, position_nats
 from objectives import text_space
 from run import DEVICE_FLAGS, GraphedStep, get_members, load_run, make_parser, newest_run, run_program, to_words
 import torch
@@ -53,7 +53,7 @@ HOLE_BYTES = 4                                  # expected length of a hole of u
 LONGEST_FILLED = 16                             # by default, the longest answer that is tried by filling [MASK]s
 SUFFIX_BYTES = 16                               # number of bytes after a hole that decide where its answer is trimmed
 ANCESTRAL_PASSES = 64                           # default number of passes in order ancestral
-CORRECTION_PASSES = 4                           # default number of passes of corrections
+CORRECTION_PASSES = 4                           # number of passes of corrections by masking
 ERROR_RATE = 0.01                               # default share of wrong bytes that corrections by masking assume
 EDIT_RATE = 0.0001                              # and that corrections by edits assume
 EDIT_WINDOW = 128                               # number of bytes that are read to correct a text by edits
@@ -100,12 +100,11 @@ FLAGS = {
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(0.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
         "order": Flag("", "order in which [MASK]s are filled", choices=("confident", "left", "ancestral")),
-        "steps": Flag(0, "number of passes to fill the [MASK]s of a window or a block, or to correct a text", 0),
+        "steps": Flag(0, "number of passes to fill the [MASK]s of a window or a block", 0),
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
         "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
-        "error_rate": Flag(0.0, f"correct, fix: the share of wrong bytes that is assumed; by default {ERROR_RATE}, or "
-                                f"{EDIT_RATE} for models that read from the left", 0.0, 0.5),
+        "error_rate": Flag(0.0, f"assumed share of wrong bytes; 0: {EDIT_RATE} (by masking {ERROR_RATE})", 0.0, 0.5),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
     },
@@ -517,10 +516,10 @@ def find_edits(model, ids, T, error_rate):  # list of bytes -> [Edit], from left
     return edits
 
 
-def suggest_edits(model, use, ids, T, steps=0, error_rate=0.0):  # list of bytes, an Edits or a Fill -> [Edit]
-    if isinstance(use, Edits):
+def suggest_edits(model, use, ids, T, error_rate=0.0):  # list of bytes, a Continue or a Fill -> [Edit]
+    if isinstance(use, Continue):
         return find_edits(model, ids, T, error_rate or EDIT_RATE)
-    found = correct(model, ids, T, use, steps or CORRECTION_PASSES, error_rate or ERROR_RATE)
+    found = correct(model, ids, T, use, CORRECTION_PASSES, error_rate or ERROR_RATE)
     _, others, log_odds = (t.tolist() for t in found)
     return [Edit(i, i + 1, [others[i]], odds) for i, odds in enumerate(log_odds) if odds > 0]
 
@@ -635,9 +634,8 @@ def repair(model, objective, noisy, hp, g, **sampling):  # list of ids, of any l
     n = objective.n_bytes(T, hp)                # maximum number of clean bytes in a row
     # a noisy text may be longer than the clean one
     longest = min(T - 1 - n, objective.uses["repair"].max_bytes(hp))
-    # without EOT: the model would copy it, and it ends a row
-    pieces = [[i for i in piece if i != EOT] for piece in cut_after_spaces(noisy, longest)]
-    pieces = [piece for piece in pieces if piece]
+    noisy = [i for i in noisy if i != EOT]      # the model would copy it, and it ends a row
+    pieces = list(cut_after_spaces(noisy, longest))
     for piece in tqdm(pieces, disable=True if sys.stdout.isatty() else None, leave=False):      # a terminal shows text
         row = to_row(piece + [SEP], hp)
         prefix = row.size(1)
@@ -704,12 +702,8 @@ def keep_last(ids, n):  # -> the last n ids; a note says so if there are more
 
 # ---- writing texts
 def to_text(ids):  # list or (n,) -> str; MASK becomes a block, EOT is left out; bytes that are not UTF-8 are escaped
-    text = bytearray()
-    for i in ids:
-        if i == MASK:
-            text += "█".encode()
-        elif i != EOT:
-            text.append(int(i))
+    special = {MASK: "█".encode(), EOT: b""}
+    text = b"".join(special[i] if i in special else bytes([i]) for i in map(int, ids))
     return text.decode("utf-8", "surrogateescape")              # so that a file or a pipe gets these bytes back
 
 
@@ -731,17 +725,14 @@ def stream(prompt, ids):  # list of ids, iterator of ids -> yields text; returns
     """Yields the prompt, then each character as soon as all of its bytes are there. The line between them
     goes to standard error, so that a pipe or a file gets only text."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-
-    def decode(new):  # ids -> the characters that they complete
-        return decoder.decode(bytes(i for i in new if i != EOT))
-    text = decode(prompt)
+    text = decoder.decode(bytes(prompt).replace(b"\0", b""))
     yield text
     if text:
         note("the model continues:", start="" if text.endswith("\n") else "\n")
     written = []
     for i in ids:
         written.append(int(i))
-        yield decode(written[-1:])
+        yield decoder.decode(bytes(written[-1:]).replace(b"\0", b""))
     yield decoder.decode(b"", final=True) + "\n"    # the rest, if the last character is incomplete
     return written
 
@@ -749,8 +740,7 @@ def stream(prompt, ids):  # list of ids, iterator of ids -> yields text; returns
 def show(text, raw=False):  # prints to standard output. All that this program prints there passes here
     table = IN_A_FILE
     if sys.stdout.isatty() and not raw:         # then no control character but the colors
-        has_colors = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        table = COLORED if has_colors else PLAIN
+        table = PLAIN if "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" else COLORED
     elif getattr(sys.stdout, "errors", "") != "surrogateescape":                    # set by run_program
         table = IN_A_FILE | NOT_UTF8
     print(text.translate(table), end="", flush=True)
@@ -863,9 +853,7 @@ def mark_mode(model, objective, use, hp, args, g):
 
 
 def correct_mode(model, objective, use, hp, args, g):
-    if args.steps == 1:
-        fail("--steps 1: would mask all bytes at once. Try 2 or more")
-    edits = suggest_edits(model, use, args.prompt, hp.block_size, args.steps, args.error_rate)
+    edits = suggest_edits(model, use, args.prompt, hp.block_size, args.error_rate)
     if args.fix:
         fixed = bytes(apply_edits(args.prompt, edits)).decode("utf-8", "surrogateescape")
         yield fixed
@@ -894,11 +882,10 @@ def list_edits(prompt, edits, hp):  # [Edit] -> yields text
         left = re.search(rb"\S*\Z", whole[max(0, edit.start - 20):edit.start])[0]
         right = re.match(rb"\S*", whole[edit.stop:edit.stop + 20])[0]
         word = slice(edit.start - len(left), edit.stop + len(right))
-        text = highlight(prompt[word], is_marked[word], WRONG)
+        text = highlight(prompt[word], is_marked[word], WRONG).replace("\n", "\\n")
         if edit.new is not None:
             kind = KINDS[edit.stop - edit.start, len(edit.new)]
             text += f" -> {to_text([*left, *edit.new, *right])}, {kind}"
-        text = text.replace("\n", "\\n")
         yield f"{line}:{column}: {text}, {math.exp(min(edit.log_odds, 700)):.2g} times as likely\n"
 
 
@@ -963,7 +950,7 @@ MODES = {
     "fill": Mode(fill_mode, "fill [MASK]s", ("prompt", "order", "steps", "show", "num_samples", *SAMPLING), LIKELIEST,
                  read=read_masks, marker=MASKS),
     "write": Mode(write_mode, "write by filling [MASK]s", ("prompt", "order", "steps", "show", *WRITING), DIFFUSION),
-    "correct": Mode(correct_mode, "correct a text", ("prompt", "correct", "fix", "error_rate", "steps"),
+    "correct": Mode(correct_mode, "correct a text", ("prompt", "correct", "fix", "error_rate"),
                     required=("prompt",)),
     "infill": Mode(infill_mode, "write between texts", ("prompt", "prefix", "suffix", *WRITING), LIKELIEST,
                    read=read_holes, marker=HOLES),
@@ -976,26 +963,15 @@ MODES = {
 }
 
 
-def objectives_with(*modes):  # -> names of the objectives that have a mode, in the order of the modes
-    return [name for mode in modes for name, objective in OBJECTIVES.items() if mode in objective.uses]
-
-
 # ---- the command
-def choose_members(hp, name):  # -> [Member] of a run; with a name only that one
-    members = get_members(hp)
-    chosen = [m for m in members if not name or m.objective.name == name]
-    if not chosen:
-        fail(f"--objective {name}: the run was trained as {hp.objective}. Try --objective {members[0].objective.name}")
-    return chosen
-
-
-def choose_use(members, flags, prompt):  # [Member], names of the texts and SWITCHES given, bytes -> objective, mode
-    """Of several uses, takes the first one."""
-    has_hole = {name for name, mode in MODES.items() if re.search(mode.marker, prompt)}
-    uses = [(m.objective, mode) for m in members for mode in m.objective.uses]
+def choose_use(hp, name, flags, prompt):  # name of an objective or "", flags that were given -> objective, mode
+    """Of several uses, takes the first one. flags: names of texts and SWITCHES. prompt: bytes."""
+    has_hole = {mode_name for mode_name, mode in MODES.items() if re.search(mode.marker, prompt)}
+    members = [m.objective for m in get_members(hp) if name in ("", m.objective.name)]
+    uses = [(objective, mode) for objective in members for mode in objective.uses]
     if not uses:
-        names = " ".join(m.objective.name for m in members)
-        fail(f"--objective {names}: sample.py has no use for this objective. Try a run of another one")
+        fail(f"--objective {name or hp.objective}: sample.py has no use for it in this run, which was trained as "
+             f"{hp.objective}. Try another objective or run")
     # uses that read all of the flags; if none does, plan_samples refuses one of the flags
     uses = prefer(uses, lambda mode: flags <= {*MODES[mode].flags})
     if "prompt" in flags:                       # uses for its holes, else those that need none, "correct" last
@@ -1009,12 +985,6 @@ def prefer(uses, is_good):  # -> the uses with a good mode; if there is none, al
     return [use for use in uses if is_good(use[1])] or uses
 
 
-def refuse_flag(flag, objective, mode):  # fails because of a flag that the Mode does not read, and says what reads it
-    tasks = dict.fromkeys(other.task for other in MODES.values() if flag in other.flags)
-    fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}, only to {' or '.join(tasks)}. Try "
-         "without it, or python sample.py --help for the objectives that can")
-
-
 def check_markers(text, objective, mode):
     """Prints a note if the text has a marker that is read as text, which may be mistyped. Refuses such a marker
     beside a hole that is filled."""
@@ -1022,11 +992,8 @@ def check_markers(text, objective, mode):
     as_text = [word for word in re.findall(LIKE_A_HOLE, text) if not re.fullmatch(own, word)]
     if not as_text:
         return
-    of_given_length = ", ".join(objectives_with("fill", "repair"))
-    of_any_length = ", ".join(objectives_with("infill"))
     message = (f"{as_text[0].decode('utf-8', 'replace')} is read as text when {objective.name} is used to "
-               f"{MODES[mode].task}. Holes are written [MASK] or [MASK:4] for {of_given_length}, "
-               f"and <extra_id_0> for {of_any_length}")
+               f"{MODES[mode].task}. Holes are written [MASK], [MASK:4] or <extra_id_0>, see --help")
     if re.search(own, text):
         fail(f"--prompt: {message}. Try one kind of hole")
     note(message)
@@ -1059,13 +1026,14 @@ def plan_samples(loaded, given):  # what load_run returns, {flag: value} -> a ge
     texts = {flag: read_text(flag, given[flag]) for flag in FLAGS["texts"] if flag in given}
     switches = {flag for flag in SWITCHES if given.get(flag)}
     prompt = texts.get("prompt", b"")
-    members = choose_members(hp, given.get("objective"))
-    objective, mode_name = choose_use(members, {*texts, *switches}, prompt)
+    objective, mode_name = choose_use(hp, given.get("objective", ""), {*texts, *switches}, prompt)
     mode = MODES[mode_name]
     use = objective.uses[mode_name]
     # 2. what does not fit is refused; --no-fix and --no-correct always fit
     for flag in sorted(set(given) - {*FLAGS["run"], *mode.flags, *(SWITCHES - switches)}):
-        refuse_flag(flag, objective, mode)
+        tasks = dict.fromkeys(other.task for other in MODES.values() if flag in other.flags)
+        fail(f"--{flag}: has no effect when {objective.name} is used to {mode.task}, only to {' or '.join(tasks)}. Try "
+             "without it, or python sample.py --help for the objectives that can")
     if objective.name != hp.objective:
         note(f"used as {objective.name}")
     if not switches:                            # all of a text to correct is text
@@ -1123,13 +1091,12 @@ def main(argv=None):
     loaded = load_run(given.get("out_dir") or newest_run(), given.get("device", "auto"), given.get("dtype", "auto"))
     _, hp, ckpt = loaded
     note(f"{ckpt['path']}: {hp.objective}, step {ckpt['step']} of {hp.max_iters}")
-    fix = given.get("fix", False)
     samples = plan_samples(loaded, given)
     for i, pieces in enumerate(samples):
         if len(samples) > 1:
             show(f"--- sample {i + 1}\n")
         for text in pieces:
-            show(text, raw=fix)
+            show(text, raw=given.get("fix", False))
 
 
 if __name__ == "__main__":

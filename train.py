@@ -442,12 +442,10 @@ def first_batches(s):  # -> {objective: batch} of step 0, as if it trained each 
 def finish(s):  # prints what compressors reach on the validation text, and a sample of the model
     out_dir = s.hp.out_dir
     run.print_compressors(s)
-    hint = f"sample.py has no use for {s.hp.objective}"
     if any(member.objective.uses for member in s.members):
         import sample  # here, since training does not need it
         sample.main(["--out_dir", out_dir, "--device", s.hp.device])
-        hint = f"More samples: python sample.py --out_dir {shlex.quote(out_dir)}"
-    print(f"\ndone: {out_dir}/ckpt.pt. {hint}")
+    print(f"\ndone: {out_dir}/ckpt.pt. To use it: python sample.py --out_dir {shlex.quote(out_dir)}")
 
 
 def main(argv=None, with_sample=True, on_record=None):

@@ -104,8 +104,8 @@ def cell(i, color):  # an id or the text of a label -> its text, its color
 
 
 def legend_texts(rows, is_short=False):  # -> lines of text that explain every symbol in the rows; only one if short
-    text = explain_symbols("".join(cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids))
-    text = text.replace(",", "  ")
+    symbols = "".join(cell(i, color)[0] for row in rows for _, ids, color in row.lines for i in ids)
+    text = f"{explain_symbols(symbols)}, ␣ space".replace(",", "  ")
     if is_short:
         return [text]
     last = "at the right: which position (down) attends to which (across)"
@@ -121,7 +121,7 @@ def draw_row(axis, row, rectangle, columns, size):  # size: of letters, in point
             text, its_color = cell(i, color)
             axis.add_patch(rectangle((x, -y), 1, 1, fc=its_color, ec="#cccccc", lw=0.5))
             axis.text(x + 0.5, 0.5 - y, text, ha="center", va="center", fontsize=size if text.isascii() else size + 2,
-                      family=["DejaVu Sans Mono", CIRCLED])
+                      family=["DejaVu Sans Mono", "DejaVu Sans", CIRCLED])
     for x in range(len(row.mask), len(row.lines[0][1]), len(row.mask)):             # between two contrastive texts
         axis.plot([x, x], [1 - len(row.lines), 1], color="black", lw=2)
     axis.set(xlim=(-columns / 8, columns), ylim=(1 - len(row.lines), 1))

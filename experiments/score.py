@@ -209,7 +209,9 @@ def main(argv=None):  # -> exit code
     data = from_bytes(b"" if pairs else sample.read_text("file", f"FILE:{flags.file}"))
     path = flags.out_dir or newest_run()
     model, hp, _ = load_latest(path, flags.device, flags.dtype)
-    members = sample.choose_members(hp, flags.objective)
+    members = [m for m in get_members(hp) if flags.objective in ("", m.objective.name)]
+    if not members:
+        fail(f"--objective {flags.objective}: the run was trained as {hp.objective}. Try without it")
     objective = (choose_scored(members) or members[0]).objective
     if not has_probability(objective):
         able = ", ".join(name for name, other in OBJECTIVES.items() if has_probability(other))

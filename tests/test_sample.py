@@ -22,7 +22,7 @@ import train
 from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill
-from run import get_members, load_checkpoint, load_run, run_program
+from run import load_checkpoint, load_run, run_program
 
 T = 12
 GREEDY = dict(temperature=0)
@@ -1017,7 +1017,7 @@ def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, ca
     """The note says how holes are written. Beside a hole that is filled, such a word is refused."""
     err = output(capsys, run, "--prompt", word).err
     assert f"{word} is read as text when {run} is used" in err
-    assert "[MASK:4] for mlm, nsp" in err and "<extra_id_0> for" in err
+    assert "Holes are written [MASK], [MASK:4] or <extra_id_0>" in err
     if run != "clm":
         hole = "<extra_id_0>" if run == "ul2" else "[MASK]"
         refuses(f"--prompt: {word} is read as text", sample.main,
@@ -1037,15 +1037,15 @@ def test_every_use_can_be_asked_for(runs, capsys):
             ("hybrid", ["--prompt", "a"], "continue"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
             ("mdlm,clm", ["--prompt", "a", "--correct", ""], "correct"), ("clm,nsp", SIDES, "follow")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
-        members = get_members(settings(name, T))
-        objective, chosen = sample.choose_use(members, {*texts}, texts.get("prompt", b""))
+        objective, chosen = sample.choose_use(settings(name, T), "", {*texts}, texts.get("prompt", b""))
         assert chosen == mode and mode in objective.uses, (name, flags)
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
 
 
 # ---- what is refused
 BAD = [
-    ("clm", ["--objective", "mlm"], "Try --objective clm"), ("clm", ["--temperature", "nan"], "nan"),
+    ("clm", ["--objective", "mlm"], "no use for it in this run, which was trained as clm"),
+    ("clm", ["--temperature", "nan"], "nan"),
     ("contrastive", ["--prompt", "a"], "only to continue a prompt or write in blocks or"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
     ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
@@ -1053,7 +1053,7 @@ BAD = [
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "has no hole"),
     ("clm", ["--prompt", "FILE:."], "--prompt ."), ("mlm", ["--fix"], "--prompt: is missing"),
     ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "or not text"),
-    ("mlm", ["--prompt", "a", "--steps", "1"], "Try 2 or more"),
+    ("mlm", ["--prompt", "a", "--steps", "1"], "--steps: has no effect when mlm is used to correct a text"),
     ("electra", ["--prompt", "a", "--correct"], "--correct: has no effect when electra is used to mark"),
 ]
 
