@@ -107,13 +107,12 @@ def test_in_a_folder_files_that_are_no_text_are_skipped(tmp_path, refuses):
     (tmp_path / "b.txt").write_text("one")
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "code.json").write_text('{"name": "code"}')
-    (tmp_path / "array.json").write_text('[{"text": "one"}]')
     (tmp_path / "lines.json").write_text('\n \n{"text": "three"}\n')
     (tmp_path / "linked").symlink_to(tmp_path.parent, target_is_directory=True)
     documents, n_skipped = data.read_folder(str(tmp_path))
     texts = {"b.txt": b"one", "c.jsonl:2": b"two", "code.json": b'{"name": "code"}', "lines.json:3": b"three"}
     assert documents == {str(tmp_path / name): content for name, content in texts.items()}
-    assert n_skipped == len(BINARY) + 5, "a.txt, array.json, a duplicate and two blank lines"
+    assert n_skipped == len(BINARY) + 4, "a.txt, a duplicate and two blank lines"
 
 
 UTF16 = "utf-16", "utf-16-le", "utf-16-be"
