@@ -152,9 +152,6 @@ def test_runs_whose_files_have_changed_are_named_and_used(text, capsys, monkeypa
         out = capsys.readouterr().out
         assert out.endswith(f"- before objectives.py changed: {os.path.basename(folder)}\n")
         assert out.endswith(Path("out/compare.md").read_text()) and ": measuring" not in out
-        os.remove(f"{folder}/code.json")
-        run("--objectives", "mlm", "--tasks_only")
-        assert "before data.py, model.py, objectives.py, run.py, train.py changed: mlm-2" in capsys.readouterr().out
 
 
 def test_figures_are_measured_again_if_the_files_that_measure_have_changed(text, capsys, monkeypatch):
@@ -165,10 +162,6 @@ def test_figures_are_measured_again_if_the_files_that_measure_have_changed(text,
     edit(monkeypatch, "experiments/score.py")
     run("--objectives", "mlm")
     assert load_metrics(folder)["task"] == 0.5 and "Older than" not in capsys.readouterr().out
-    edit(monkeypatch, "experiments/bench.py")
-    for count in 1, 0:
-        run("--objectives", "mlm", "--tasks_only")
-        assert capsys.readouterr().out.count(": measuring") == count
 
 
 # ---- flags
@@ -178,10 +171,7 @@ def plan(*words):  # -> runs
 
 def test_a_flag_goes_to_the_objectives_that_have_it():
     words = ["--objectives", "clm,mlm,mdlm", "--mask_rate", ".4", "--uniform_from", "1"]
-    for more, interval in ([], 200), (["--eval_interval", "7"], 7):
-        runs = plan(*words, *more)
-        assert [(each.hp.mask_rate, each.hp.uniform_from) for each in runs] == [(0.3, 0.7), (0.4, 0.7), (0.3, 1)]
-        assert runs[0].hp.eval_interval == interval, "not a fifth of the run"
+    assert [(each.hp.mask_rate, each.hp.uniform_from) for each in plan(*words)] == [(0.3, 0.7), (0.4, 0.7), (0.3, 1)]
 
 
 def test_values_of_a_sweep_are_rows():
@@ -192,8 +182,7 @@ def test_values_of_a_sweep_are_rows():
     assert [(each.row, each.hp.doc_mask) for each in runs[:2]] == [("clm doc_mask=True", True),
                                                                    ("clm doc_mask=False", False)]
     runs = plan("--objectives", "bart", "--sweep", "bart_noise=mask,mask+permute")
-    assert [(each.row, each.hp.bart_noise) for each in runs] == [
-        ("bart bart_noise=mask", "mask"), ("bart bart_noise=mask,permute", "mask,permute")]
+    assert [each.hp.bart_noise for each in runs] == ["mask", "mask,permute"]
 
 
 @pytest.mark.parametrize("flags, hint", [
