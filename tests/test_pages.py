@@ -87,15 +87,6 @@ def test_commands_of_help_texts_parse():
         check(*command)
 
 
-def test_functions_that_a_page_quotes_are_those_of_the_code(page):
-    source = Path(ROOT, "objectives.py").read_text("utf-8")
-    for block in Path(ROOT, page).read_text("utf-8").split("```python\n")[1:]:
-        quoted = block.split("```")[0].strip()
-        name = re.match(r"def (\w+)", quoted)
-        if name and f"\ndef {name[1]}(" in source:
-            assert quoted in source, f"{page} quotes an older version of {name[1]}"
-
-
 def read_prose(path):  # -> the text of a page without its code
     return re.sub(r"```.*?```|`[^`]*`", "", path.read_text("utf-8"), flags=re.DOTALL)
 
