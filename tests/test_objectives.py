@@ -449,6 +449,13 @@ def mlm_in_slots(x, g, hp):  # each byte gets two positions; the first is masked
     return dict(inp=inp, tgt=twice.where(slots, IGNORE_INDEX), prefix=inp.size(1))
 
 
+def mlm_letters_that_shows_the_case(x, g, hp):
+    is_letter = ((x | 32) >= ord("a")) & ((x | 32) <= ord("z"))
+    chosen = is_letter & (torch.rand(x.shape, generator=g, device=g.device) < 0.6)
+    mask = torch.where(x < ord("a"), SEP, MASK)
+    return dict(inp=torch.where(chosen, mask, x), tgt=x.where(chosen, IGNORE_INDEX), prefix=x.size(1))
+
+
 def random_noise(x, g, hp, leaks=False):  # most targets are visible, and the row does not say which
     replaced = torch.rand(x.shape, generator=g, device=g.device) < hp.mask_rate
     noise = x % 255 + 1 if leaks else O.random_bytes(x.shape, g)
@@ -508,6 +515,7 @@ READS_ITS_TARGET = {    # objective; its wrong fields, or wrong keys of its batc
         "bd3lm", lambda batch: {"before": batch["before"].chunk(2, dim=1)[1].repeat(1, 2, 1)}, False),
     "targets at positions that depend on them": (
         "mlm", dict(corrupt=mlm_in_slots, n_bytes=lambda T, hp: T // 2, uses={}), True),
+    "another mask for some letters": ("mlm", dict(corrupt=mlm_letters_that_shows_the_case), True),
     "a replaced byte": ("mlm", dict(corrupt=lambda *args: random_noise(*args, leaks=True), uses={}), True),
     "a prefix too long by one byte": ("prefix", lambda batch: {"prefix": batch["prefix"] + 1}, False),
     "its own byte": ("prefix", last_of_prefix_predicts_itself, False),
