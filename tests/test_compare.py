@@ -116,7 +116,7 @@ def test_a_killed_run_is_resumed(text):
     assert list(all_runs()) == [folder] and load_checkpoint(folder)["step"] == 2
 
 
-def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(text, capsys, refuses):
+def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(text, capsys):
     run("--objectives", "clm,nsp", "--seeds", "2")
     run("--objectives", "nsp", "--sweep", "nsp_weight=.5,1")
     assert {row for row, *_ in rows_of_csv("out/sweep-nsp_weight.csv")} == {"nsp nsp_weight=0.5", "nsp nsp_weight=1.0"}
@@ -130,7 +130,6 @@ def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(te
     assert re.findall(r"^\| (\w+) \|", out, re.MULTILINE) == ["rotation", "clm", "nsp", "rotation"]
     run("--objectives", "nsp", "--sweep", "nsp_weight=1,1.0,2")
     assert {row[-3:] for row, *_ in rows_of_csv("out/sweep-nsp_weight.csv")} == {"0.5", "1.0", "2.0"}
-    refuses("Try one of mlm, clm, nsp, rotation", run, "--objectives", "mlm", "--baseline", "bart")
 
 
 # ---- changed files

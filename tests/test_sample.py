@@ -917,9 +917,11 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
     replace_prediction(monkeypatch, "rotation", lambda model, x: (x == ord("f")) * 9.0)
     assert "\nfabcde\n" in "\n" + stdout(capsys, "rotation", "--prompt", "defabc")
     replace_prediction(monkeypatch, "electra", lambda model, x: (x > 127) * 4.0 - 2 if x.size(1) <= 32 else None)
-    out = stdout(capsys, "electra", "--prompt", "one\nnaïve café" + "x" * 39)        # read in pieces that fit a block
     times = ", 7.4 times as likely\n"
-    assert out == f"one\nna«ï»ve caf«é»{'x' * 39}\n2:3: na«ï»ve{times}2:10: caf«é»{'x' * 39}{times}"
+    out = stdout(capsys, "electra", "--prompt", "one\nnaïve café" + "x" * 9)
+    assert out == f"one\nna«ï»ve caf«é»{'x' * 9}\n2:3: na«ï»ve{times}2:10: caf«é»{'x' * 9}{times}"
+    out = stdout(capsys, "electra", "--prompt", "fine\n" * 9 + "naïve café")        # read in pieces that fit a block
+    assert out == f"10:3: na«ï»ve{times}10:10: caf«é»{times}"
     replace_prediction(monkeypatch, "contrastive",
                        lambda model, x: F.normalize(torch.tensor([x.size(1), 6.0]), dim=0).expand(len(x), 2))
     out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "equal.txt")

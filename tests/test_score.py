@@ -162,13 +162,12 @@ def test_bits_per_byte_and_shares_of_pairs_are_printed_for_every_objective(name,
     assert re.search(r" 3 pairs  [01]\.[1-9]?\d\d.*  all pairs$", out), "a tie, so more than 0"
 
 
-def test_scores_are_computed_in_the_given_type_by_default_in_float32(runs, capsys, monkeypatch):
+def test_scores_are_computed_in_float32_by_default(runs, capsys, monkeypatch):
     dtypes = []
     load_latest = score.load_latest
     monkeypatch.setattr(score, "load_latest", lambda *args: dtypes.append(args[2]) or load_latest(*args))
     output(capsys, "clm")
-    output(capsys, "clm", "--dtype", "bfloat16")
-    assert dtypes == ["float32", "bfloat16"]
+    assert dtypes == ["float32"]
 
 
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
