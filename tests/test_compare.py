@@ -2,7 +2,6 @@
 import argparse
 import csv
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -53,15 +52,8 @@ def test_each_run_is_trained_and_measured_once(text, capsys, monkeypatch):
     out = capsys.readouterr().out
     metrics = {config["objective"]: load_metrics(folder) for folder, config in all_runs().items()}
     assert re.search(r"^\| rotation \| .* \| 1 \|$", out, re.MULTILINE) and "loss" in metrics["rotation"]
-    assert "- own task of rotation: not measured\n- not in the picture: rotation\n" in out
     for name in names[:3]:
-        assert f"own task of {name}: {metrics[name]['task_heading']}\n" in out
         assert f"| {metrics[name]['task']:.3f} ({metrics[name]['task_baseline']:.3f}) |" in out
-    assert re.findall(r"\[2/4\] mdlm, 2 steps, seed 1: (\w+)", out) == ["training", "measuring", "validation"]
-    assert len(re.findall(", about 1 min left in all\n", out)) == 2, "not after runs 2 and 3: run 1 was trained before"
-    assert re.search(r"\| mtp \| 7.* \| left: ", out) and "| mdlm | <= 7." in out
-    assert max(line.count("|") for line in out.splitlines()) <= 9, "more than eight columns"
-    assert "- mdlm: attn_scale 2.0, early_mask_rate 0.4, uniform_from 0.7\n" in out
     assert {use for objective in OBJECTIVES.values() for use in [*objective.uses][:1]} <= set(evaluate.TASKS)
     assert {"left_4", "left_16", "replaced_auc", "tflop"} <= metrics["mtp"].keys()
     assert metrics["mtp"]["task"] == few["task"]
@@ -124,14 +116,7 @@ def test_a_killed_run_is_resumed(text):
     assert list(all_runs()) == [folder] and load_checkpoint(folder)["step"] == 2
 
 
-def test_the_minutes_that_are_left_include_evaluations():
-    work = [(100, 1), (0, 0), (50, 1), (200, 1), (0, 1)]        # steps, evaluations
-    assert compare.minutes_left(work, [(30.0, 10.0)]) == math.ceil((250 * 0.3 + 3 * 10) / 60)
-    assert compare.minutes_left(work, [(30.0, 10.0), (0.0, 0.0), (60.0, 50.0)]) == math.ceil((200 * 0.6 + 2 * 30) / 60)
-    assert compare.minutes_left(work, [(0.0, 0.0)] * 5) == 0 == compare.minutes_left([(0, 1), (5, 1)], [(0.0, 9.0)])
-
-
-def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(text, capsys, refuses):
+def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(text, capsys):
     run("--objectives", "clm,nsp", "--seeds", "2")
     run("--objectives", "nsp", "--sweep", "nsp_weight=.5,1")
     assert {row for row, *_ in rows_of_csv("out/sweep-nsp_weight.csv")} == {"nsp nsp_weight=0.5", "nsp nsp_weight=1.0"}
@@ -145,7 +130,6 @@ def test_the_report_lists_the_runs_of_earlier_commands_with_the_same_settings(te
     assert re.findall(r"^\| (\w+) \|", out, re.MULTILINE) == ["rotation", "clm", "nsp", "rotation"]
     run("--objectives", "nsp", "--sweep", "nsp_weight=1,1.0,2")
     assert {row[-3:] for row, *_ in rows_of_csv("out/sweep-nsp_weight.csv")} == {"0.5", "1.0", "2.0"}
-    refuses("Try one of mlm, clm, nsp, rotation", run, "--objectives", "mlm", "--baseline", "bart")
 
 
 # ---- changed files
@@ -167,9 +151,6 @@ def test_runs_whose_files_have_changed_are_named_and_used(text, capsys, monkeypa
         out = capsys.readouterr().out
         assert out.endswith(f"- before objectives.py changed: {os.path.basename(folder)}\n")
         assert out.endswith(Path("out/compare.md").read_text()) and ": measuring" not in out
-        os.remove(f"{folder}/code.json")
-        run("--objectives", "mlm", "--tasks_only")
-        assert "before data.py, model.py, objectives.py, run.py, train.py changed: mlm-2" in capsys.readouterr().out
 
 
 def test_figures_are_measured_again_if_the_files_that_measure_have_changed(text, capsys, monkeypatch):
@@ -180,26 +161,6 @@ def test_figures_are_measured_again_if_the_files_that_measure_have_changed(text,
     edit(monkeypatch, "experiments/score.py")
     run("--objectives", "mlm")
     assert load_metrics(folder)["task"] == 0.5 and "Older than" not in capsys.readouterr().out
-    edit(monkeypatch, "experiments/bench.py")
-    for count in 1, 0:
-        run("--objectives", "mlm", "--tasks_only")
-        assert capsys.readouterr().out.count(": measuring") == count
-    os.remove(f"{folder}/ckpt.pt")
-    run("--objectives", "mlm", "--tasks_only")
-    assert ": measuring" not in capsys.readouterr().out
-    edit(monkeypatch, "sample.py")
-    run("--objectives", "mlm")
-    assert "- before experiments/bench.py, sample.py changed: mlm-2-seed1-" in capsys.readouterr().out
-
-
-def test_the_file_that_defines_an_objective_counts_wherever_it_is(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def corrupt(x, g, hp):\n    return {}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = importlib.import_module("mine")
-    monkeypatch.setitem(OBJECTIVES, "mine", dataclasses.replace(OBJECTIVES["clm"], corrupt=mine.corrupt))
-    assert {os.path.basename(file) for file in common.training_files("clm:1,mine:2")} == {*common.TRAINING, "mine.py",
-                                                                                        "objectives.py"}
-    assert all(Path(common.ROOT, file).exists() for file in common.checksums(common.training_files("mine")))
 
 
 # ---- flags
@@ -209,10 +170,7 @@ def plan(*words):  # -> runs
 
 def test_a_flag_goes_to_the_objectives_that_have_it():
     words = ["--objectives", "clm,mlm,mdlm", "--mask_rate", ".4", "--uniform_from", "1"]
-    for more, interval in ([], 200), (["--eval_interval", "7"], 7):
-        runs = plan(*words, *more)
-        assert [(each.hp.mask_rate, each.hp.uniform_from) for each in runs] == [(0.3, 0.7), (0.4, 0.7), (0.3, 1)]
-        assert runs[0].hp.eval_interval == interval, "not a fifth of the run"
+    assert [(each.hp.mask_rate, each.hp.uniform_from) for each in plan(*words)] == [(0.3, 0.7), (0.4, 0.7), (0.3, 1)]
 
 
 def test_values_of_a_sweep_are_rows():
@@ -223,22 +181,16 @@ def test_values_of_a_sweep_are_rows():
     assert [(each.row, each.hp.doc_mask) for each in runs[:2]] == [("clm doc_mask=True", True),
                                                                    ("clm doc_mask=False", False)]
     runs = plan("--objectives", "bart", "--sweep", "bart_noise=mask,mask+permute")
-    assert [(each.row, each.hp.bart_noise) for each in runs] == [
-        ("bart bart_noise=mask", "mask"), ("bart bart_noise=mask,permute", "mask,permute")]
+    assert [each.hp.bart_noise for each in runs] == ["mask", "mask,permute"]
 
 
 @pytest.mark.parametrize("flags, hint", [
-    ("--sweep seed=1,2", "is not a setting"), ("--sweep mask_rate", "Try mask_rate"),
-    ("--sweep mask_rate=2", "--mask_rate"), ("--objectives mml", "Try mlm"), ("--seeds one", "--seed"),
-    ("--seed 7", "itself"), ("--budgets 1e3", "--max_iters"), ("--data . --out_dir out", "inside"),
-    ("--objectives clm --sweep block_size=64,200000", "200000"),
-    ("--data short.txt --objectives clm --block_size 32", "50 bytes to validate on"),
-    ("--out_dir text.txt/out", "text.txt/out: cannot be written"), ("--init_from nowhere", "nowhere"),
-    ("--budget 2", "--budget"), ("--objectives clm --tau .1", "Try it with contrastive"),
-    ("--sweep tau=.1 --objectives clm", "Try it with contrastive"), ("--baseline clmm", "Try one of clm, mlm"),
-    ("--objectives clm:0.5,mlm:0.5", "Try clm:0.5+mlm:0.5"), ("--sweep doc_mask=1 --objectives clm", "True,False")])
+    ("--sweep seed=1,2", "is not a setting"), ("--sweep mask_rate=2", "--mask_rate"), ("--objectives mml", "Try mlm"),
+    ("--seed 7", "itself"), ("--data . --out_dir out", "inside"),
+    ("--objectives clm --sweep block_size=64,200000", "200000"), ("--init_from nowhere", "nowhere"),
+    ("--objectives clm --tau .1", "Try it with contrastive"), ("--baseline clmm", "Try one of clm, mlm"),
+    ("--objectives clm:0.5,mlm:0.5", "Try clm:0.5+mlm:0.5")])
 def test_bad_flags_are_refused_before_anything_runs(flags, hint, text, refuses):
-    Path("short.txt").write_text("x" * 500)
     data = [] if "--data" in flags else ["--data", text]
     refuses(hint, compare.main, [*data, *flags.split()])
     assert not os.path.exists("out")
@@ -260,23 +212,12 @@ def test_a_mixture_is_one_row_and_each_figure_is_of_its_first_member_that_has_it
     assert metrics["tflop"] == pytest.approx(sum(parts) / 2 * 4 / 1e12)
 
 
-def test_tables_show_means_and_standard_errors_of_the_largest_budget_first(tmp_path):
-    small = {"clm": {1: {"left_to_right": 1.5, "left_4": 3.0}, 2: {}}, "mdlm": {1: {"bound": 2.0, "infill_4": 2.0}}}
-    large = {"clm": {3: {"left_to_right": 3.0}, 1: {"left_to_right": 1.0, "left_4": 3.0}, 2: {"left_to_right": 2.0}},
-             "mdlm": {1: {"bound": 3.0, "task": 0.5, "task_heading": "share", "task_baseline": 0.25}, 2: {}},
-             "bart": {1: {"task": 0.0, "task_heading": "share"}, 2: {"task": 0.0}}}
-    budgets = {10: small, 100: large}
-    out = compare.report(budgets, "clm", {"clm", "mdlm"})
+def test_tables_show_means_and_standard_errors_and_what_diverged():
+    rows = {"clm": {3: {"left_to_right": 3.0}, 1: {"left_to_right": 1.0, "left_4": 3.0}, 2: {"left_to_right": 2.0}},
+            "mdlm": {1: {"bound": 3.0, "task": 0.5, "task_heading": "share", "task_baseline": 0.25}, 2: {}}}
+    out = compare.report({100: rows}, "clm", {"clm", "mdlm"})
     assert "| clm | 2.000 ± 0.577 | left: 3.00 |  | 1 2 3 |" in out
-    assert "| mdlm | <= 3.000 |  | 0.500 (0.250) | 1 2 diverged |" in out and "- own task of mdlm, bart: share\n" in out
-    assert "| bart |  |  | 0.000 | 1 2 |" in out, "an error of nothing"
-    assert "- own task of clm: not measured\n" in out and "- not in the picture: bart\n" in out
-    assert out.partition("After 10 steps")[2].splitlines()[-2:] == [
-        "| clm | 1.500 | left: 3.00 | 1 2 diverged |", "| mdlm | <= 2.000 | 2.00 | 1 |"]
-    compare.write_curves(budgets, tmp_path / "curves.csv")
-    head, *lines = csv.reader((tmp_path / "curves.csv").read_text().splitlines())
-    assert head == ["row", "steps", "seed", "metric", "value"] and len(lines) == 13
-    assert ["clm", "10", "1", "left_to_right", "1.5"] in lines
+    assert "| mdlm | <= 3.000 |  | 0.500 (0.250) | 1 2 diverged |" in out
 
 
 def test_differences_are_paired_by_seed():
@@ -305,7 +246,7 @@ def test_shares_of_minimal_pairs_and_their_errors():
         f"| b | 0.375 ± {error:.3f} | -0.375 ± {error:.3f} | bound | 1 2 |"]
 
 
-def test_pairs_are_scored_once_for_a_file(text, capsys, refuses, monkeypatch):
+def test_pairs_are_scored_once_for_a_file(text, capsys, monkeypatch):
     pairs = "a b\ta b\nx = 1\tx 1 =\n"
     Path("pairs.txt").write_text(pairs)
     scored = []
@@ -320,6 +261,3 @@ def test_pairs_are_scored_once_for_a_file(text, capsys, refuses, monkeypatch):
     Path("pairs.txt").write_text(pairs + "yes\tno\n")
     run(*words)
     assert len(scored) == 4 and ": measuring figures" not in capsys.readouterr().out
-    Path("pairs.txt").write_text(pairs + "a\t" + "b" * 31)
-    refuses("longer than 30", run, "--objectives", "clm,mlm,nsp", "--pairs", "pairs.txt")
-    assert len(os.listdir("out/runs")) == 3, "mlm was trained before the refusal"

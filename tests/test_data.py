@@ -122,10 +122,8 @@ BINARY = [random.Random(0).randbytes(5000),                    # compressed data
           array.array("H", [i % 50257 for i in range(0, 900_000, 997)]).tobytes(), b"\x7fELF\2\1\1" + b"\0" * 300]
 REFUSED = [                                     # name, contents, part of the message
     *(("a", contents, "is empty, or not text") for contents in BINARY),
-    ("a.txt", ("жук" * 100).encode("utf-32"), "iconv -f utf-16 -t utf-8"),
-    ("a.jsonl", ('{"text": "жук"}\n' * 3).encode("utf-16"), '{"text": "..."}'),
-    ("a.jsonl", b'{"messages": [{"content": "one"}]}\n', '{"messages"'), ("a.txt", b"", "is empty"),
-    ("a.json", b'[{"text": "one"},\n {"text": "two"}]', '[{"text": "one"}')]
+    ("a.txt", ("жук" * 100).encode("utf-32"), "iconv -f utf-16 -t utf-8"), ("a.txt", b"", "is empty"),
+    ("a.jsonl", b'{"messages": [{"content": "one"}]}\n', '{"messages"')]
 
 
 @pytest.mark.parametrize("mapped_bytes", [1, 1 << 26])

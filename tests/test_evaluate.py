@@ -12,7 +12,6 @@ import sample
 from data import EOT, MASK, from_bytes, make_rng, open_corpus, to_bytes
 from experiments import evaluate
 from objectives import OBJECTIVES, Search
-from run import get_members
 
 SENTENCES = from_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
 CLEAN = SENTENCES[:128].tolist()
@@ -112,14 +111,6 @@ def test_a_tenth_of_the_bytes_is_replaced_by_bytes_as_frequent_as_in_the_text(mo
     assert found == {"replaced_auc": 1.0}, "a byte that is replaced by itself is not replaced"
     share = [float((seen[0] == ord(letter)).float().mean()) for letter in "ac"]
     assert share == [pytest.approx(0.05, abs=0.01), pytest.approx(0.025, abs=0.01)]
-
-
-def test_auc_is_measured_on_texts_no_longer_than_in_training(monkeypatch):
-    def masked_log_probs(model, ids, use, passes):
-        assert ids.size(1) == 64 // 2 - 2, "a row of xlnet holds its text twice"
-        return torch.zeros(ids.size(1), 255)
-    monkeypatch.setattr(evaluate.sample, "masked_log_probs", masked_log_probs)
-    assert measure(evaluate.eval_corruption, "xlnet", T=64) == {"replaced_auc": 0.5}
 
 
 def test_auc_is_the_share_of_pairs_in_the_right_order():
@@ -280,16 +271,3 @@ def test_writing_keeps_the_prompt_and_reads_nothing_else(name, order):
     assert written.shape == x.shape and (written[:, :32] == x[:, :32]).all() and (written < 256).all()
     again = evaluate.write(*args, F.pad(x[:, :32], (0, 44), value=7), make_rng("a"), steps=3)
     assert torch.equal(written, again), "bytes after the prompt are read"
-
-
-def test_of_a_mixture_each_figure_is_of_the_first_member_that_has_it(monkeypatch):
-    """All figures of the own task are of one member."""
-    found = {"eval_task": {"clm": {"task": 1}, "mlm": {"task": 2, "ends": 2}},
-             "eval_infilling": {"clm": {"left_4": 1}, "mlm": {"left_4": 2, "infill_4": 2}},
-             "eval_filling_in_order": {"clm": {}, "mlm": {"left_by_filling": 2}}}
-    for name in (*found, "eval_corruption", "eval_corrections", "eval_replaced"):
-        figures = found.get(name, {})
-        monkeypatch.setattr(evaluate, name, lambda model, objective, hp, text, f=figures: f.get(objective.name, {}))
-    hp = settings("clm,mlm", 128)
-    metrics = evaluate.measure(None, get_members(hp), hp, None, {})
-    assert metrics == {"task": 1, "left_4": 1, "infill_4": 2, "left_by_filling": 2}

@@ -22,7 +22,6 @@ T = 161                                         # odd: not a multiple of a kerne
 @pytest.mark.parametrize("rule", [0, 50, T, "each row", "mask"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_fast_attention_equals_a_dense_mask_forward_and_backward(dtype, tolerance, rule, D):
-    """In rows of the GPU; test_model.py compares the forms of attention on the CPU."""
     B = 64
     q_pos = torch.arange(T, device="cuda")
     g = make_rng("attention", "cuda")

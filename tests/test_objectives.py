@@ -452,7 +452,6 @@ def mlm_in_slots(x, g, hp):  # each byte gets two positions; the first is masked
 def mlm_letters_that_shows_the_case(x, g, hp):
     is_letter = ((x | 32) >= ord("a")) & ((x | 32) <= ord("z"))
     chosen = is_letter & (torch.rand(x.shape, generator=g, device=g.device) < 0.6)
-    chosen = chosen.scatter(1, O.random_positions(*x.shape, 1, g), True)
     mask = torch.where(x < ord("a"), SEP, MASK)
     return dict(inp=torch.where(chosen, mask, x), tgt=x.where(chosen, IGNORE_INDEX), prefix=x.size(1))
 
@@ -502,12 +501,6 @@ def spoiled(corrupt, change):  # -> a corrupt that changes keys of the batch: ch
     return spoil
 
 
-def case_of_visible_letters(batch):
-    letter = batch["inp"] | 32                  # in lower case
-    is_upper = (batch["inp"] < ord("a")).long()
-    return {"case_tgt": is_upper.where((letter >= ord("a")) & (letter <= ord("z")), IGNORE_INDEX)}
-
-
 def last_of_prefix_predicts_itself(batch):
     last = batch["prefix"][:, None] - 1
     return {"tgt": batch["tgt"].scatter(1, last, batch["inp"].gather(1, last))}
@@ -528,8 +521,7 @@ READS_ITS_TARGET = {    # objective; its wrong fields, or wrong keys of its batc
     "its own byte": ("prefix", last_of_prefix_predicts_itself, False),
     "a label from bytes": ("clm", lambda batch: {"labels": batch["inp"][:, 5] % 2}, False),
     "a target of another head": (
-        "mtp", lambda batch: {"future_tgt": torch.stack((batch["tgt"], batch["inp"]), dim=2)}, False),
-    "a further target": ("mlm", case_of_visible_letters, False)}
+        "mtp", lambda batch: {"future_tgt": torch.stack((batch["tgt"], batch["inp"]), dim=2)}, False)}
 
 
 @pytest.mark.parametrize("name, wrong, learns", READS_ITS_TARGET.values(), ids=READS_ITS_TARGET)
@@ -559,7 +551,6 @@ def test_a_label_that_random_bytes_cannot_reveal_would_be_noticed_in_the_loss():
 EQUALLY_LIKELY = {  # number of possible outcomes, and draws of them
     "placements of spans": (12, lambda: O.place_spans(4000, 6, 3, 2, make_rng("p"))[1]),
     "masked bytes": (15, lambda: make("mlm", 4000, T=6, mask_rate=0.34)[1]["tgt"] != IGNORE_INDEX),
-    "electra's bytes": (15, lambda: make("electra", 4000, T=6, electra_mask_rate=0.34)[1]["chosen"].sort(dim=1)[0]),
     "prefixes": (T // 2, lambda: make("prefix", 4000)[1]["prefix"]),
     "cuts of ul2": (31, lambda: make("ul2", 4000, T=34)[1]["prefix"][2000:3000]),
     "pairs of crops": (121, lambda: O.contrastive(torch.arange(20).expand(6000, -1), make_rng("c"),
@@ -593,10 +584,9 @@ def check_mlm(x, batch, k, mask=0.8, left=0.1 + 0.1 / 255):
 
 
 @pytest.mark.parametrize("name, T, rate, k, masked, random", [
-    ("mlm", T, 0.15, 7, 0.8, 0.1), ("mlm", T, 0.33, 16, 1.0, 0.0), ("mlm", T, 1.0, T, 0.0, 1.0),
-    ("mlm", T, 0.001, 1, 0.5, 0.25), ("electra", T, 0.15, 7, 0.85, 0.0), ("electra", T, 0.001, 1, 0.85, 0.0),
-    ("nsp", T, 0.15, 7, 0.8, 0.1), ("nsp", T, 0.001, 1, 0.8, 0.1),
-    ("mlm", 30, 0.15, 4, 0.8, 0.1), ("mlm", 30, 0.25, 8, 0.8, 0.1), ("mlm", 30, 0.35, 10, 0.0, 0.0)])
+    ("mlm", T, 0.15, 7, 0.8, 0.1), ("mlm", T, 1.0, T, 0.0, 1.0), ("mlm", T, 0.001, 1, 0.5, 0.25),
+    ("mlm", 30, 0.25, 8, 0.8, 0.1), ("mlm", 30, 0.35, 10, 0.0, 0.0),    # 7.5 and 10.5 bytes are rounded to even
+    ("electra", T, 0.15, 7, 0.85, 0.0), ("nsp", T, 0.15, 7, 0.8, 0.1)])
 def test_masked_replaced_and_left_bytes_have_their_shares_of_an_exact_count(name, T, rate, k, masked, random):
     x, batch, _ = make(name, B=2000, T=T, mask_rate=rate, electra_mask_rate=rate, nsp_mask_rate=rate,
                        mask_token=masked, mask_random=random)
@@ -885,8 +875,7 @@ def test_bart_noises_change_exact_numbers_of_bytes_and_share_the_rate(noise, rat
 
 
 @pytest.mark.parametrize("noise, low, high, n, least, most", [
-    ("infill", 0.0, 0.3, 100, 1, 30), ("infill,replace", 0.0, 0.3, 100, 1, 15), ("mask", 0.001, 0.001, 100, 1, 1),
-    ("mask,delete,permute", 0.2, 0.3, 100, 10, 15), ("mask", 0.0, 0.3, 52, 1, 16), ("mask", 0.4, 0.3, 50, 15, 15)])
+    ("infill", 0.0, 0.3, 100, 1, 30), ("mask,delete,permute", 0.2, 0.3, 100, 10, 15), ("mask", 0.0, 0.3, 52, 1, 16)])
 def test_bart_rows_differ_in_their_amount_of_noise(noise, low, high, n, least, most):
     hp = settings("bart", T, bart_noise=noise, bart_rate_min=low, bart_rate=high)
     k = O.bart_counts(torch.full((3000, 1), n), hp, make_rng("k"))                  # 52 bytes: at most 15.6, rounded

@@ -69,12 +69,6 @@ def check(program, flags):
             parse_own_flags("", "", module.FLAGS, argv)
 
 
-def test_code_of_pages_is_not_cut_on_a_screen(page):
-    width = 80 if page == "README.md" else 100
-    blocks = Path(ROOT, page).read_text("utf-8").split("```")[1::2]
-    assert not [line for block in blocks for line in block.splitlines() if len(line) > width]
-
-
 def test_commands_of_pages_parse(page):
     found = [*page_commands(page)]
     assert found, "no command was recognized"
@@ -91,15 +85,6 @@ def test_commands_of_help_texts_parse():
     assert len(found) > 30
     for command in found:
         check(*command)
-
-
-def test_functions_that_a_page_quotes_are_those_of_the_code(page):
-    source = Path(ROOT, "objectives.py").read_text("utf-8")
-    for block in Path(ROOT, page).read_text("utf-8").split("```python\n")[1:]:
-        quoted = block.split("```")[0].strip()
-        name = re.match(r"def (\w+)", quoted)
-        if name and f"\ndef {name[1]}(" in source:
-            assert quoted in source, f"{page} quotes an older version of {name[1]}"
 
 
 def read_prose(path):  # -> the text of a page without its code
@@ -207,8 +192,3 @@ def test_figures_of_tables_are_those_of_curves_csv(page):
             is_explained = declared or comment.startswith("<!-- not from curves.csv: ")
             assert is_explained or not re.search(rf"\| \**{NUMBER}\** \|", line), f"{page}: where is this from? {line}"
     assert not wrong, f"{page}: the right rows:\n" + "\n".join(wrong)
-
-
-def test_figures_are_of_one_program(page):
-    commits = re.findall(r"\b(?=[a-f]*\d)[\da-f]{7}\b", Path(ROOT, page).read_text("utf-8"))
-    assert not commits or page != "README.md", f"{page} names {commits}"

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import tiny, equal, randomize, settings
-from test_train import assert_same_run, fit, metrics, on_posix, resume, write
+from test_train import assert_same_run, fit, on_posix, resume, write
 
 import run
 import sample
@@ -98,8 +98,7 @@ def test_auto_is_cuda_or_cpu_and_each_process_has_its_own_gpu(monkeypatch):
 @pytest.mark.parametrize("error, precision", [(1e-6, "medium"), (1e-4, "highest")])
 def test_a_cpu_uses_fast_products_only_if_they_are_exact(error, precision, monkeypatch):
     """As on a CPU whose products are rounded with precision medium, and only then: in float32 by 1e-6, in
-    bfloat16 by more. Caches of kernels are small, unless the environment says otherwise. The probe does not
-    draw from torch's own generator."""
+    bfloat16 by more. The probe does not draw from torch's own generator."""
     matmul = torch.Tensor.__matmul__
 
     def product(a, b):
@@ -107,15 +106,11 @@ def test_a_cpu_uses_fast_products_only_if_they_are_exact(error, precision, monke
         is_fast = a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium"
         return (exact * (1 + error * is_fast)).to(a.dtype)
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)
-    monkeypatch.setenv("LRU_CACHE_CAPACITY", "9")
-    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")   # so that it is restored after the test
-    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
     seed = torch.get_rng_state()
     for before in ("highest", "medium"):        # what an earlier run left
         torch.set_float32_matmul_precision(before)
         run.use_device(torch.device("cpu"))
         assert torch.get_float32_matmul_precision() == precision
-    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256" and os.environ["LRU_CACHE_CAPACITY"] == "9"
     assert torch.equal(torch.get_rng_state(), seed)
 
 
@@ -135,6 +130,7 @@ def test_a_run_is_named_for_its_objective_and_the_latest_is_found(text):
         run.open_metrics(path, 0).close()
         write(os.path.join(path, "best.pt"), b"")
         os.utime(os.path.join(path, "best.pt"), (len(folder), len(folder)))
+    os.mkdir("out/mlm")                         # a run that has just begun has nothing to sample from
     assert run.newest_run() == os.path.join("out", "clm_.5+mlm_.5")
     assert run.choose_out_dir(settings("clm", 32, out_dir="mine")) == "mine"
 
@@ -272,15 +268,12 @@ def test_a_second_signal_and_signals_that_nohup_ignores_are_not_caught(at_start,
 BAD = [  # flags, part of the error message
     ("--max_iter 3", "--max_iter"), ("--max_iters many", "invalid int value: 'many'"),
     ("--max_passes nan", "nan is not between"), ("--n_embd 15", "a multiple of 4"),
-    ("--objective mml", "Try mlm"), ("--objective bert", "Try mlm"), ("--objective clm,clm", "as in clm:"),
+    ("--objective bert", "Try mlm"), ("--objective clm,clm", "as in clm:"),
     ("--objective clm:1e-320,mlm", "positive weights"), ("--mask_rate .2", "Try it with mlm"),
     ("--objective mlm --mask_random 1", "than 1"), ("--objective bart --doc_mask", "--doc_mask"),
-    ("--objective bart --bart_noise mask,mask", "repeated name"),
     ("--objective span --block_size 64 --span_rate .9", "spans do not fit"),
-    ("--objective ul2 --block_size 64 --span_rate .9", "spans do not fit"),
-    ("--objective ul2 --batch_size 3", "Try --batch_size 4"),
     ("--objective clm,contrastive --batch_size 1 --accum 2", "too small for contrastive"),
-    ("--data tiny.txt", "--block_size"), ("--data missing.jsonl", "--data missing.jsonl: neither a file"),
+    ("--data tiny.txt", "--block_size"),
     # a run that read a pipe is resumed without it in this way, too
     (f"--data {os.devnull}", f"--data {os.devnull}: neither a file"), ("--device cuda:99", "--device cpu"),
     ("--cuda_graph", "NVIDIA GPU"), ("--accum 3", "a multiple of 2"), ("--out_dir text.txt", "--out_dir"),
@@ -288,9 +281,7 @@ BAD = [  # flags, part of the error message
     ("--resume --out_dir bare", "no checkpoint"), ("--resume --out_dir run --max_iters 0", "is at step 1"),
     ("--resume --out_dir run --n_embd 32", "--n_embd 32"),
     ("--resume --out_dir run --data other.txt", "differs from the data of run"),
-    ("--resume --out_dir run --data text.txt:1 other.txt:.1", "differs from the data of run"),
     ("--init_from run --n_head 1", "has 2 heads"), ("--init_from run --ngram_rows 0", "here missing"),
-    ("--init_from run --n_layer 5", "weight is missing, here torch.float32 ["),
     ("--init_from new.pt", "--objective new: unknown. Try one of "), ("--init_from version.pt", "layout"),
     ("--init_from text.txt", "not a checkpoint"),
     ("--init_from payload.pt", "not a checkpoint of this program (it holds code)")]
@@ -362,27 +353,6 @@ def test_training_leaves_torchs_generator_and_does_not_depend_on_the_default_dty
         torch.set_default_dtype(torch.float32)
     assert_same_run("a", "b")
     sample.load_run("b", "cpu")
-
-
-def test_lines_of_metrics_that_were_changed_or_cut_are_not_glued(text, monkeypatch, capsys):
-    """For example, an editor has written CRLF. The curves leave out a line that is being written."""
-    fit(text, "a", "--max_iters", "6")
-    path = Path("a/metrics.jsonl")
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    resume("a", "--max_iters", "8")
-    steps = [record["step"] for record in metrics("a", "train")]
-    assert steps == sorted(set(steps)) and {0, 1, 6, 7} <= {*steps}
-    path.write_bytes(path.read_bytes() + b'{"step": 9, "spl')
-    run.draw_losses("a")
-    assert "loss.png" in capsys.readouterr().out
-
-
-def test_a_dangling_link_and_a_run_without_checkpoint_are_no_runs(text):
-    os.makedirs("out/mlm")
-    os.symlink("nowhere", "out/clm")
-    assert run.choose_out_dir(get_config(["--device", "cpu"])) == "out/clm-2"
-    fit(text, "out/clm-2", "--max_iters", "1")
-    assert run.newest_run() == os.path.join("out", "clm-2"), "a run that has just begun has nothing to sample from"
 
 
 def test_closed_streams_are_the_null_device(monkeypatch):

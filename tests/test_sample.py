@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
 import objectives
 import sample
 import train
-from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, Flag, make_rng
+from data import CLS, EOT, MASK, MID, MODE_R, MODE_S, MODE_X, PRE, SENTINEL, SEP, SUF, make_rng
 from model import ModelConfig, Transformer
 from objectives import OBJECTIVES, Fill
 from run import load_checkpoint, load_run, run_program
@@ -485,12 +484,12 @@ def slow_edits(model, ids, T, error_rate):
     return edits
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_edits_equal_those_without_a_cache(seed):
     """By a random model, which many bytes surprise, in a text of several windows. Neither line ends nor parts of
     characters are changed."""
     net = randomized(seed=seed, dtype=torch.double).double().requires_grad_(False)
-    text = [*"some words, x=\n(3) and more café words. ".encode() * 5]
+    text = [*"some words, x=\n(3) and more café words. ".encode() * 3]
     found = sample.find_edits(net, text, 64, 0.3)
     want = slow_edits(net, text, 64, 0.3)
     assert [edit[:3] for edit in want] == [(e.start, e.new, sample.KINDS[e.stop - e.start, len(e.new)]) for e in found]
@@ -549,18 +548,6 @@ def test_without_standard_error_a_file_gets_only_the_text(runs, capfdbinary, mon
     assert capfdbinary.readouterr().out == b"fl\xe4che"
 
 
-def test_a_terminal_without_colors_gets_plain_marks(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for variable, value, shown in (("HOME", "x", "\033[7mq\033[0m"), ("NO_COLOR", "1", "«q»"), ("TERM", "dumb", "«q»")):
-        monkeypatch.setenv(variable, value)
-        sample.show(f"{sample.WRONG[0]}q{sample.WRONG[1]}\a\udcff")
-        assert capsys.readouterr().out == shown + "\\x07\ufffd"
-        if variable != "HOME":
-            monkeypatch.delenv(variable)
-
-
 # ---- infilling holes of unknown length
 LONG_SCRIPT = [70] * 4 + [SENTINEL + 1] + [71] * 20
 
@@ -571,9 +558,7 @@ LONG_SCRIPT = [70] * 4 + [SENTINEL + 1] + [71] * 20
     # the source and the first sentinel take 8 of 16 positions, and the next sentinel takes one, but is no new byte
     (LONG_SCRIPT, [[65], [66], [67]], 50, 16, [[70] * 4, [71] * 3], False),
     (LONG_SCRIPT, [[65], [66], [67]], 9, 99, [[70] * 4, [71] * 5], False),
-    (LONG_SCRIPT, [[65], [66], [67]], 4, 99, [[70] * 4, []], False),
-    (LONG_SCRIPT, [[65], [66], [67]], 0, 99, [[], []], False),
-    ([70] * 20, [[65], [66], [67]], 50, 16, [[70] * 8, []], False)])
+    (LONG_SCRIPT, [[65], [66], [67]], 4, 99, [[70] * 4, []], False)])
 def test_spans_are_split_at_sentinels_and_end_with_the_block_or_at_max_new_tokens(script, pieces, most, block, holes,
                                                                                   ended):
     span = OBJECTIVES["span"]
@@ -682,16 +667,13 @@ def test_holes_are_filled_from_the_left_and_read_what_is_near(runs, capsys, monk
 
 # ---- repairing
 @pytest.mark.parametrize("text, pieces", [
-    (b"", []), (b"abcdefgh", [b"abcdefgh"]), (b"abcdefghi", [b"abcde", b"fghi"]),
-    (b"ab cd efgh", [b"ab cd ", b"efgh"]), (b"a bcdefghijk", [b"a bcde", b"fghijk"]),
-    (b"abc\ndefghi", [b"abc\n", b"defghi"]), (b"abcdefg\thijklmno", [b"abcdefg\t", b"hijklmno"]),
-    ([*b"ab de ", MASK, *b" fgh"], [[*b"ab de ", MASK, *b" "], b"fgh"])])
+    (b"", []), (b"abcdefgh", [b"abcdefgh"]), (b"abcdefghi", [b"abcde", b"fghi"]), (b"ab cd efgh", [b"ab cd ", b"efgh"]),
+    (b"a bcdefghijk", [b"a bcde", b"fghijk"]), ([*b"ab de ", MASK, *b" fgh"], [[*b"ab de ", MASK, *b" "], b"fgh"])])
 def test_a_long_text_is_cut_into_equal_parts_after_spaces_but_not_right_before_a_hole(text, pieces):
     assert [*sample.cut_after_spaces([*text], 8)] == [[*piece] for piece in pieces]
 
 
 @pytest.mark.parametrize("noise, n, sources", [("infill", 32, [32]), ("infill", 33, [17, 16]),
-                                               ("infill,permute", 63, [63]), ("infill,permute", 64, [32, 32]),
                                                ("insert,permute", 54, [54]), ("insert,permute", 55, [28, 27])])
 def test_a_text_is_repaired_in_pieces_none_longer_than_in_training(noise, n, sources, monkeypatch):
     hp = settings("bart", 128, bart_noise=noise)
@@ -718,10 +700,9 @@ LONG = "x" * 99
 HOLE = "a<extra_id_0>b"
 SIDES = ["--prefix", "a", "--suffix", "b"]
 FILES = {"book.txt": b"import argparse\n" * 40, "lines.txt": b"a\n\nccc\nbb\n",
-         "holes.txt": b"\xffa[MASK]\n", "void.txt": b" \n\n", "equal.txt": b"bb\na\nbb\nccc\nbb\n",
+         "holes.txt": b"\xffa[MASK]\n", "equal.txt": b"bb\na\nbb\nccc\nbb\n",
          "utf16.txt": "a text".encode("utf-16"), "latin1.txt": b"fl\xe4che",
-         "long.txt": b"aaaa bb cc\nxx ccc aaaaaa\n",
-         "typos.txt": "naïve café\n".encode() + b"fine\n" * 9 + b"ab!cd a! x\n"}
+         "long.txt": b"aaaa bb cc\nxx ccc aaaaaa\n"}
 
 
 @pytest.fixture(scope="module")
@@ -758,13 +739,8 @@ def replace_prediction(monkeypatch, name, predict):
     monkeypatch.setitem(OBJECTIVES, name, dataclasses.replace(OBJECTIVES[name], uses={mode: use}))
 
 
-def has_control_characters(out):  # other than those that highlight new parts
-    return re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", re.sub(r"\x1b\[[07]m", "", out))
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys):
-    """On held-out text of any length."""
     mode = next(iter(OBJECTIVES[name].uses))
     flags = ["--max_new_tokens", "20"] if mode in ("continue", "continue_blocks", "infill") else []
     for text in (RAW * 9, RAW[:10]):
@@ -779,19 +755,6 @@ def test_without_a_text_every_objective_demonstrates_itself(name, runs, capsys):
     if mode == "search":                        # the searched text does not contain the query
         texts, _ = sample.demonstration("search", torch.arange(1, 100), 32)
         assert bytes(texts["query"]) + texts["corpus"] == bytes(range(1, 100)) and len(texts["query"]) == 8
-
-
-# (command, names of objectives), which may go on in the next line
-EXAMPLES = re.findall(r"^    (python sample.py.*?) {2,}.*: (.*(?:\n {60,}.*)*)", sample.__doc__, re.MULTILINE)
-
-
-def test_the_help_has_examples_of_every_objective_and_mode_which_work(runs, capsys, monkeypatch):
-    monkeypatch.setitem(sample.FLAGS["writing"], "max_new_tokens", Flag(20, ""))
-    assert {name for _, names in EXAMPLES for name in re.split(r",\s+", names)} == {*OBJECTIVES, "any objective"}
-    assert len(EXAMPLES) == len(sample.MODES) + 1               # "write between two texts"
-    for command, names in EXAMPLES:
-        for name in re.split(r",\s+", names.replace("any objective", "clm")):
-            assert stdout(capsys, name, *shlex.split(command)[2:])
 
 
 INPUTS = {
@@ -841,8 +804,7 @@ def test_other_ways_to_the_same_text_print_the_same_text(name, flags, others, ru
 
 @pytest.mark.parametrize("name, flags, expected", [
     ("mlm", ["a[MASK]"], (0, 0, 1)), ("mlm", ["a[MASK]", "--num_samples", "2"], (0.8, 0, 1)),
-    ("mdlm", ["a", "--num_samples", "2"], (1, 0, 0.8)), ("span", [HOLE], (0, 0, 1)), ("clm", ["a"], (0.8, 0, 1)),
-    ("fim", [HOLE, "--top_k", "5"], (0.8, 5, 1)),
+    ("mdlm", ["a"], (1, 0, 0.8)), ("clm", ["a"], (0.8, 0, 1)),
     ("bart", ["a", "--temperature", "0.3", "--top_k", "5", "--top_p", "0.5"], (0.3, 5, 0.5))])
 def test_holes_and_repairs_take_the_most_likely_byte_by_default(name, flags, expected, runs, capsys, monkeypatch):
     seen = set()
@@ -885,7 +847,6 @@ HOLE_IDS = [97, SENTINEL, 98, SENTINEL + 1, SEP, SENTINEL]
 GIVEN = [                                       # in a block of 32
     ("clm", ["--prompt", "abc"], [*b"abc"], 0), ("clm", ["--prompt", ""], [EOT], 0),
     ("prefix", ["--prompt", "abc"], [*b"abc"], ALL), ("prefix", ["--prompt", "a" + LONG], [*b"x" * 16], ALL),
-    ("ul2", ["--prompt", "abc"], [MODE_S, *b"abc", SEP], ALL),
     ("ul2", ["--prompt", "<extra_id_0>", "--max_new_tokens", "17"], [MODE_X, SENTINEL, SEP, SENTINEL], 3),
     ("ul2", ["--prompt", HOLE, "--max_new_tokens", "16"], [MODE_R, *HOLE_IDS], 6),
     # if a text does not end in a hole, one more sentinel follows, so that the last answer ends with a sentinel
@@ -898,13 +859,11 @@ GIVEN = [                                       # in a block of 32
     # as in training
     ("nsp", ["--prefix", LONG + "123", "--suffix", "z" * 14], [CLS, *b"xxxxxxxxxxx123", SEP, *b"z" * 14, SEP], ALL),
     ("nsp", ["--prefix", "a", "--suffix", "12345678" + LONG], [CLS, 97, SEP, *b"x" * 14, SEP], ALL),
-    ("mlm", ["--prompt", "a[MASK:2]b"], [97, MASK, MASK, 98], ALL),
     # a quarter of the block lies before a hole, and more if the text ends soon after it
     ("mlm", ["--prompt", LONG + "[MASK]" + "y" * 99], [*b"x" * 8, MASK, *b"y" * 23], ALL),
     ("hybrid", ["--prompt", LONG + "[MASK]"], [EOT, *b"x" * 30, MASK], ALL),
     ("mdlm", ["--prompt", "abc", "--max_new_tokens", "2"], [*b"abc", MASK, MASK], ALL),
     ("nsp", ["--prefix", "FILE:holes.txt", "--suffix", "b"], [CLS, *FILES["holes.txt"], SEP, 98, SEP], ALL),
-    ("clm_.5+mlm_.5", ["--prompt", "a[MASK]"], [97, MASK], ALL),
     ("clm_.5+mlm_.5", ["--prompt", "a[MASK]", "--objective", "clm"], [*b"a[MASK]"], 0),
 ]
 
@@ -947,8 +906,9 @@ def test_a_terminal_gets_no_control_character_and_sees_what_is_new(name, prompt,
     assert RAW in stdout(capsys, name, "--prompt", prompt)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     out = stdout(capsys, name, "--prompt", prompt)
-    assert r"a\x1b[31mb\x07c\x08d" in out and r"\x0d" not in out and not has_control_characters(out)
-    assert ("\x1b[7m" in out) == (name != "clm")
+    assert r"a\x1b[31mb\x07c\x08d" in out and r"\x0d" not in out
+    plain = re.sub(r"\x1b\[[07]m", "", out)     # without what highlights new parts
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", plain) and (plain != out) == (name != "clm")
 
 
 def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
@@ -956,10 +916,12 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
     whole, and their words are listed with line and column."""
     replace_prediction(monkeypatch, "rotation", lambda model, x: (x == ord("f")) * 9.0)
     assert "\nfabcde\n" in "\n" + stdout(capsys, "rotation", "--prompt", "defabc")
-    replace_prediction(monkeypatch, "electra", lambda model, x: (x > 127) * 4.0 - 2)
-    out = stdout(capsys, "electra", "--prompt", "one\nnaïve café" + "x" * 9)
+    replace_prediction(monkeypatch, "electra", lambda model, x: (x > 127) * 4.0 - 2 if x.size(1) <= 32 else None)
     times = ", 7.4 times as likely\n"
+    out = stdout(capsys, "electra", "--prompt", "one\nnaïve café" + "x" * 9)
     assert out == f"one\nna«ï»ve caf«é»{'x' * 9}\n2:3: na«ï»ve{times}2:10: caf«é»{'x' * 9}{times}"
+    out = stdout(capsys, "electra", "--prompt", "fine\n" * 9 + "naïve café")        # read in pieces that fit a block
+    assert out == f"10:3: na«ï»ve{times}10:10: caf«é»{times}"
     replace_prediction(monkeypatch, "contrastive",
                        lambda model, x: F.normalize(torch.tensor([x.size(1), 6.0]), dim=0).expand(len(x), 2))
     out = stdout(capsys, "contrastive", "--query", "aa", "--corpus", "equal.txt")
@@ -972,28 +934,6 @@ def test_every_mode_prints_what_the_model_found(runs, capsys, monkeypatch):
     assert f"similarity {near:.3f}, line 1" in out and f"similarity {(1 + 0.996) / 2:.3f}, line 2" in out
     replace_prediction(monkeypatch, "nsp", lambda *args: torch.tensor(-2.0))
     assert f"follows the first with probability {1 / (1 + math.exp(2)):.3f}" in stdout(capsys, "nsp", *SIDES)
-
-
-def test_of_a_long_file_all_suspicious_words_are_listed_and_nothing_else(runs, capsys, monkeypatch):
-    """It is read in pieces that fit a block. The most suspicious come first."""
-    replace_prediction(monkeypatch, "electra", lambda model, x:
-                       (x == ord("!")) * 4.0 + (x == 0xc3) * 5.0 - 2 if x.size(1) <= 32 else None)
-    out = stdout(capsys, "electra", "--prompt", "FILE:typos.txt")
-    assert [line.partition(",")[0] for line in out.splitlines()] == [
-        "1:3: na«ï»ve", "1:10: caf«é»", "11:3: ab«!»cd", "11:8: a«!»"]
-
-
-def test_texts_that_are_embedded_together_get_the_same_embeddings_as_alone(runs, given):
-    model, hp, _ = sample.load_run("out/contrastive", "cpu", "float32")
-    randomize(model)
-    order = torch.randperm(200, generator=make_rng("lines")).tolist()
-    texts = [bytes(ids(1 + i % 7, seed=i)[0].tolist()) for i in order]
-    use = OBJECTIVES["contrastive"].uses["search"]
-    alone = torch.cat([use.embed(model, torch.tensor([list(text)])) for text in texts])
-    given.clear()
-    vectors = sample.map_texts(lambda x: use.embed(model, x), texts, "cpu")
-    torch.testing.assert_close(torch.stack([vectors[text] for text in texts]), alone, rtol=1e-5, atol=1e-6)
-    assert len(given) == 7 and max(len(rows) for rows, _ in given) <= sample.MAX_ROWS
 
 
 def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys, monkeypatch):
@@ -1011,8 +951,7 @@ def test_a_continued_text_ends_at_the_first_eot_and_a_hole_has_none(runs, capsys
 
 
 @pytest.mark.parametrize("run, word", [
-    ("clm", "[MASK:3]"), ("mlm", "<extra_id_0>"), ("mlm", "[mask]"), ("mlm", "[MASK:0]"),
-    ("ul2", "<extra-id-0>")])
+    ("clm", "[MASK:3]"), ("mlm", "<extra_id_0>"), ("mlm", "[mask]"), ("ul2", "<extra-id-0>")])
 def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, capsys, refuses):
     """The note says how holes are written. Beside a hole that is filled, such a word is refused."""
     err = output(capsys, run, "--prompt", word).err
@@ -1030,12 +969,10 @@ def test_every_use_can_be_asked_for(runs, capsys):
     for name, flags, mode in (
             ("nsp", ["--prompt", "a[MASK]b"], "fill"), ("nsp", SIDES, "follow"), ("fim", SIDES, "infill"),
             ("bart", ["--prompt", "[MASK]"], "repair"), ("ul2", ["--prompt", "a[MASK]"], "continue"),
-            ("hybrid", SIDES, "infill"), ("hybrid", ["--prompt", HOLE], "infill"),
-            ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"), ("electra,clm", ["--prompt", "a"], "mark"),
-            ("mlm,clm", ["--prompt", "a"], "continue"), ("mlm", ["--prompt", "a"], "correct"),
-            ("mlm", [], "fill"), ("mdlm", ["--prompt", "a"], "write"),
-            ("hybrid", ["--prompt", "a"], "continue"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
-            ("mdlm,clm", ["--prompt", "a", "--correct", ""], "correct"), ("clm,nsp", SIDES, "follow")):
+            ("hybrid", ["--prompt", HOLE], "infill"), ("bd3lm,clm", ["--prompt", "a"], "continue_blocks"),
+            ("mlm,clm", ["--prompt", "a"], "continue"), ("mlm", ["--prompt", "a"], "correct"), ("mlm", [], "fill"),
+            ("mdlm", ["--prompt", "a"], "write"), ("hybrid", ["--prompt", "a", "--fix", ""], "correct"),
+            ("clm,nsp", SIDES, "follow")):
         texts = dict(zip((flag[2:] for flag in flags[::2]), map(os.fsencode, flags[1::2])))
         objective, chosen = sample.choose_use(settings(name, T), "", {*texts}, texts.get("prompt", b""))
         assert chosen == mode and mode in objective.uses, (name, flags)
@@ -1048,13 +985,11 @@ BAD = [
     ("clm", ["--temperature", "nan"], "nan"),
     ("contrastive", ["--prompt", "a"], "only to continue a prompt or write in blocks or"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
-    ("contrastive", ["--query", "a", "--corpus", "void.txt"], "--corpus: has no line of text"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "has no hole"),
     ("clm", ["--prompt", "FILE:."], "--prompt ."), ("mlm", ["--fix"], "--prompt: is missing"),
     ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "or not text"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "--steps: has no effect when mlm is used to correct a text"),
-    ("electra", ["--prompt", "a", "--correct"], "--correct: has no effect when electra is used to mark"),
 ]
 
 

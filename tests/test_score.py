@@ -1,8 +1,6 @@
 """Every way to compute the bits of a text equals a slow reference; and the program that prints them."""
-import gzip
 import json
 import math
-import os
 import re
 from pathlib import Path
 
@@ -114,19 +112,10 @@ def test_shares_and_errors(runs, capsys, monkeypatch):
         ("3", "0.500 ± 0.236", "a"), ("1", "1.000", "b"), ("4", "0.625 ± 0.207", "all pairs")]
 
 
-@pytest.mark.parametrize("points, text", [
-    ([[1], [0]], "0.500"), ([[1, 1, 1]], "1.000"), ([[0, 0], [0, 0]], "0.000"), ([[0.5, 0.5], [0.1, 0.1]], "0.300")])
-def test_pairs_that_do_not_differ_show_no_error(points, text):
-    assert score.format_share(torch.tensor(points).double()) == text
-
-
 @pytest.mark.parametrize("name, content, hint", [
-    ("clm", b"a\tb\nc\n", "line 2"), ("clm", b"a\tb\tc", "line 1"), ("clm", b"a\t", "empty"),
-    ("clm", b"a\t" + b"b" * 20 + b"\0", "NUL"),
+    ("clm", b"a\tb\nc\n", "line 2"), ("clm", b"a\t" + b"b" * 20 + b"\0", "NUL"),
     ("clm", b"a\t" + b"b" * 33, "longer than 32"), ("nsp", b"a\t" + b"b" * 31, "longer than 30"),
-    ("clm", b"\xef\xbb\xbf", "--pairs bad.txt: holds no pair"),
-    ("clm", "a\tb".encode("utf-16"), "--pairs bad.txt: is empty, or not text"),
-    ("clm", gzip.compress(b"a\tb", mtime=0), "or not text: compressed")])
+    ("clm", "a\tb".encode("utf-16"), "--pairs bad.txt: is empty, or not text")])
 def test_bad_pairs_are_refused(name, content, hint, runs, refuses):
     Path("bad.txt").write_bytes(content)
     refuses(hint, score.main, ["--out_dir", f"out/{name}", "--pairs", "bad.txt"])
@@ -173,13 +162,12 @@ def test_bits_per_byte_and_shares_of_pairs_are_printed_for_every_objective(name,
     assert re.search(r" 3 pairs  [01]\.[1-9]?\d\d.*  all pairs$", out), "a tie, so more than 0"
 
 
-def test_scores_are_computed_in_the_given_type_by_default_in_float32(runs, capsys, monkeypatch):
+def test_scores_are_computed_in_float32_by_default(runs, capsys, monkeypatch):
     dtypes = []
     load_latest = score.load_latest
     monkeypatch.setattr(score, "load_latest", lambda *args: dtypes.append(args[2]) or load_latest(*args))
     output(capsys, "clm")
-    output(capsys, "clm", "--dtype", "bfloat16")
-    assert dtypes == ["float32", "bfloat16"]
+    assert dtypes == ["float32"]
 
 
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
@@ -189,9 +177,7 @@ def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys
 
 @pytest.mark.parametrize("run, flags, hint", [
     ("bart", ["book.txt"], "clm, mlm, prefix, fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
-    ("clm", ["a\0b"], "--file a"), ("clm", [os.devnull], "empty"), ("clm", [""], "--file: give"),
-    ("clm", ["book.txt", "--pairs", "x"], "--file: give"), ("clm", ["utf16.txt"], "utf16.txt: is empty, or not text"),
-    (MIX, ["book.txt", "--objective", "bart"], "bart defines no probability")])
+    ("clm", ["book.txt", "--pairs", "x"], "--file: give"), ("clm", ["utf16.txt"], "utf16.txt: is empty, or not text")])
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
     out, _ = refuses(hint, score.main, ["--out_dir", f"out/{run}", "--file", *flags])
     assert not out

@@ -197,12 +197,10 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(optimi
 @pytest.mark.parametrize("changes, rates", [
     ({}, {0: 0.01 / 21, 9: 0.1 / 21, 19: 0.2 / 21, 20: 0.01, 250: 0.01, 480: 0.01, 660: 0.0075, 840: 0.005,
           1020: 0.0025, 1199: 0.01 / 720, 1200: 0.0}),
-    (dict(warmup_iters=0, learning_rate=0.03), {0: 0.03, 480: 0.03, 840: 0.015, 1200: 0.0}),
     # the run ends during the warm-up, whose last steps are below the fall to 0 or above it
     (dict(warmup_iters=99, max_iters=10), {0: 0.0001, 4: 0.0005, 9: 0.001, 10: 0.0}),
     (dict(warmup_iters=19, max_iters=10), {0: 0.0005, 8: 0.01 / 3, 9: 0.01 / 6, 10: 0.0}),
-    (dict(lr_decay=0.0), {19: 0.2 / 21, 20: 0.01, 840: 0.01, 1199: 0.01, 1200: 0.0}),
-    (dict(lr_decay=1.0), {0: 0.01 / 21, 300: 0.0075, 600: 0.005, 1080: 0.001, 1200: 0.0})])
+    (dict(lr_decay=0.0), {19: 0.2 / 21, 20: 0.01, 840: 0.01, 1199: 0.01, 1200: 0.0})])
 def test_the_learning_rate_rises_is_constant_and_falls_linearly_to_0(changes, rates):
     """With the default settings and 1,200 steps, except those that are changed."""
     hp = settings("clm", 32, **dict(max_iters=1200) | changes)
@@ -311,14 +309,10 @@ def test_a_resumed_run_may_be_longer(text):
 
 
 def test_a_child_continues_after_its_parents_windows(text, capsys):
-    """So do a child's child and a resumed child. The row that a child prints is one of its first step."""
+    """So do a child's child and a resumed child."""
     fit(text, "a", "--max_iters", "4", "--objective", "mdlm")
-    capsys.readouterr()
     fit(text, "b", "--max_iters", "2", "--init_from", "a")
-    batch = batch_of(start("--data", text, "--init_from", "a"), 0)
-    out = capsys.readouterr().out
-    assert f"mdlm inp   {''.join(map(run.to_symbol, batch['inp'][-1].tolist()))}\n" in out
-    assert ", <= " in out, "an upper bound is printed as one"
+    assert ", <= " in capsys.readouterr().out, "an upper bound is printed as one"
     fit(text, "c", "--max_iters", "0", "--init_from", "a")
     assert losses("c", split="val") == losses("a", split="val")[-1:]
     os.rename("a", "gone")
