@@ -164,17 +164,20 @@ def has_json_lines(path, contents):  # by the name of the file, or of a .json by
 
 def is_text(contents):  # bytes -> bool
     """Text has almost no control characters: at most two in 1,000 bytes, and at most one NUL, which ends a
-    document, in 20. Of compressed data a tenth are control characters, of UTF-16 some percent, of text in other
-    encodings none. Parquet may contain columns of plain text, so it is known by its first bytes."""
+    document, in 20; a short text may have one of each. Of compressed data a tenth are control characters, of
+    UTF-16 some percent, of text in other encodings none. Parquet may contain columns of plain text, so it is
+    known by its first bytes."""
     start = contents[:START_BYTES]
     n_control = len(start) - len(start.translate(None, CONTROL))
-    few_control = n_control <= len(start) / 500 and start.count(b"\0") <= len(start) / 20
-    return bool(start) and few_control and not start.startswith(b"PAR1")
+    few_control = n_control <= 1 + len(start) / 500 and start.count(b"\0") <= 1 + len(start) / 20
+    return few_control and not start.startswith(b"PAR1")
 
 
 def check_text(path, data, flag="data"):  # fails if data (N,), the contents of path, does not begin as a text does
+    if not len(data):
+        fail(f"--{flag} {path}: is empty. Try another file (a pipe can be read only once; > empties a file)")
     if not is_text(to_bytes(data[:START_BYTES])):
-        fail(f"--{flag} {path}: is empty, or not text: compressed, binary, UTF-16 or ids of tokens (with many control "
+        fail(f"--{flag} {path}: is not text, but compressed, binary, UTF-16 or ids of tokens (it has many control "
              "characters). Try its text in UTF-8, as from zcat or iconv -f utf-16 -t utf-8")
 
 
@@ -206,7 +209,7 @@ def keep_documents(files):  # files: (path, contents) -> {name: text}, number of
         texts = texts_of(path, contents)
         n += len(texts)
         for name, text in texts.items():
-            if b"\0" not in text and is_text(text):
+            if text and b"\0" not in text and is_text(text):
                 name_of.setdefault(text, name)
     return {name: text for text, name in name_of.items()}, n - len(name_of)
 

@@ -344,8 +344,8 @@ def clm(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T)
 
 
 OBJECTIVES["clm"] = Objective(
-    "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt", attention="causal",
-    supports_doc_mask=True, bpb="loss", uses=dict.fromkeys(("continue", "correct"), Continue()))
+    "clm", corrupt=clm, help="each byte from those before it", use_help="continue a prompt, correct",
+    attention="causal", supports_doc_mask=True, bpb="loss", uses=dict.fromkeys(("continue", "correct"), Continue()))
 CAUSAL = OBJECTIVES["clm"]                      # objectives with bpb="causal" are evaluated on its rows
 
 
@@ -655,7 +655,7 @@ def fim_prompt(pieces, expected, hp):
 
 
 OBJECTIVES["fim"] = Objective(
-    "fim", corrupt=fim, help="text with its middle moved to the end", use_help="write between two texts",
+    "fim", corrupt=fim, help="text with its middle moved to the end", use_help="write between two texts, correct",
     attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
@@ -1423,7 +1423,7 @@ def hybrid(x, g, hp):  # x (B, T + 1) -> inp, tgt (B, T), prefix (B,)
 
 
 OBJECTIVES["hybrid"] = Objective(
-    "hybrid", corrupt=hybrid, help="masked rows and causal rows", use_help="continue, fill holes", attention="both",
+    "hybrid", corrupt=hybrid, help="masked and causal rows", use_help="continue, fill holes, correct", attention="both",
     min_rows=2, loss=weighted_loss(position_nats),              # no "nll": a perplexity of both kinds means nothing
     flags=MASK_RATE | {"hybrid_ratio": Flag(0.25, "share of masked rows: at least one row, never all", 0.0, 1.0)},
     supports_doc_mask=True, bpb="causal",

@@ -527,7 +527,7 @@ def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal),
 
 def discard_stdout(e):  # e: its OSError; redirects it to the null device: flushing it at exit would fail again
     if e.errno != errno.EPIPE:
-        print(f"error: {e.strerror}. Try to free space", file=sys.stderr)
+        print(f"error: {e}. If a disk is full, try to free space", file=sys.stderr)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -897,9 +897,7 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
             print(f"error: {e}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
-    except OSError as e:                        # standard output is closed, or its disk is full
-        if e.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
+    except OSError as e:                        # standard output is closed, or a disk or a quota is full
         discard_stdout(e)
         code = 141 if e.errno == errno.EPIPE else 1
     if WORLD > 1 and torch.distributed.is_initialized():

@@ -4,7 +4,8 @@
     python sample.py --prompt "def main(" --num_samples 3           continue: clm, mtp, prefix, ul2, fim, hybrid, bd3lm
     python sample.py --prompt "import [MASK:2], sys"                fill holes of known length: mlm, hybrid
     python sample.py --prompt "class [MASK:40]:" --steps 20 --show  write in any order, in 20 passes: mdlm, sedd, xlnet
-    python sample.py --prompt "retuen x" --correct                  correct typos: mlm, mdlm, sedd, hybrid, nsp, xlnet
+    python sample.py --prompt "retrun x" --correct                  correct typos: clm, hybrid, mtp, fim; wrong letters
+                                                                    only: mlm, mdlm, sedd, nsp, xlnet
     python sample.py --prompt FILE:old.txt --fix > new.txt          correct a file
     python sample.py --prompt "ran<extra_id_0>(9): pri<extra_id_1>(i)"  fill holes of any length: hybrid, fim, span, ul2
     python sample.py --prefix "def add(a, b):" --suffix "return c"  write between two texts: hybrid, fim, span, ul2
@@ -55,10 +56,10 @@ SUFFIX_BYTES = 16                               # number of bytes after a hole t
 ANCESTRAL_PASSES = 64                           # default number of passes in order ancestral
 CORRECTION_PASSES = 4                           # number of passes of corrections by masking
 ERROR_RATE = 0.01                               # default share of wrong bytes that corrections by masking assume
-EDIT_RATE = 0.0001                              # and that corrections by edits assume
+EDIT_RATE = 1e-6                                # and that corrections by edits assume
 EDIT_WINDOW = 128                               # number of bytes that are read to correct a text by edits
 LOOKAHEAD = 16                                  # number of bytes on which edits are compared
-SHOWS_WITHIN = 4                                # number of bytes within which an error surprises the model
+SURPRISE_BYTES = 4                              # number of bytes within which an error surprises the model
 LIKELY_BYTES = 4                                # number of bytes that are tried at each place
 MAX_ROWS = 64                                   # maximum number of rows of a forward pass
 SPACES = {EOT, *b" \t\n\v\f\r"}                 # a long text may be cut after one of these bytes
@@ -95,7 +96,7 @@ FLAGS = {
     },
     "writing": {                                # for defaults that depend on the mode see above
         "max_new_tokens": Flag(300, "maximum number of new bytes (ul2: above 16 a hole, it writes long spans)", 0),
-        "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1),
+        "num_samples": Flag(1, "number of samples; sample i is seeded with (seed, i)", 1, 10 ** 5),
         "temperature": Flag(0.0, "randomness; 0 takes the most likely byte", 0.0, 1e6),
         "top_k": Flag(0, "sample from the k most likely bytes, 0 for all", 0),
         "top_p": Flag(0.0, "sample from the most likely bytes that together have this probability", 0.0, 1.0),
@@ -104,7 +105,7 @@ FLAGS = {
         "show": Flag(False, "print the text after every pass that fills [MASK]s"),
         "correct": Flag(False, "mark the bytes that look wrong, and say what was meant"),
         "fix": Flag(False, "print the corrected text, and nothing else, to standard output"),
-        "error_rate": Flag(0.0, f"assumed share of wrong bytes; 0: {EDIT_RATE} (by masking {ERROR_RATE})", 0.0, 0.5),
+        "error_rate": Flag(0.0, f"assumed share of wrong bytes [{EDIT_RATE}; by masking {ERROR_RATE}]", 1e-9, 0.5),
         "speculate": Flag(True, "mtp: the extra heads draft bytes that the first head verifies"),
         "compile": Flag(False, "torch.compile the decoding step: slow to start, faster for long texts"),
     },
@@ -448,16 +449,15 @@ def list_candidates(seen, likely, cost):  # next bytes, likely bytes, nats -> [(
 
 def nats_after(model, cache, logits, rows):  # lists of ids, logits (1, 1, V) of their first -> (N,) on the CPU
     """The rows follow what is cached, which is read once: each row gets a copy of its keys and values."""
-    N = len(rows)
     n = max(map(len, rows))
     tgt = [row + [IGNORE_INDEX] * (n - len(row)) for row in rows]
     tgt = torch.tensor(tgt, device=logits.device)                                   # (N, n)
-    branch = Cache(model, N, cache.k[0].size(2))
+    branch = Cache(model, len(rows), cache.k[0].size(2))
     for copy, original in zip([*branch.k, *branch.v, branch.ids, branch.length],
                               [*cache.k, *cache.v, cache.ids, cache.length]):
         copy.copy_(original)
     h = model(tgt[:, :-1].clamp(min=0), 0, cache=branch)
-    logits = torch.cat((logits.expand(N, -1, -1), model.logits(h)), dim=1)          # (N, n, V)
+    logits = torch.cat((logits.expand(len(rows), -1, -1), model.logits(h)), dim=1)  # (N, n, V)
     return position_nats(logits[..., :N_BYTES], tgt).sum(1).cpu()
 
 
@@ -482,14 +482,15 @@ def best_edit(model, cache, text, ids, i, lookahead, cost):  # -> Edit of ids at
 def find_edits(model, ids, T, error_rate):  # list of bytes -> [Edit], from left to right
     """A noisy channel (Kernighan et al. 1990): a byte is wrong with probability error_rate, and each of four kinds of
     error is equally likely. Walks through the text once. At each place, compares the text as it stands with all small
-    edits, by the nats of the next bytes plus those of the error. An edit is made if it is better than those at the next
-    two places. The model reads its own corrections. Only printable ASCII is changed, so no character breaks in UTF-8,
-    and line ends stay."""
+    edits, by the nats of the next bytes plus those of the error. An edit is made if it saves more than those at the
+    next two places. The model reads its own corrections. Only printable ASCII is changed, so no character breaks in
+    UTF-8, and line ends stay."""
     T = min(T, EDIT_WINDOW)
     lookahead = min(LOOKAHEAD, T // 4)
-    cost = -math.log(error_rate / 4)
-    # an edit cannot save more nats than the next bytes have
-    can_pay = F.pad(nats_from_left(model, ids, T), (0, SHOWS_WITHIN - 1)).unfold(0, SHOWS_WITHIN, 1).sum(1) > cost
+    cost = math.log(4 * (1 - error_rate) / error_rate)          # of an error, against none
+    # an error usually surprises the model at once: skip places whose next bytes have fewer nats than an error
+    nats = F.pad(nats_from_left(model, ids, T), (0, SURPRISE_BYTES - 1))
+    may_be_wrong = nats.unfold(0, SURPRISE_BYTES, 1).sum(1) > cost                  # (n,)
     cache = Cache(model, 1, T)
     text = [EOT]                                # corrected so far
     edits = []
@@ -499,7 +500,7 @@ def find_edits(model, ids, T, error_rate):  # list of bytes -> [Edit], from left
     while i < len(ids) or pending:
         bar.update(i - bar.n)
         edit = None
-        if i < len(ids) and can_pay[i] and 32 <= ids[i] < 127:
+        if i < len(ids) and may_be_wrong[i] and 32 <= ids[i] < 127:
             edit = best_edit(model, cache, text, ids, i, lookahead, cost)
         if edit and (not pending or edit.log_odds > pending.log_odds):
             pending = edit
@@ -737,9 +738,9 @@ def stream(prompt, ids):  # list of ids, iterator of ids -> yields text; returns
     return written
 
 
-def show(text, raw=False):  # prints to standard output. All that this program prints there passes here
+def show(text):  # prints to standard output. All that this program prints there passes here
     table = IN_A_FILE
-    if sys.stdout.isatty() and not raw:         # then no control character but the colors
+    if sys.stdout.isatty():                     # then no control character but the colors
         table = PLAIN if "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" else COLORED
     elif getattr(sys.stdout, "errors", "") != "surrogateescape":                    # set by run_program
         table = IN_A_FILE | NOT_UTF8
@@ -862,7 +863,7 @@ def correct_mode(model, objective, use, hp, args, g):
         yield from list_edits(args.prompt, edits, hp)
 
 
-KINDS = {(0, 1): "missing", (1, 0): "extra", (1, 1): "other", (2, 2): "swapped"}    # {(bytes, new bytes): kind}
+KINDS = {(0, 1): "missing", (1, 0): "extra", (1, 1): "replaced", (2, 2): "swapped"}    # {(bytes, new bytes): kind}
 
 
 def list_edits(prompt, edits, hp):  # [Edit] -> yields text
@@ -967,8 +968,7 @@ MODES = {
 def choose_use(hp, name, flags, prompt):  # name of an objective or "", flags that were given -> objective, mode
     """Of several uses, takes the first one. flags: names of texts and SWITCHES. prompt: bytes."""
     has_hole = {mode_name for mode_name, mode in MODES.items() if re.search(mode.marker, prompt)}
-    members = [m.objective for m in get_members(hp) if name in ("", m.objective.name)]
-    uses = [(objective, mode) for objective in members for mode in objective.uses]
+    uses = [(m.objective, mode) for m in get_members(hp) for mode in m.objective.uses if name in ("", m.objective.name)]
     if not uses:
         fail(f"--objective {name or hp.objective}: sample.py has no use for it in this run, which was trained as "
              f"{hp.objective}. Try another objective or run")
@@ -1096,7 +1096,7 @@ def main(argv=None):
         if len(samples) > 1:
             show(f"--- sample {i + 1}\n")
         for text in pieces:
-            show(text, raw=given.get("fix", False))
+            show(text)
 
 
 if __name__ == "__main__":

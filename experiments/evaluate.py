@@ -312,7 +312,7 @@ def eval_corrections(model, objective, hp, text):
     for noisy, row, i in zip(*(t.tolist() for t in make_typos(text, 128, 2 * ROWS))):
         [i] = i
         letter = noisy[i]                       # another one than row[i]
-        kinds = {"other": noisy, "missing": row[:i] + row[i + 1:], "extra": row[:i] + [letter] + row[i:],
+        kinds = {"replaced": noisy, "missing": row[:i] + row[i + 1:], "extra": row[:i] + [letter] + row[i:],
                  "swapped": row[:i] + row[i + 1:i + 2] + row[i:i + 1] + row[i + 2:]}
         for kind, wrong in kinds.items():
             if wrong != row:                    # swapping two equal letters changes nothing

@@ -121,7 +121,7 @@ SENTENCES = {"English": "It was the best of times, it was the worst of times. ",
 BINARY = [random.Random(0).randbytes(5000),                    # compressed data looks like this
           array.array("H", [i % 50257 for i in range(0, 900_000, 997)]).tobytes(), b"\x7fELF\2\1\1" + b"\0" * 300]
 REFUSED = [                                     # name, contents, part of the message
-    *(("a", contents, "is empty, or not text") for contents in BINARY),
+    *(("a", contents, "is not text") for contents in BINARY),
     ("a.txt", ("жук" * 100).encode("utf-32"), "iconv -f utf-16 -t utf-8"), ("a.txt", b"", "is empty"),
     ("a.jsonl", b'{"messages": [{"content": "one"}]}\n', '{"messages"')]
 

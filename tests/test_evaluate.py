@@ -175,7 +175,7 @@ def test_a_typo_counts_if_the_whole_window_is_restored(edits, restored, clean_ed
     found = measure(evaluate.eval_corrections, "mlm", 128)
     assert found["typos_restored"] == restored and found["clean_edits"] == clean_edits
     assert {name for name in found if name.startswith("restored_")} == {
-        "restored_other", "restored_missing", "restored_extra", "restored_swapped"}
+        "restored_replaced", "restored_missing", "restored_extra", "restored_swapped"}
 
 
 def test_a_hole_counts_if_it_is_restored_after_trimming(monkeypatch):

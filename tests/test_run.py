@@ -335,7 +335,7 @@ def test_ctrl_c_and_a_full_disk_end_a_program_without_a_traceback(capsys):
     with mock.patch("os.dup2") as dup2, mock.patch("sys.stdout", mock.Mock()), pytest.raises(SystemExit) as e:
         run.run_program(mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert e.value.code == 1 and dup2.called
-    assert capsys.readouterr().err == "error: No space left on device. Try to free space\n"
+    assert capsys.readouterr().err .endswith("No space left on device. If a disk is full, try to free space\n")
     with pytest.raises(RuntimeError, match="a mistake"):
         run.run_program(mock.Mock(side_effect=RuntimeError("a mistake")))
 

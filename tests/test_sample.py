@@ -387,7 +387,7 @@ def test_wrong_bytes_are_marked_and_corrected(runs, capsys, monkeypatch):
     known_text(monkeypatch, b"def f():\n    return x")
     wrong = "def f():\n    retuen x"
     out = stdout(capsys, "mlm", "--prompt", wrong)
-    assert re.fullmatch("def f\\(\\):\n    retu«e»n x\n2:9: retu«e»n -> return, other, .* times as likely\n", out)
+    assert re.fullmatch("def f\\(\\):\n    retu«e»n x\n2:9: retu«e»n -> return, replaced, .* times as likely\n", out)
     known_text(monkeypatch, wrong.encode())
     assert stdout(capsys, "mlm", "--prompt", wrong) == wrong + "\n", "a text of which the model is sure"
 
@@ -433,7 +433,7 @@ def test_a_trained_model_continues_fills_and_corrects_its_text_exactly(learned):
 def slow_edits(model, ids, T, error_rate):
     """find_edits without a cache: reads the context anew for each candidate."""
     lookahead = min(sample.LOOKAHEAD, T // 4)
-    cost = -math.log(error_rate / 4)
+    cost = math.log(4 * (1 - error_rate) / error_rate)
     start = 0                                   # of the context in the corrected text, as in Cache.first_unread
     has_read = False
 
@@ -454,7 +454,7 @@ def slow_edits(model, ids, T, error_rate):
         if rest and 32 <= rest[0] < 127:
             edits.append((cost, "swapped", [rest[0], first], rest[1:]))
         for likely in (32 + p[32:127].topk(sample.LIKELY_BYTES).indices).tolist():
-            edits.append((cost + math.log(95), "other", [likely], rest))
+            edits.append((cost + math.log(95), "replaced", [likely], rest))
             edits.append((cost, "missing", [likely], [first, *rest]))
         kept = nats(context, [first, *rest])
         return max((kept - error - nats(context, new + after), kind, i, new) for error, kind, new, after in edits)
@@ -466,7 +466,7 @@ def slow_edits(model, ids, T, error_rate):
         found = []                              # the edits at this place and the next two, while they get better
         j = i
         while j < len(ids) and (not found or j <= found[-1][2] + 2):
-            if sum(alone[j:j + sample.SHOWS_WITHIN]) > cost and 32 <= ids[j] < 127:
+            if sum(alone[j:j + sample.SURPRISE_BYTES]) > cost and 32 <= ids[j] < 127:
                 edit = best_at(j, text + ids[i:j])
                 if edit[0] > 0 and (not found or edit[0] > found[-1][0]):
                     found.append(edit)
@@ -479,7 +479,7 @@ def slow_edits(model, ids, T, error_rate):
             continue
         saved, kind, place, new = found[-1]
         text += ids[i:place] + new
-        i = place + {"extra": 1, "other": 1, "swapped": 2, "missing": 0}[kind]
+        i = place + {"extra": 1, "replaced": 1, "swapped": 2, "missing": 0}[kind]
         edits.append((place, new, kind, saved))
     return edits
 
@@ -500,7 +500,7 @@ def test_edits_equal_those_without_a_cache(seed):
 
 
 @pytest.mark.parametrize("wrong, listed", [
-    ("A single mqn in", "1:11: m«q»n -> man, other, "), ("A single amn in", "1:10: «am»n -> man, swapped, "),
+    ("A single mqn in", "1:11: m«q»n -> man, replaced, "), ("A single amn in", "1:10: «am»n -> man, swapped, "),
     ("A single mn in", "1:11: mn -> man, missing, "), ("A single manz in", "1:13: man«z» -> man, extra, ")])
 def test_a_typo_of_each_kind_is_listed_with_its_place_and_corrected(wrong, listed, learned, capsys):
     text = LEARNED + wrong + LEARNED[15:]
@@ -988,7 +988,7 @@ BAD = [
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
     ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "has no hole"),
     ("clm", ["--prompt", "FILE:."], "--prompt ."), ("mlm", ["--fix"], "--prompt: is missing"),
-    ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "or not text"),
+    ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "is not text"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "--steps: has no effect when mlm is used to correct a text"),
 ]
 

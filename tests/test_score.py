@@ -115,7 +115,7 @@ def test_shares_and_errors(runs, capsys, monkeypatch):
 @pytest.mark.parametrize("name, content, hint", [
     ("clm", b"a\tb\nc\n", "line 2"), ("clm", b"a\t" + b"b" * 20 + b"\0", "NUL"),
     ("clm", b"a\t" + b"b" * 33, "longer than 32"), ("nsp", b"a\t" + b"b" * 31, "longer than 30"),
-    ("clm", "a\tb".encode("utf-16"), "--pairs bad.txt: is empty, or not text")])
+    ("clm", "a\tb".encode("utf-16"), "--pairs bad.txt: is not text")])
 def test_bad_pairs_are_refused(name, content, hint, runs, refuses):
     Path("bad.txt").write_bytes(content)
     refuses(hint, score.main, ["--out_dir", f"out/{name}", "--pairs", "bad.txt"])
@@ -177,7 +177,7 @@ def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys
 
 @pytest.mark.parametrize("run, flags, hint", [
     ("bart", ["book.txt"], "clm, mlm, prefix, fim"), ("clm", ["nowhere"], "--file nowhere: cannot"),
-    ("clm", ["book.txt", "--pairs", "x"], "--file: give"), ("clm", ["utf16.txt"], "utf16.txt: is empty, or not text")])
+    ("clm", ["book.txt", "--pairs", "x"], "--file: give"), ("clm", ["utf16.txt"], "utf16.txt: is not text")])
 def test_bad_input_is_refused_in_one_line(run, flags, hint, runs, refuses):
     out, _ = refuses(hint, score.main, ["--out_dir", f"out/{run}", "--file", *flags])
     assert not out
