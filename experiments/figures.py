@@ -1,7 +1,7 @@
 """Draw the pictures of the pages: training rows, and results.
 
     pip install matplotlib && python -m experiments.figures         a row of every objective, and who attends to whom
-    python -m experiments.figures --objectives clm,mlm,span,mdlm --columns 16 --out docs/rows-short.png
+    python -m experiments.figures --objectives clm,mlm,span,mdlm --columns 15 --out docs/rows-short.png
     python -m experiments.figures --objectives clm,hybrid,mlm --curves out/compare/compare.csv --out holes.png
 
 The rows are made by the objectives' own code. --curves draws bits per byte over the length of a hole.
@@ -35,6 +35,7 @@ TEXT = b"if cat.sat(mat):\n    cat.nap()\nelse: cat.walk(home)\nreturn cat, mat,
 READ, TARGET, SPECIAL, LABEL, NO_LOSS = "#dde8f5", "#f9e3c8", "#c9b6e4", "#cfe8cf", "white"
 COLORS = {READ: "input", TARGET: "target", SPECIAL: "special id", LABEL: "label, a number for the row",
           NO_LOSS: "no loss"}
+MORE_COLORS = "gold", "darkviolet", "lime", "navy", "black", "silver", "darkgreen"          # after the ten of tab10
 CIRCLED = "STIXGeneral"                         # the only font of matplotlib with letters in circles
 # lines: list of (title, cells, color); a cell is an id, or the text of a label. mask (T, T): who attends to whom
 Row = namedtuple("Row", "title lines mask")
@@ -219,8 +220,7 @@ def draw_panels(panels, path, labels=None, size=(5, 4.2), font=9):  # -> path, o
         return "no picture: no figures to draw"
     # an objective has the same color in every picture, and other rows have the next ones
     rows = [*dict.fromkeys([*OBJECTIVES, *(row for panel in panels for row in panel.lines)])]
-    shades = colormaps["tab20b"].colors
-    colors = dict(zip(rows, itertools.cycle([*colormaps["tab10"].colors, *shades[::2], *shades[1::2]])))
+    colors = dict(zip(rows, itertools.cycle([*colormaps["tab10"].colors, *MORE_COLORS, *colormaps["tab20b"].colors])))
     with rc_context({"font.size": font, "axes.titlesize": "medium"}):
         figure = Figure((size[0] * len(panels), size[1]), layout="constrained")
         handles = {}                            # {row: its line}
