@@ -696,9 +696,8 @@ def save(s, name):  # name: ckpt.pt or best.pt
 def resume(s):  # loads weights, optimizer and counters; fails if corpus or number of steps do not fit
     hp = s.hp
     ckpt = hp.checkpoint
-    saved, now = [[[source[key] for key in ("size", "crc", "weight")] for source in sources]    # names may differ
-                  for sources in (ckpt["sources"], s.corpus)]
-    if saved != now:
+    identity = lambda sources: [(source["size"], source["crc"], source["weight"]) for source in sources]
+    if identity(ckpt["sources"]) != identity(s.corpus):         # names may differ
         fail(f"--data {' '.join(hp.data)}: differs from the data of {hp.out_dir} in its text, its weights "
              "or, in an older program, its held-out documents. Try the same data, or a new run")
     planned = ckpt["config"]["max_iters"]
