@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import tiny, equal, randomize, settings
-from test_train import assert_same_run, fit, on_posix, resume, write
+from test_train import assert_same_run, fit, metrics, on_posix, resume, write
 
 import run
 import sample
@@ -361,3 +361,22 @@ def test_closed_streams_are_the_null_device(monkeypatch):
     with pytest.raises(SystemExit) as e:
         run.run_program(lambda: print("lost") or run.tqdm.write("lost"))
     assert not e.value.code
+
+
+def test_lines_of_metrics_that_were_changed_or_cut_are_not_glued(text, capsys):
+    """For example, an editor has written CRLF. The curves leave out a line that is being written."""
+    fit(text, "a", "--max_iters", "6")
+    path = Path("a/metrics.jsonl")
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    resume("a", "--max_iters", "8")
+    steps = [record["step"] for record in metrics("a", "train")]
+    assert steps == sorted(set(steps)) and {0, 1, 6, 7} <= {*steps}
+    path.write_bytes(path.read_bytes() + b'{"step": 9, "spl')
+    run.draw_losses("a")
+    assert "loss.png" in capsys.readouterr().out
+
+
+def test_a_dangling_link_does_not_block_a_run(text):
+    os.mkdir("out")
+    os.symlink("nowhere", "out/clm")
+    assert run.choose_out_dir(get_config(["--device", "cpu"])) == "out/clm-2"

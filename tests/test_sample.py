@@ -979,6 +979,32 @@ def test_every_use_can_be_asked_for(runs, capsys):
     assert "█" not in stdout(capsys, "nsp", "--prompt", "a[MASK]b")
 
 
+def test_a_terminal_without_colors_gets_plain_marks(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for term, shown in (("xterm", "\033[7mq\033[0m"), ("dumb", "«q»")):
+        monkeypatch.setenv("TERM", term)
+        sample.show(f"{sample.WRONG[0]}q{sample.WRONG[1]}\a\udcff")
+        assert capsys.readouterr().out == shown + "\\x07\ufffd"
+
+
+def test_the_table_of_defaults_in_the_help_is_true():
+    table = sample.__doc__.partition("defaults:")[2].partition("The temperature 0")[0]
+    listed = set()
+    for line in table.splitlines()[1:]:
+        columns, _, names = line.rpartition("  ")
+        mode, temperature, *rest = columns.split()
+        for name in names.split(", "):
+            use = OBJECTIVES[name].uses[mode]
+            sampling = sample.MODES[mode].sampling
+            assert float(temperature) == sampling["temperature"]
+            assert ("top_p" in sampling) == (rest[0] == f"{sampling.get('top_p')}")
+            assert "order" not in sample.MODES[mode].flags or use.order in rest
+            listed.add((mode, name))
+    assert listed == {(mode, name) for name, objective in OBJECTIVES.items() for mode in objective.uses
+                      if sample.MODES[mode].sampling}
+
+
 # ---- what is refused
 BAD = [
     ("clm", ["--objective", "mlm"], "no use for it in this run, which was trained as clm"),
