@@ -873,7 +873,7 @@ def print_compressors(s):
     if any(member.objective.bpb for member in s.members):
         for source in s.corpus:
             bits = compressor_bits(source["val"])
-            print(f"for comparison, compressors that have not read the training text of {source['name']}: {bits}")
+            print(f"compressors on the validation text of {source['name']}, without the training text: {bits}")
     print(flush=True)
 
 

@@ -69,7 +69,7 @@ HOLES = rb"(?:<extra_id_\d+>)+"                  # neighbours are one hole
 LIKE_A_HOLE = (rb"(?i:<\|?(?:mask|extra.?id|fill|blank)[^<>\s]{0,20}>|(?<!\w)\[ ?(?:mask|blank)[^]\[\n]{0,12}\])"
                rb"|\[MASK[^]\[\n]{0,12}\]")
 # Start and end of a part to highlight, in the text that a mode yields. These are halves of surrogate
-# pairs, which no decoded text contains; `render` replaces them
+# pairs, which no decoded text contains; `show` and `ask` replace them
 FILLED = "\ud800\ud801"                         # the model has filled it in
 WRONG = "\ud802\ud803"                          # it looks wrong
 IN_A_FILE = str.maketrans({FILLED[0]: "", FILLED[1]: "", WRONG[0]: "«", WRONG[1]: "»"})
@@ -447,7 +447,7 @@ def list_candidates(seen, likely, cost):  # next bytes, likely bytes, nats -> [(
     return candidates
 
 
-def nats_after(model, cache, logits, rows):  # lists of ids, logits (1, 1, V) of their first -> (N,) on the CPU
+def nats_of_rows(model, cache, logits, rows):  # lists of ids, logits (1, 1, V) of their first -> (N,) on the CPU
     """The rows follow what is cached, which is read once: each row gets a copy of its keys and values."""
     n = max(map(len, rows))
     tgt = [row + [IGNORE_INDEX] * (n - len(row)) for row in rows]
@@ -471,7 +471,7 @@ def best_edit(model, cache, text, ids, i, lookahead, cost):  # -> Edit of ids at
     likely = 32 + logits[0, 0, 32:127].topk(LIKELY_BYTES).indices
     seen = ids[i:i + lookahead]
     candidates = list_candidates(seen, likely.tolist(), cost)
-    nats = nats_after(model, cache, logits, [new + seen[n:] for _, n, new in candidates])
+    nats = nats_of_rows(model, cache, logits, [new + seen[n:] for _, n, new in candidates])
     nats += torch.tensor([error for error, _, _ in candidates])
     best = int(nats.argmin())
     _, n, new = candidates[best]
@@ -861,6 +861,7 @@ def correct_mode(model, objective, use, hp, args, g):
         note(f"{len(edits)} corrections in {len(args.prompt)} bytes", start="" if fixed.endswith("\n") else "\n")
     else:
         yield from list_edits(args.prompt, edits, hp)
+        note("a larger --error_rate finds more")
 
 
 KINDS = {(0, 1): "missing", (1, 0): "extra", (1, 1): "replaced", (2, 2): "swapped"}    # {(bytes, new bytes): kind}
@@ -874,7 +875,7 @@ def list_edits(prompt, edits, hp):  # [Edit] -> yields text
         is_marked[edit.start:edit.stop] = [True] * (edit.stop - edit.start)
     if len(prompt) <= hp.block_size:
         yield highlight(prompt, is_marked, WRONG) + "\n"
-    note(f"{len(edits)} places look wrong (a larger --error_rate finds more): line:column, the place, what was meant")
+    note(f"{len(edits)} places look wrong: line:column, the place, how much more likely it is to be wrong than right")
     whole = bytes(prompt)
     for edit in sorted(edits, key=lambda edit: -edit.log_odds):
         line = whole.count(b"\n", 0, edit.start) + 1
