@@ -6,8 +6,9 @@
     python -m experiments.bench --parts decode --run out/mtp --compile                  plain, drafted; both compiled
     python -m experiments.bench --parts race --nanogpt ../nanoGPT --device cpu --repeats 3      whole runs on a CPU
 
-Every number is the median of --repeats runs. The programs that are compared run in turns, so that a machine whose speed
-drifts slows all of them. Training reads random bytes. --nanogpt also measures a checkout of karpathy/nanoGPT with its
+Every number is the median of --repeats rounds. The programs that are compared run in turns, so that a machine whose
+speed drifts slows all of them. A ratio of speeds is the median of those of single rounds; the smallest and the largest
+are in parentheses. Training reads random bytes. --nanogpt also measures a checkout of karpathy/nanoGPT with its
 own model, optimizer and batches, as its README runs it: on a GPU compiled and in bfloat16, on a CPU not compiled and in
 float32. A race times whole programs: its README's CPU example, and train.py on the same text with as many blocks of
 the same width, and a table of n-grams on top. It prints their losses on the whole held-out tenth of the text.
@@ -55,7 +56,7 @@ PEER = "nanoGPT"
 WAYS = {"": [], " compiled": ["compile"], " captured": ["cuda_graph"], " both": ["compile", "cuda_graph"]}
 
 
-def interleave(programs, repeats, device):  # {name: program} -> {name: median of its units per second}
+def interleave(programs, repeats, device):  # {name: program} -> {name: its units per second in each round}
     """Runs programs in turns. A program takes the number of the round and returns how many units it has done, such as
     bytes or FLOPs. The first round is not timed, since compilation happens in it."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -68,7 +69,12 @@ def interleave(programs, repeats, device):  # {name: program} -> {name: median o
             wait()
             if i > 0:
                 speeds[name].append(units / (time.perf_counter() - begin))
-    return {name: statistics.median(values) for name, values in speeds.items()}
+    return speeds
+
+
+def describe_ratio(speeds, others):  # units per second of two programs in each round -> "median (smallest-largest)"
+    ratios = [speed / other for speed, other in zip(speeds, others)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def repeat(step, n, units=1):  # -> a program that takes n steps, each of this many units
@@ -204,21 +210,22 @@ def bench_train(flags, hp):  # positions per second of each objective, and its F
         step = nanogpt_step(flags.nanogpt, hp, random_corpus(hp)[0]["train"])
         programs[PEER] = with_torch_defaults(repeat(step, flags.steps, n))
     programs["GEMM"] = gemm(device, getattr(torch, hp.dtype))
-    speed = interleave(programs, flags.repeats, device)
-    gemm_speed = speed.pop("GEMM")
+    speeds = interleave(programs, flags.repeats, device)
+    gemm_speed = statistics.median(speeds.pop("GEMM"))
     print(f"product of large matrices (GEMM), {hp.dtype}: {gemm_speed / 1e9:.0f} GFLOP/s")
-    shares = {name: flops[name] * speed[name] / gemm_speed for name in flops}
-    print_speeds("training", "positions/s", speed, shares)
+    shares = {name: flops[name] * statistics.median(speeds[name]) / gemm_speed for name in flops}
+    print_speeds("training", "positions/s", speeds, shares)
 
 
-def print_speeds(title, unit, speed, shares):  # {name: units per second}, {name: share of the FLOP/s of GEMM}
-    first = next(iter(speed))
-    peer = f"  to {PEER}" if PEER in speed else ""
-    print(f"{title:20s} {unit:>12s} {'to ' + first:>14s} {'of GEMM' if shares else '':>8s}{peer}")
-    for name, v in speed.items():
+def print_speeds(title, unit, speeds, shares):  # of interleave, {name: share of the FLOP/s of GEMM}
+    first = next(iter(speeds))
+    peer = f"{'to ' + PEER:>20s}" if PEER in speeds else ""
+    print(f"{title:20s} {unit:>12s} {'to ' + first:>20s} {'of GEMM' if shares else '':>8s}{peer}")
+    for name, values in speeds.items():
         share = f"{shares[name]:.1%}" if name in shares else ""
-        ratio = f"{v / speed[PEER]:12.2f}" if PEER in speed else ""
-        print(f"{name:20s} {v:12.0f} {v / speed[first]:14.2f} {share:>8s}{ratio}")
+        ratio = f"{describe_ratio(values, speeds[PEER]):>20s}" if PEER in speeds else ""
+        print(f"{name:20s} {statistics.median(values):12.0f} {describe_ratio(values, speeds[first]):>20s} {share:>8s}"
+              + ratio)
 
 
 def load_decoder(flags, hp):  # -> model, settings, prompt (ids)

@@ -20,9 +20,14 @@ def test_programs_run_in_turns_and_the_first_round_is_not_timed():
             calls.append((name, i))
             return units_of_round[i]
         return run
-    speed = bench.interleave({"a": program("a", [10 ** 12, 1]), "b": program("b", [0, 0])}, 1, torch.device("cpu"))
+    speeds = bench.interleave({"a": program("a", [10 ** 12, 1]), "b": program("b", [0, 0])}, 1, torch.device("cpu"))
     assert calls == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert 0 < speed["a"] < 10 ** 10 and speed["b"] == 0
+    [speed] = speeds["a"]
+    assert 0 < speed < 10 ** 10 and speeds["b"] == [0]
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_rounds():
+    assert bench.describe_ratio([10, 20, 40], [1, 4, 4]) == "10.00 (5.00-10.00)"    # medians have the ratio 5
 
 
 @pytest.mark.parametrize("flags", [[], ["--doc_mask"], ["--objective", "electra"]])
