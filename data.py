@@ -110,7 +110,7 @@ def parse_weight(spec):  # "old.txt:0.05" -> ("old.txt", 0.05); no weight, or a 
     if os.path.exists(spec) or not re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", weight):
         return spec, 0.0
     if not 1e-9 < float(weight) < 1e9:
-        fail(f"--data {spec}: the weight after the colon must be a positive number, as in {path}:0.5")
+        fail(f"--data {spec}: the weight after the colon must be between 1e-9 and 1e9, as in {path}:0.5")
     return path, float(weight)
 
 
@@ -132,8 +132,8 @@ def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), va
         contents = to_bytes(data)
         documents, n_skipped = keep_documents([(path, contents)]) if has_json_lines(path, contents) else ({}, 0)
         if not documents:
-            fail(f'--data {path}: begins {contents[:60]}, and has no JSON object with a "text" in a line of its own. '
-                 'Try lines such as {"text": "..."}, in UTF-8')
+            fail(f'--data {path}: begins {contents[:60]}, and is not read as JSON lines. Try lines such as '
+                 '{"text": "..."}, in UTF-8; a .json file must begin with one')
         return hold_out(path, documents, n_skipped)
     check_text(path, data)
     cut = len(data) * 9 // 10                   # the last 10% is for validation
@@ -164,8 +164,8 @@ def has_json_lines(path, contents):  # by the name of the file, or of a .json by
 
 def is_text(contents):  # bytes -> bool
     """Text has almost no control characters: at most two in 1,000 bytes, and at most one NUL, which ends a
-    document, in 20; a short text may have one of each. Of compressed data a tenth are control characters, of
-    UTF-16 some percent, of text in other encodings none. Parquet may contain columns of plain text, so it is
+    document, in 20; a short text may have one of each. Of compressed data about a tenth are control characters,
+    of UTF-16 a few percent; text in other encodings has none. Parquet may contain columns of plain text, so it is
     known by its first bytes."""
     start = contents[:START_BYTES]
     n_control = len(start) - len(start.translate(None, CONTROL))
@@ -234,9 +234,9 @@ def parse_line(line):  # of a .jsonl file -> its "text" in UTF-8; b"" if it is n
 
 def divide_documents(documents):  # [bytes] -> train (N,), val (N,) uint8, number of documents in val
     """Holds out the documents whose checksum ends in the digit 9. As long as this rule applies, no document changes
-    sides when others are added, removed or edited. Holds out the last tenth of each document, and returns 0, if there
-    are few documents, which may be of different kinds, or if those of the rule are less than 2% or more than 30% of
-    the bytes."""
+    sides when others are added, removed or edited. If there are fewer than MIN_DOCUMENTS documents, or if the rule
+    would hold out less than 2% or more than 30% of the bytes, holds out the last tenth of each document instead, and
+    returns 0."""
     train = [document for document in documents if zlib.crc32(document) % 10 != 9]
     val = [document for document in documents if zlib.crc32(document) % 10 == 9]
     share = sum(map(len, val)) / sum(map(len, documents))

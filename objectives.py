@@ -21,8 +21,8 @@ A batch is a dict of tensors with B rows. These keys have a fixed meaning; an ob
     is_hidden   (B, T) bool, read by the tests alone: True where no input may show the target
 
 `corrupt` draws only from its generator g and has static shapes. It contains no loop over rows and reads no value back
-from the device. Many papers choose each position independently. Here the counts are exact (mlm masks exactly k bytes of
-a row), so every row has a target.
+from the device. Many papers choose each position independently. Here the counts are exact (mlm chooses exactly k bytes
+of a row), so every row has a target.
 
 A loss is a weighted sum of nats. add_weights computes the weights that `corrupt` does not set, over all rows of a step,
 so the losses of micro-batches add up to the loss of the step. A mean of means would weight targets unequally.
@@ -134,7 +134,7 @@ def inverse_cdf(p, u):  # p (..., M), u (...) in [0, 1) -> index (...)
     cdf = p.cumsum(-1)
     threshold = u * cdf[..., -1]
     index = torch.searchsorted(cdf, threshold[..., None], right=True)[..., 0]       # number of sums <= threshold
-    return index.clamp(max=p.size(-1) - 1)      # rounding can bring the threshold up to the last sum
+    return index.clamp(max=p.size(-1) - 1)      # the index of a NaN would be p.size(-1)
 
 
 def ranks(key):  # (..., n) -> (..., n) long: how many keys of the row are smaller; .5 .9 .1 becomes 1 2 0
@@ -415,8 +415,8 @@ def fit_spans(T, rate, mean):  # -> n raw bytes, n_noise bytes in spans, n_spans
         if n + 2 * n_spans + 2 <= T + 1:
             break
     if n_spans > min(n_noise, n - n_noise + 1, N_SENTINELS):
-        fail(f"--span_rate {rate:g} --span_mean {mean:g}: {n_spans} spans do not fit into {n} bytes, or need more than "
-             f"{N_SENTINELS} sentinels. Try longer ones")
+        fail(f"--block_size {T}: {n_spans} spans of {mean:g} bytes on average do not fit into {n} bytes, or need over "
+             f"{N_SENTINELS} sentinels. Try longer spans (--span_mean), fewer (--span_rate) or another --block_size")
     return n, n_noise, n_spans
 
 
@@ -655,8 +655,8 @@ def fim_prompt(pieces, expected, hp):
 
 
 OBJECTIVES["fim"] = Objective(
-    "fim", corrupt=fim, help="text with its middle moved to the end", use_help="write between two texts, correct",
-    attention="causal", n_outputs=MID + 1, bpb="causal",
+    "fim", corrupt=fim, help="text with its middle moved to the end",
+    use_help="write between two texts, continue, correct", attention="causal", n_outputs=MID + 1, bpb="causal",
     flags={"fim_rate": Flag(0.5, "share of rows that are rearranged", 0.0, 1.0),
            "fim_spm_rate": Flag(0.5, "share of the rearranged rows that start with the suffix", 0.0, 1.0)},
     uses={"infill": Infill(fim_prompt, (EOT,)), "continue": Continue(), "correct": Continue()})
@@ -742,8 +742,8 @@ def mtp_loss(model, batch, hp):
 
 
 OBJECTIVES["mtp"] = Objective(
-    "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead", attention="causal",
-    n_bytes=lambda T, hp: T + hp.mtp_heads, heads=make_mtp_heads, loss=mtp_loss,
+    "mtp", corrupt=mtp, help="several next bytes at once", use_help="continue, drafting ahead; correct",
+    attention="causal", n_bytes=lambda T, hp: T + hp.mtp_heads, heads=make_mtp_heads, loss=mtp_loss,
     flags={"mtp_heads": Flag(4, "number of bytes predicted at each position", 2),
            "mtp_kind": Flag("parallel", "parallel heads or sequential modules", choices=("parallel", "sequential")),
            "mtp_weight": Flag(0.3, "total weight of the losses of all heads but the first", 0.0)},
@@ -1091,9 +1091,9 @@ def predict_follows(model, first, second, hp):  # two lists of ids -> 0-D log-od
 
 
 OBJECTIVES["nsp"] = Objective(
-    "nsp", corrupt=nsp, help="whether a text follows another, and masked bytes", use_help="compare two texts",
-    attention="bidirectional", n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, min_rows=2,
-    heads=lambda config, hp: {"nsp": ScalarHead(config)}, loss=nsp_loss,
+    "nsp", corrupt=nsp, help="whether a text follows another, and masked bytes",
+    use_help="compare two texts, fill [MASK], correct", attention="bidirectional", min_rows=2, loss=nsp_loss,
+    n_bytes=lambda T, hp: 2 * ((T - 3) // 2) + NSP_GAP, heads=lambda config, hp: {"nsp": ScalarHead(config)},
     flags={"nsp_mask_rate": Flag(0.15, "share of bytes to predict", 0.001, 1.0),
            "nsp_negatives": Flag("random", "take another row's text, or swap the texts", choices=("random", "swap")),
            "nsp_weight": Flag(1.0, "weight of the next-sentence loss; 0: only masked bytes", 0.0)},
@@ -1214,11 +1214,11 @@ def mdlm(x, g, hp):  # x (B, T) -> inp, tgt, weight (B, T)
 
 
 OBJECTIVES["mdlm"] = Objective(
-    "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order", attention="bidirectional",
-    n_bytes=aligned_window, loss=weighted_loss(position_nats), supports_doc_mask=True, bpb="bound",
+    "mdlm", corrupt=mdlm, help="masked bytes at any rate", use_help="write in any order, fill [MASK], correct",
+    attention="bidirectional", n_bytes=aligned_window, loss=weighted_loss(position_nats), bpb="bound",
+    supports_doc_mask=True, flag_defaults=SHARP_ATTENTION,
     flags={"early_mask_rate": Flag(0.4, "share of bytes masked before uniform_from; not with init_from", 0.001, 1.0),
            "uniform_from": Flag(0.7, "share of the steps after which each row draws its own masking rate", 0.0, 1.0)},
-    flag_defaults=SHARP_ATTENTION,
     uses=dict.fromkeys(("fill", "write", "correct"), Fill(order="ancestral")))
 
 
@@ -1355,8 +1355,8 @@ def xlnet_fill_row(ids):  # ids (N, n) with MASKs -> batch: rows whose queries a
 
 
 OBJECTIVES["xlnet"] = dataclasses.replace(
-    OBJECTIVES["bd3lm"], name="xlnet", corrupt=xlnet, help="bytes in a random order", use_help="write in any order",
-    attention="any order", flags={},
+    OBJECTIVES["bd3lm"], name="xlnet", corrupt=xlnet, help="bytes in a random order",
+    use_help="write in any order, fill [MASK], correct", attention="any order", flags={},
     uses=dict.fromkeys(("fill", "write", "correct"), Fill(layout=xlnet_fill_row, order="ancestral")))
 
 

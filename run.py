@@ -111,6 +111,12 @@ def in_range(flag, kind):  # -> argparse type with a range check
     return convert
 
 
+def spell_out(default):  # of a Flag, for --help: {"cpu": 4, "cuda": 12} -> "cpu 4, cuda 12"
+    if isinstance(default, dict):
+        return ", ".join(f"{key} {value}" for key, value in default.items())
+    return " ".join(default) if isinstance(default, list) else default
+
+
 def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -> ArgumentParser
     """The parser returns only the flags that were given, because a checkpoint's settings come before the defaults."""
     parser = argparse.ArgumentParser(
@@ -131,10 +137,7 @@ def make_parser(prog, doc, groups, epilog=""):  # groups {title: {name: Flag}} -
             else:
                 kind = os.path.expanduser if name in PATHS else type(first)
                 options = dict(metavar="X", type=kind if isinstance(first, str) else in_range(flag, kind))
-            shown = " ".join(first) if isinstance(first, list) else flag.default
-            if isinstance(shown, dict):
-                shown = ", ".join(f"{key} {value}" for key, value in shown.items())             # cpu 4, cuda 12
-            default = f" [{shown}]" if first and first is not True else ""
+            default = f" [{spell_out(flag.default)}]" if first and first is not True else ""
             group.add_argument(f"--{name}", help=(flag.help + default).replace("%", "%%"), **options)
     return parser
 
@@ -170,7 +173,7 @@ def member_weights(objective):  # hp.objective, such as "clm:3,mlm" -> {"clm": 3
     except ValueError:
         weights = {}                            # refused by the next line
     if len(weights) < len(parts) or not all(1e-9 < w < 1e9 for w in weights.values()):
-        fail(f"--objective {objective}: needs different names with positive weights, as in clm:0.5,mlm:0.5")
+        fail(f"--objective {objective}: needs different names, with weights of 1e-9 to 1e9, as in clm:0.5,mlm:0.5")
     return weights
 
 
@@ -211,7 +214,7 @@ def parse(argv):  # -> {name: value} of the flags of train.py in argv
             groups.setdefault(f"flags of {', '.join(owners)}", {})[flag] = spec
     lines = ["objectives: attention, what is predicted; what sample.py does with it; defaults that differ"]
     for name, objective in OBJECTIVES.items():
-        changed = "".join(f" [{flag} {value}]" for flag, value in objective.flag_defaults.items())
+        changed = "".join(f" [{flag} {spell_out(value)}]" for flag, value in objective.flag_defaults.items())
         lines.append(f"  {name:12s}{objective.attention:14s} {objective.help}; {objective.use_help}{changed}")
     about = "Train any objective of objectives.py on any bytes. Examples are at the top of train.py."
     return vars(make_parser("python train.py", about, groups, "\n".join(lines)).parse_args(argv))
@@ -233,10 +236,10 @@ def get_config(argv):
         if "optimizer" not in ckpt:
             fail(f"{path}: has no state of the optimizers. Try ckpt.pt, or --init_from {shlex.quote(path)}")
         saved = ckpt["config"]
-        given["out_dir"] = os.path.dirname(path) or "."
+        given["out_dir"] = Path(path).parent.as_posix()         # no backslashes, which would need quotes
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
-                fail(f"--{flag} {given[flag]}: the run has {saved[flag] or 'none'}. Try without it, or --init_from")
+                fail(f"--{flag} {given[flag]}: the run has {saved[flag]!r}. Try without it, or --init_from")
     elif given.get("init_from"):
         ckpt = load_checkpoint(given["init_from"])
         saved = parent_settings(ckpt, given)
@@ -354,7 +357,7 @@ def move_corpus(corpus, hp):  # to the GPU, as uint8, if it takes less than a qu
             source["train"] = source["train"].to(hp.device)
             source["val"] = source["val"].to(hp.device)
     elif hp.cuda_graph:
-        fail(f"--cuda_graph: the corpus of {size:,} bytes does not fit on the GPU beside the model. Try without it")
+        fail(f"--cuda_graph: the corpus of {size:,} bytes takes over a quarter of the free GPU memory. Try without it")
 
 
 @functools.cache
@@ -525,7 +528,7 @@ def say(text, stop):  # prints; if stdout is closed (| head, a closed terminal),
         stop.append(getattr(signal, "SIGPIPE", signal.SIGTERM))                     # Windows has no SIGPIPE
 
 
-def discard_stdout(e):  # e: its OSError; redirects it to the null device: flushing it at exit would fail again
+def discard_stdout(e):  # e: its OSError; redirects it to the null device, where the flush at exit works
     if e.errno != errno.EPIPE:
         print(f"error: {e}. If a disk is full, try to free space", file=sys.stderr)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -711,7 +714,7 @@ def resume(s):  # loads weights, optimizer and counters; fails if corpus or numb
     s.seconds = ckpt["seconds"]
     s.val = ckpt["val"]
     s.metrics_bytes = ckpt["metrics_bytes"]
-    # may be later than ckpt.pt, or of a moment at which the run was stopped
+    # best.pt may be newer than ckpt.pt, or of the step at which the run was stopped
     best = os.path.join(hp.out_dir, "best.pt")
     if os.path.isfile(best):
         s.best = load_checkpoint(best)["val"]
@@ -723,8 +726,8 @@ def load_parent(s):  # loads the weights of --init_from
     crcs = {source["name"]: source["crc"] for source in parent["sources"]}
     for source in s.corpus:
         if crcs.get(source["name"], source["crc"]) != source["crc"]:
-            print(f"--data {source['name']}: has changed since {parent['path']} was trained, which may have read "
-                  "what is held out now: then the validation loss is too low")
+            print(f"--data {source['name']}: has changed since {parent['path']} was trained. That run may have read "
+                  "what is held out now; if so, the validation loss is too low")
 
 
 # ---- what a run prints
@@ -782,8 +785,7 @@ def announce(s, passes):  # passes: of each source
 
 
 def show_rows(s, batches):  # batches: {objective: its first batch}
-    lines = [line for name, batch in batches.items() for line in draw_row(name, batch)]
-    rows = "\n".join(lines)
+    rows = "\n".join(line for name, batch in batches.items() for line in draw_row(name, batch))
     say(f"the end of a row of the first batch, with one character for each position:\n{explain_symbols(rows)}\n{rows}",
         s.log.stop)
 
@@ -890,9 +892,9 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
     try:
         code = main()
         sys.stdout.flush()                      # here, where errors are caught: at exit, Python prints a traceback
-    except (UserError, FloatingPointError) as e:
+    except (UserError, FloatingPointError, torch.OutOfMemoryError) as e:
         code = 2 if isinstance(e, UserError) else 1
-        if code == 2 or not RANK:               # a loss is not finite in all processes at once
+        if not RANK or not isinstance(e, FloatingPointError):   # a loss is not finite in all processes at once
             print(f"error: {e}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130

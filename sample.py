@@ -15,9 +15,10 @@
     python sample.py --query "open a file" --corpus book.txt        find the lines nearest to a text: contrastive
     python sample.py --prompt "dog. The quick brown fox jumps over the lazy "       find where a text began: rotation
 
-Add --out_dir out/NAME to use another run than the latest. Write FILE:path in place of a text to read it from a file.
+Add --out_dir out/NAME to use a run other than the latest. Write FILE:path in place of a text to read it from a file.
 Holes in a prompt: [MASK] is one byte (bart: any number), [MASK:4] is 4 bytes, <extra_id_0> is any number of bytes.
 In an <extra_id_0>, hybrid tries 0 to 16 bytes (or up to max_new_tokens, at most a third of the block).
+fim and hybrid fill several holes one after the other, and each may have max_new_tokens bytes; span and ul2 share them.
 Texts go to standard output, and notes to standard error. A terminal highlights what was filled in.
 
 defaults:         temperature  top_p  order      steps     objectives
@@ -30,7 +31,7 @@ defaults:         temperature  top_p  order      steps     objectives
   repair                  0.0         -          -         bart
 The temperature 0 becomes 0.8 with num_samples, top_k or top_p.
 """
-# N rows, n ids of a text, T = block_size (bd3lm, xlnet: half of it), V outputs of the byte head, g: random generator
+# N rows, n ids of a text, T = block_size (bd3lm: half of it), V outputs of the byte head, g: random generator
 # **sampling: the arguments of `distribution`, that is temperature, top_k and top_p
 import codecs
 import math
@@ -565,7 +566,7 @@ def text_nats(model, hp, before, text):  # lists of bytes -> nats (0-D) of the t
 
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
     """Returns the shortest start of the answer after which the text after the hole is at least a tenth as likely as
-    after the best start: fim rarely ends an answer with EOT. A model that cannot continue a text keeps its answer."""
+    after the best start: fim rarely ends an answer with EOT. Without a causal "continue" (ul2) the answer stays."""
     after = after[:SUFFIX_BYTES]
     use = objective.uses.get("continue")
     if not after or use is None or use.both_ways:
@@ -618,7 +619,7 @@ def infill_from_left(model, objective, hp, texts, expected, longest, g, **sampli
 
 
 def fill_holes(model, objective, hp, texts, expected, longest, g, **sampling):  # -> as infill_from_left
-    """Several at once, if the model was trained to write them and a row holds the text. Otherwise from the left."""
+    """Fills all holes in one row if the model was trained to and the text fits, otherwise one after the other."""
     use = objective.uses["infill"]
     n_holes = len(texts) - 1
     if 1 < n_holes <= len(use.stop_ids):
@@ -768,7 +769,7 @@ def continue_mode(model, objective, use, hp, args, g):
         ids = generate_drafted(model, draft, text, n, T, g, stats, **how)
     else:
         prompt = text
-        if use.both_ways:                       # a block holds the prompt and, in up to half of it, the new text
+        if use.both_ways:                       # prompt and new text share a block; the new text gets up to half of it
             space = T - len(use.left_ids) - len(use.right_ids)
             prompt = keep_last(text, space - min(n, T // 2))
         row, prefix = frame_prompt(to_row(prompt, hp), use)
@@ -820,7 +821,7 @@ def infill_mode(model, objective, use, hp, args, g):
     if texts is None:                           # a hole between the two texts
         texts = read_holes(bytes(args.prefix or []) + b"<extra_id_0>" + bytes(args.suffix or []))
     elif args.prefix is not None or args.suffix is not None:
-        fail("--prompt: already contains the text around its holes. Try it without --prefix and --suffix")
+        fail("--prompt: cannot be combined with --prefix or --suffix. Try it without them, with an <extra_id_0>")
     n_holes = len(texts) - 1
     if not n_holes:
         fail("--prompt: has no hole. Try an <extra_id_0> where bytes are missing")
@@ -996,7 +997,7 @@ def check_markers(text, objective, mode):
     message = (f"{as_text[0].decode('utf-8', 'replace')} is read as text when {objective.name} is used to "
                f"{MODES[mode].task}. Holes are written [MASK], [MASK:4] or <extra_id_0>, see --help")
     if re.search(own, text):
-        fail(f"--prompt: {message}. Try one kind of hole")
+        fail(f"{message}. Try one kind of hole")
     note(message)
 
 

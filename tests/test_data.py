@@ -186,7 +186,7 @@ def test_weights_follow_a_colon_unless_the_path_exists_and_without_weights_sizes
             (["a.txt:3", "b:2:1", "c.txt:100e-2"], {"a.txt": 0.6, "b:2": 0.2, "c.txt": 0.2}), (["b:2"], {"b:2": 1.0}),
             (["a.txt", "b:2", "c.txt"], {"a.txt": 0.1, "b:2": 0.3, "c.txt": 0.6})):
         assert {s["name"]: s["weight"] for s in open_corpus(specs)} == pytest.approx(weights)
-    refuses("must be a positive number", open_corpus, ["a.txt:0"])
+    refuses("must be between 1e-9 and 1e9", open_corpus, ["a.txt:0"])
     refuses("two sources are the same text", open_corpus, ["a.txt", "./a.txt"])
     refuses("Try one for each", open_corpus, ["a.txt", "c.txt:.98"])
 

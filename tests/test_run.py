@@ -52,6 +52,13 @@ def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
     assert hp.dtype in ("float32", "bfloat16") and run.defaults("cuda")["n_layer"] == 12
 
 
+def test_the_help_spells_defaults_out(capsys):
+    with pytest.raises(SystemExit):
+        run.parse(["--help"])
+    out = capsys.readouterr().out
+    assert "[cpu 4, cuda 12]" in out and "[n_head cpu 4, cuda 6]" in out and "[stdlib]" in out and "{'cpu" not in out
+
+
 def test_a_child_has_its_parents_model_and_by_default_its_objective(text):
     fit(text, "a", "--objective", "mlm", "--mask_rate", ".5", "--doc_mask", "--attn_scale", "3", "--block_size", "128",
         "--n_head", "1", "--max_iters", "0")
@@ -269,9 +276,9 @@ BAD = [  # flags, part of the error message
     ("--max_iter 3", "--max_iter"), ("--max_iters many", "invalid int value: 'many'"),
     ("--max_passes nan", "nan is not between"), ("--n_embd 15", "a multiple of 4"),
     ("--objective bert", "Try mlm"), ("--objective clm,clm", "as in clm:"),
-    ("--objective clm:1e-320,mlm", "positive weights"), ("--mask_rate .2", "Try it with mlm"),
+    ("--objective clm:1e-320,mlm", "weights of 1e-9 to 1e9"), ("--mask_rate .2", "Try it with mlm"),
     ("--objective mlm --mask_random 1", "than 1"), ("--objective bart --doc_mask", "--doc_mask"),
-    ("--objective span --block_size 64 --span_rate .9", "spans do not fit"),
+    ("--objective span --block_size 64 --span_rate .9", "7 spans of 6 bytes on average do not fit"),
     ("--objective clm,contrastive --batch_size 1 --accum 2", "too small for contrastive"),
     ("--data tiny.txt", "--block_size"),
     # a run that read a pipe is resumed without it in this way, too
@@ -279,7 +286,7 @@ BAD = [  # flags, part of the error message
     ("--cuda_graph", "NVIDIA GPU"), ("--accum 3", "a multiple of 2"), ("--out_dir text.txt", "--out_dir"),
     ("--out_dir run", "--resume"), ("--resume", "no run under out/"),
     ("--resume --out_dir bare", "no checkpoint"), ("--resume --out_dir run --max_iters 0", "is at step 1"),
-    ("--resume --out_dir run --n_embd 32", "--n_embd 32"),
+    ("--resume --out_dir run --n_embd 32", "--n_embd 32"), ("--resume --out_dir run --weight_decay 2", "run has 0.0"),
     ("--resume --out_dir run --data other.txt", "differs from the data of run"),
     ("--init_from run --n_head 1", "has 2 heads"), ("--init_from run --ngram_rows 0", "here missing"),
     ("--init_from new.pt", "--objective new: unknown. Try one of "), ("--init_from version.pt", "layout"),
@@ -327,11 +334,14 @@ def test_bad_input_is_one_line_and_changes_nothing(flags, hint, place, monkeypat
     assert not os.path.exists("executed")
 
 
-def test_ctrl_c_and_a_full_disk_end_a_program_without_a_traceback(capsys):
+def test_ctrl_c_a_full_gpu_and_a_full_disk_end_a_program_without_a_traceback(capsys):
     """Mistakes of the program keep theirs."""
     with pytest.raises(SystemExit) as e:
         run.run_program(mock.Mock(side_effect=KeyboardInterrupt()))
     assert (e.value.code, capsys.readouterr().err) == (130, "")
+    with pytest.raises(SystemExit) as e:
+        run.run_program(mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    assert (e.value.code, capsys.readouterr().err) == (1, "error: CUDA out of memory\n")
     with mock.patch("os.dup2") as dup2, mock.patch("sys.stdout", mock.Mock()), pytest.raises(SystemExit) as e:
         run.run_program(mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert e.value.code == 1 and dup2.called

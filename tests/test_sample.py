@@ -959,7 +959,7 @@ def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, ca
     assert "Holes are written [MASK], [MASK:4] or <extra_id_0>" in err
     if run != "clm":
         hole = "<extra_id_0>" if run == "ul2" else "[MASK]"
-        refuses(f"--prompt: {word} is read as text", sample.main,
+        refuses(f"{word} is read as text", sample.main,
                 ["--out_dir", f"out/{run}", "--prompt", word + hole])
         assert "is read as text" not in output(capsys, run, "--prompt", "a" + hole).err
 
@@ -1012,7 +1012,7 @@ BAD = [
     ("contrastive", ["--prompt", "a"], "only to continue a prompt or write in blocks or"),
     ("contrastive", ["--query", "a"], "--corpus: is missing or empty. Try the name of a file"),
     ("nsp", ["--prompt", "[MASK]", "--prefix", "x"], "--prefix: has no effect when nsp is used to fill [MASK]s"),
-    ("fim", ["--prompt", HOLE, "--prefix", "b"], "without --prefix"), ("span", ["--prompt", "a"], "has no hole"),
+    ("fim", ["--prompt", HOLE, "--prefix", "b"], "without them"), ("span", ["--prompt", "a"], "has no hole"),
     ("clm", ["--prompt", "FILE:."], "--prompt ."), ("mlm", ["--fix"], "--prompt: is missing"),
     ("mlm", ["--prompt", "FILE:utf16.txt", "--fix"], "is not text"),
     ("mlm", ["--prompt", "a", "--steps", "1"], "--steps: has no effect when mlm is used to correct a text"),
