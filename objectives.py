@@ -274,7 +274,7 @@ class Infill:
     most likely answer; for this, the objective needs "fill" and a causal "continue"."""
     # (texts around the holes, number of bytes expected in a hole, hp) -> ids up to the first answer, prefix length
     prompt: Callable | None = None
-    stop_ids: tuple = ()                        # stop_ids[i] ends the answer of hole i and starts that of hole i + 1
+    stop_ids: tuple = ()                        # stop_ids[i] or EOT ends hole i; stop_ids[i] starts hole i + 1
 
 
 @dataclass(frozen=True)

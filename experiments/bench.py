@@ -96,7 +96,7 @@ def gemm(device, dtype):  # -> a program that multiplies square matrices; its un
 def random_corpus(hp):
     text = torch.randint(1, 256, (1 << 20,), generator=make_rng("bench"), dtype=torch.uint8)
     text = text.to(hp.device if "cuda" in hp.device else "cpu")
-    return [dict(name="random", weight=1.0, train=text, val=text, size=len(text), crc=0, division="")]
+    return [dict(name="random", weight=1.0, train=text, val=text, size=len(text), crc=0)]
 
 
 def count_flops(hp):  # -> FLOPs of the matrix products in the forward and backward pass of a micro-batch
@@ -338,8 +338,8 @@ def bench_race(flags, hp):  # seconds of whole runs, their held-out losses, and 
         nats = with_torch_defaults(lambda _: mean_nats(predict, ids))(0)
         n_table = sum(p.numel() for name, p in model.named_parameters() if name.endswith("ngrams.table"))
         n_rest = sum(p.numel() for p in model.parameters()) - n_table
-        print(f"{side:12s} {seconds[side][-1]:7.1f} s, {nats:.4f} nats/byte, {n_rest:,} parameters"
-              + f" and {n_table:,} in a table of n-grams" * bool(n_table), flush=True)
+        table = f" and {n_table:,} in a table of n-grams" if n_table else ""
+        print(f"{side:12s} {seconds[side][-1]:7.1f} s, {nats:.4f} nats/byte, {n_rest:,} parameters{table}", flush=True)
     theirs, mine = (statistics.median(each) for each in seconds.values())
     print(f"medians: {theirs:.1f} s and {mine:.1f} s, a ratio of {theirs / mine:.1f}")
 

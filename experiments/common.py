@@ -39,7 +39,7 @@ def read_json(path):  # -> its contents, or {} if there is no such file
     return json.loads(Path(path).read_text("utf-8")) if os.path.exists(path) else {}
 
 
-def write_json(path, contents):  # a kill leaves no half file
+def write_json(path, contents):  # a killed process leaves no half file
     Path(path + ".tmp").write_text(json.dumps(contents), "utf-8")
     os.replace(path + ".tmp", path)
 
@@ -50,7 +50,9 @@ def checksums(files):  # paths, absolute or from ROOT -> {path from ROOT: checks
 
 
 def training_files(objective):  # a name or a mixture -> the files that train it, with that of a fork's objective
-    modules = [sys.modules[OBJECTIVES[name].corrupt.__module__] for name in member_weights(objective)]
+    fields = "corrupt", "loss", "heads", "n_bytes"
+    functions = [getattr(OBJECTIVES[name], field) for name in member_weights(objective) for field in fields]
+    modules = [sys.modules[function.__module__] for function in functions]
     return {*TRAINING, *(module.__file__ for module in modules if hasattr(module, "__file__"))}     # not of a notebook
 
 

@@ -8,10 +8,10 @@
 
 A row is an objective, or a mixture such as clm:0.5+mlm:0.5, of which each figure is of the first member that has it; in
 a sweep, a row for each value. Each is trained with its own defaults, once for each seed and budget, in a folder under
-out_dir/runs. A finished run with the same settings and text is used again, and an interrupted one is resumed. The
-report also lists the runs of earlier commands in out_dir, if their other settings are those of this command. It names
-runs that are older than the files that train; if those that measure have changed, the figures are measured again. Flags
-that are not listed below are train.py's. One of only some objectives, as --mask_rate, goes to those.
+out_dir/runs. A finished run with the same settings, text and --data is used again, and an interrupted one is resumed.
+The report also lists the runs of earlier commands in out_dir, if their other settings are those of this command. It
+names runs that are older than the files that train; if those that measure have changed, the figures are measured again.
+Flags that are not listed below are train.py's. One that only some objectives have, such as --mask_rate, goes to those.
 """
 import contextlib
 import csv
@@ -35,8 +35,8 @@ from experiments.score import check_pairs, choose_scored, format_mean, format_sh
 from experiments.score import score_pairs
 import train
 from objectives import OBJECTIVES
-from run import SHARED_FLAGS, VERSION, checkpoint_path, flag_specs, get_config, get_members, load_checkpoint, load_run
-from run import member_weights, parse, run_program, to_words
+from run import PATHS, RESUMABLE_FLAGS, SHARED_FLAGS, VERSION, checkpoint_path, flag_specs, get_config, get_members
+from run import load_checkpoint, load_run, member_weights, parse, run_program, to_words
 import torch
 
 FLAGS = {
@@ -45,7 +45,7 @@ FLAGS = {
     "budgets": Flag("1000", "numbers of steps, separated by commas; each is a separate run with its own schedule"),
     "data": Flag("stdlib", "corpus; the probe runs only on stdlib, since it needs Python files"),
     "sweep": Flag("", "a setting of train.py and its values, as in mask_rate=.1,.15,.3"),
-    "pairs": Flag("", "file of minimal pairs, as experiments.score reads it: also print the share of right ones"),
+    "pairs": Flag("", "file of minimal pairs, as experiments.score reads it: also print the share that is right"),
     "baseline": Flag("", "row that is subtracted from the others; default: the first"),
     "tasks_only": Flag(False, "measure only losses and each objective's own task, in less time"),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
@@ -70,8 +70,9 @@ Run = namedtuple("Run", "row hp argv folder code")
 
 def plan_runs(flags, rest, crc):  # crc: of the corpus -> [Run]; fails if train.py would refuse the flags of one
     setting, _, values = flags.sweep.partition("=")
-    if flags.sweep and not (setting in flag_specs().keys() - RESERVED - {"device"} and all(values.split(","))):
-        fail(f"--sweep {flags.sweep}: is not a setting of train.py with its values. Try mask_rate=.1,.15,.3")
+    settings = flag_specs().keys() - RESERVED - {"device", "eval_interval"}         # on which results depend
+    if flags.sweep and not (setting in settings and all(values.split(","))):
+        fail(f"--sweep {flags.sweep}: is not a setting that changes a run, with its values. Try mask_rate=.1,.15,.3")
     names = [to_objective(word) for word in flags.objectives.replace(" ", "").split(",") if word]
     names = names or list(OBJECTIVES)
     if not parse(rest).keys() <= SHARED_FLAGS.union(*map(own_flags, names)):
@@ -130,7 +131,8 @@ def to_value(setting, word):  # of --sweep -> value of a flag
         if word not in ("True", "False"):
             fail(f"--sweep {setting}={word}: is on or off. Try {setting}=True,False")
         return word == "True"
-    return word.replace("+", ",") if isinstance(default, str) else word             # numbers may be written 1e+1
+    may_have_commas = isinstance(default, str) and setting not in PATHS             # numbers may be written 1e+1
+    return word.replace("+", ",") if may_have_commas else word
 
 
 def run_folder(hp, crc, out_dir):  # settings, checksum of the corpus -> folder of the run
@@ -143,7 +145,7 @@ def run_folder(hp, crc, out_dir):  # settings, checksum of the corpus -> folder 
 
 
 def read_settings(hp):  # -> {flag: value} of those that the objective reads
-    """Without the device, since a run may be resumed on another one, and without the interval of evaluations."""
+    """Without the device, on which a result should not depend, and without the interval of evaluations."""
     names = (SHARED_FLAGS | own_flags(hp.objective)) - {"device", "eval_interval"}
     return {flag: value for flag, value in vars(hp).items() if flag in names}
 
@@ -174,9 +176,10 @@ def has_weights(run):
 
 def work_left(run, flags):  # -> number of steps to train, number of evaluations to make (0 or 1)
     figures = read_figures(run.folder, flags)
-    path = os.path.join(run.folder, "ckpt.pt")
-    step = load_checkpoint(path)["step"] if has_weights(run) else 0
-    return 0 if figures else run.hp.max_iters - step, int(figures.get("code") != MEASURING)
+    steps = 0 if figures else run.hp.max_iters
+    if steps and has_weights(run):
+        steps -= load_checkpoint(os.path.join(run.folder, "ckpt.pt"))["step"]
+    return steps, int(figures.get("code") != MEASURING)
 
 
 def minutes_left(work, seconds):  # what work_left returned for all runs; (training, evaluation) of those that are done
@@ -198,7 +201,10 @@ def train_run(run, label):  # -> False if the run diverged
         Path(run.folder, "best.pt").unlink(missing_ok=True)
         write_json(os.path.join(run.folder, "code.json"), run.code)
     print(f"{label}: training, logged in {run.folder}/log.txt", flush=True)
-    argv = [*run.argv, "--out_dir", run.folder, *(["--resume"] if has_weights(run) else [])]
+    argv = [*run.argv, "--out_dir", run.folder]
+    if has_weights(run):                        # the other settings are equal, perhaps in other words: --dtype auto
+        given = {flag: value for flag, value in parse(argv).items() if flag in RESUMABLE_FLAGS}
+        argv = to_words(given | {"resume": True})
     with open(os.path.join(run.folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         try:
             exit_code = train.main(argv, with_sample=False)
@@ -213,7 +219,7 @@ def train_run(run, label):  # -> False if the run diverged
     return True
 
 
-def read_figures(folder, flags):  # -> what is saved of an earlier measurement, if possible by the files of now, or {}
+def read_figures(folder, flags):  # -> what is saved of an earlier measurement, preferably by the current files, or {}
     names = ["figures.json", *(["tasks.json"] if flags.tasks_only else [])]
     saved = [read_json(os.path.join(folder, name)) for name in names]
     return max(saved, key=lambda figures: (figures.get("code") == MEASURING, len(figures)))
@@ -224,7 +230,7 @@ def pairs_path(run, pairs):
 
 
 def measure_run(run, flags, text, probe, pairs, label):
-    """Saves figures, unless the saved ones are of the files of now. If the weights are deleted, older ones stay."""
+    """Saves figures, unless the saved ones are by the current files. Without weights, older figures are kept."""
     def update(saved, path, compute):
         if saved.get("code") != MEASURING and has_weights(run):
             print(f"{label}: measuring {os.path.basename(path)}", flush=True)
@@ -333,12 +339,12 @@ def report(budgets, baseline, drawn):  # {steps: {row: {seed: metrics}}}, rows o
     own_tasks = "".join(f"- own task of {', '.join(names)}: {heading}\n" for heading, names in tasks.items())
     missing = [name for name in dict.fromkeys(itertools.chain(*budgets.values())) if name not in drawn]
     own_tasks += f"- not in the picture: {', '.join(missing)}\n" if missing else ""
-    text = [f"After {max(budgets)} steps: bits per byte of held-out text, fewer are better; <= is diffusion's upper "
-            "bound, left: a hole of which only the left side is read. Means over seeds ± their standard errors. "
+    text = [f"After {max(budgets)} steps: bits per byte of held-out text, lower is better; <= is an upper bound, "
+            "left: a hole of which only the left side is read. Means over seeds ± their standard errors. "
             "Without ±, the error is not known: try --seeds 1,2,3 (\"Errors\" in docs/RESULTS.md)\n",
             make_table(rows), own_tasks]
     parts = {"Differences with 95% intervals, paired by seed (Student's t):\n": difference_table(rows, baseline),
-             "Minimal pairs: the share whose better text has the higher score (by chance 0.5), ± its standard error "
+             "Minimal pairs: the share whose better text has the higher score (chance: 0.5), ± its standard error "
              "over pairs and seeds; differences are paired by pair and seed:\n": pairs_table(rows, baseline)}
     for steps in sorted(budgets)[:-1]:
         parts[f"After {steps} steps:\n"] = make_table(budgets[steps])
@@ -352,14 +358,14 @@ def settings_report(runs):  # -> Markdown: the settings that the rows do not sha
     flags = [flag for flag in flag_specs() if flag not in RESERVED]
     differing = [flag for flag in flags if len({str(each.get(flag)) for each in settings.values()}) > 1]
     hp = next(iter(runs)).hp
-    text = f"Corpus: {' '.join(hp.data)}. Model: {hp.n_layer} layers of width {hp.n_embd}, if not said below.\n"
+    text = f"Corpus: {' '.join(hp.data)}. Model: {hp.n_layer} layers of width {hp.n_embd}, unless stated below.\n"
     for row, each in settings.items():
         words = [f"{flag} {each[flag]}" for flag in differing if flag in each]
         text += f"- {row}: {', '.join(words)}\n" if words else ""
     return text
 
 
-def changes_report(runs, flags):  # -> Markdown: the runs that are older than the files of now, or ""
+def changes_report(runs, flags):  # -> Markdown: the runs that are older than the current files, or ""
     changed = {}                                # {names of files: [folder of a run]}
     for run in runs:
         figures = read_figures(run.folder, flags)
@@ -369,7 +375,7 @@ def changes_report(runs, flags):  # -> Markdown: the runs that are older than th
         if files:
             changed.setdefault(", ".join(files), []).append(os.path.basename(run.folder))
     text = "".join(f"- before {files} changed: {', '.join(folders)}\n" for files, folders in changed.items())
-    return text and ("\nTrained or measured by older files, which is harmless if the change was, such as a new "
+    return text and ("\nTrained or measured with older files, which is harmless if the change was, such as a new "
                      f"objective. To train a run again, delete its folder.\n{text}")
 
 
@@ -405,8 +411,9 @@ def main(argv=None):  # -> exit code
         seconds.append((trained - begin, time.perf_counter() - trained))
         metrics = read_metrics(run, flags, pairs)
         minutes = minutes_left(work, seconds)
-        print(f"{label}: {'validation loss {loss:.4f} nats'.format(**metrics) if metrics else 'diverged'}"
-              + (f", about {minutes} min left in all" if minutes else ""), flush=True)
+        outcome = f"validation loss {metrics['loss']:.4f} nats" if metrics else "diverged"
+        left = f", about {minutes} min left in all" if minutes else ""
+        print(f"{label}: {outcome}{left}", flush=True)
 
     # report
     budgets = {}                                # {steps: {row: {seed: metrics}}}

@@ -181,7 +181,7 @@ def bits_panel(curves, title, xlabel, points):  # points: {x: (steps, metric, me
                 lines.setdefault(name, {})[x] = curves[name, steps, found[0]]
                 if found[0] != metrics[0]:
                     dashed.add(name)
-    return Panel(f"{title} (less is better)", xlabel, "bits/byte", [*points], lines, dashed, {})
+    return Panel(f"{title} (lower is better)", xlabel, "bits/byte", [*points], lines, dashed, {})
 
 
 def holes_panel(curves, steps, title):
@@ -194,7 +194,7 @@ def tasks_panel(curves, steps, tasks):  # tasks: {row: what its own task is}. Th
     marks = {}
     for name, task in tasks.items():
         if task and not task.startswith("bits"):
-            x = name if task.startswith("share") else f"{name}\n(less is better)"   # as an edit distance
+            x = name if task.startswith("share") else f"{name}\n(lower is better)"   # as an edit distance
             lines[name] = {x: curves[name, steps, "task"]}
             marks[x] = statistics.fmean(curves[name, steps, "task_baseline"])
     return Panel(f"own tasks, {steps} steps (x: baseline)", "", "share", [*marks], lines, set(), marks)
@@ -217,7 +217,7 @@ def draw_panels(panels, path, labels=None, size=(5, 4.2), font=9):  # -> path, o
     except ImportError:
         return "no picture: pip install matplotlib, and the next run draws it"
     if not panels:
-        return "no picture: no figures to draw"
+        return "no picture: there is nothing to draw"
     # an objective has the same color in every picture, and other rows have the next ones
     rows = [*dict.fromkeys([*OBJECTIVES, *(row for panel in panels for row in panel.lines)])]
     colors = dict(zip(rows, itertools.cycle([*colormaps["tab10"].colors, *MORE_COLORS, *colormaps["tab20b"].colors])))
@@ -255,6 +255,8 @@ def main(argv=None):  # -> exit code
             labels = dict(zip(names, flags.labels.split(",") if flags.labels else names))
             curves = {key: values for key, values in read_curves(flags.curves).items() if key[0] in names}
             panel = holes_panel(curves, flags.steps, flags.title)
+            if not panel.lines:
+                fail(f"--curves {flags.curves}: has no holes after {flags.steps} steps. Try another --steps")
             flags.out = draw_panels([panel], flags.out, labels, (10, 4.4), font=15)
         else:
             draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)

@@ -12,6 +12,7 @@ import run
 from data import UserError, make_rng
 from run import get_members
 from model import ModelConfig, Transformer
+from objectives import OBJECTIVES
 
 torch.set_num_threads(1)                        # on tensors this small, several threads are slower
 os.fsync = lambda _: None                       # waiting for the disk proves nothing here
@@ -19,6 +20,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)        # ignored if pyt
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--batch_size", "4",
         "--eval_iters", "1", "--ngram_rows", "64", "--device", "cpu", "--dtype", "float32", "--log_interval", "1"]
+# objectives that write what is missing, byte by byte
+WRITE_HOLES = [name for name, objective in OBJECTIVES.items() if getattr(objective.uses.get("infill"), "prompt", None)]
 
 
 def tiny(*words):  # flags of a tiny run, then these; of a flag that is given twice, the last one counts

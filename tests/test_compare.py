@@ -6,11 +6,12 @@ import json
 import math
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import tiny
+from test_train import on_step
 
 from experiments import common, compare, evaluate
 from objectives import OBJECTIVES
@@ -105,14 +106,17 @@ def test_a_run_that_diverges_does_not_stop_the_others(text, capsys, monkeypatch)
     assert run("--objectives", "mlm") == 1
 
 
-def test_a_killed_run_is_resumed(text):
-    run("--objectives", "clm")                  # then pretend that it was killed after the first of two steps
+def test_a_stopped_run_is_not_measured_and_is_resumed(text, monkeypatch):
+    words = "--objectives", "clm", "--dtype", "auto", "--tasks_only"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        on_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
+        run(*words)
     [folder] = all_runs()
-    lines = Path(folder, "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    state = {"step": 1, "metrics_bytes": sum(map(len, lines[:3]))}
-    torch.save(torch.load(f"{folder}/ckpt.pt", weights_only=True) | state, f"{folder}/ckpt.pt")
-    os.remove(f"{folder}/figures.json")
-    run("--objectives", "clm")
+    assert load_checkpoint(folder)["step"] == 1 and not load_metrics(folder, "tasks.json")
+    run(*words)
+    for file in ("ckpt.pt", "tasks.json"):      # as if it was killed between its first best.pt and its first ckpt.pt
+        os.remove(os.path.join(folder, file))
+    run(*words)
     assert list(all_runs()) == [folder] and load_checkpoint(folder)["step"] == 2
 
 
@@ -143,7 +147,7 @@ def edit(monkeypatch, file):  # as if this file of the repository had another co
 def test_runs_whose_files_have_changed_are_named_and_used(text, capsys, monkeypatch):
     run("--objectives", "mlm", "--tasks_only")
     [folder] = all_runs()
-    assert "Older than" not in capsys.readouterr().out
+    assert "older files" not in capsys.readouterr().out
     with monkeypatch.context() as m:
         m.setattr(compare.train, "main", None)
         edit(m, "objectives.py")
@@ -153,14 +157,15 @@ def test_runs_whose_files_have_changed_are_named_and_used(text, capsys, monkeypa
         assert out.endswith(Path("out/compare.md").read_text()) and ": measuring" not in out
 
 
-def test_figures_are_measured_again_if_the_files_that_measure_have_changed(text, capsys, monkeypatch):
-    run("--objectives", "mlm")
+@pytest.mark.parametrize("file", ["sample.py", *(f"experiments/{name}.py" for name in ("bench", "evaluate", "score"))])
+def test_figures_are_measured_again_if_the_files_that_measure_have_changed(file, text, capsys, monkeypatch):
+    run("--objectives", "mlm", "--tasks_only")
     [folder] = all_runs()
     monkeypatch.setattr(compare.train, "main", None)
     monkeypatch.setattr(evaluate, "measure", lambda *args: {"task": 0.5})
-    edit(monkeypatch, "experiments/score.py")
-    run("--objectives", "mlm")
-    assert load_metrics(folder)["task"] == 0.5 and "Older than" not in capsys.readouterr().out
+    edit(monkeypatch, file)
+    run("--objectives", "mlm", "--tasks_only")
+    assert load_metrics(folder, "tasks.json")["task"] == 0.5 and "older files" not in capsys.readouterr().out
 
 
 # ---- flags
@@ -182,11 +187,17 @@ def test_values_of_a_sweep_are_rows():
                                                                    ("clm doc_mask=False", False)]
     runs = plan("--objectives", "bart", "--sweep", "bart_noise=mask,mask+permute")
     assert [each.hp.bart_noise for each in runs] == ["mask", "mask,permute"]
+    assert compare.to_value("init_from", "out/clm+mlm") == "out/clm+mlm", "a path"
+
+
+def test_every_file_of_a_forks_objective_trains_it(monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "clm", dataclasses.replace(OBJECTIVES["clm"], loss=tiny))
+    assert tiny.__code__.co_filename in common.training_files("clm") > common.training_files("mlm")
 
 
 @pytest.mark.parametrize("flags, hint", [
-    ("--sweep seed=1,2", "is not a setting"), ("--sweep mask_rate=2", "--mask_rate"), ("--objectives mml", "Try mlm"),
-    ("--seed 7", "itself"), ("--data . --out_dir out", "inside"),
+    ("--sweep eval_interval=1", "is not a setting"), ("--sweep mask_rate=2", "--mask_rate"), ("--seed 7", "itself"),
+    ("--objectives mml", "Try mlm"), ("--data . --out_dir out", "inside"),
     ("--objectives clm --sweep block_size=64,200000", "200000"), ("--init_from nowhere", "nowhere"),
     ("--objectives clm --tau .1", "Try it with contrastive"), ("--baseline clmm", "Try one of clm, mlm"),
     ("--objectives clm:0.5,mlm:0.5", "Try clm:0.5+mlm:0.5")])

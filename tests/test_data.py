@@ -116,8 +116,7 @@ def test_in_a_folder_files_that_are_no_text_are_skipped(tmp_path, refuses):
 
 
 UTF16 = "utf-16", "utf-16-le", "utf-16-be"
-SENTENCES = {"English": "It was the best of times, it was the worst of times. ",
-             "Chinese": "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"}
+SENTENCES = {"English": "It was the best of times. ", "Chinese": "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"}
 BINARY = [random.Random(0).randbytes(5000),                    # compressed data looks like this
           array.array("H", [i % 50257 for i in range(0, 900_000, 997)]).tobytes(), b"\x7fELF\2\1\1" + b"\0" * 300]
 REFUSED = [                                     # name, contents, part of the message

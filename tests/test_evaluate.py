@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import randomized, settings
+from conftest import WRITE_HOLES, randomized, settings
 
 import data
 import sample
@@ -71,7 +71,7 @@ def test_bits_of_bytes_do_not_depend_on_how_a_hole_ends():
     assert evaluate.bits_per_byte(logits, x) == pytest.approx(math.log2(255), abs=1e-5), "a NUL does not count"
 
 
-@pytest.mark.parametrize("name", ["span", "ul2", "fim"])
+@pytest.mark.parametrize("name", WRITE_HOLES)
 def test_bits_with_the_end_are_those_of_all_that_infilling_writes(name):
     net, x, a, m = randomized().requires_grad_(False), ids(1, 20), 8, 4
     objective = OBJECTIVES[name]
@@ -211,10 +211,21 @@ def test_a_random_model_has_the_accuracy_of_chance(name, chance):
 def test_lines_count_by_their_bytes_and_repeated_lines_are_not_distinct(monkeypatch):
     rows = torch.tensor([[*b"cut\nx = 1\n\ny = (2\nz = 3\nit's\nw = 4)\na $ b\nx = 1\ncut"]])
     assert evaluate.line_figures(rows) == (15 / 36, 6 / 7, 7), "only x = 1, z = 3, x = 1 tokenize"
-    monkeypatch.setattr(evaluate, "write", lambda m, o, hp, order, x, g: torch.tensor([*b"a\n"]).repeat(len(x), 80))
+    monkeypatch.setattr(evaluate, "write", lambda m, o, hp, order, x, g: (
+        torch.tensor([*b"$\n" * 16, *b"a\n" * 64]).repeat(len(x), 1)))
     found = measure(evaluate.eval_tokenizable_lines, "mdlm", 160)
     assert found["task"] == 1 and found["distinct"] < 0.05, "one letter a line"
     assert measure(evaluate.eval_tokenizable_lines, "mlm", 160) == {}, "not trained on rows of MASKs"
+
+
+def test_bits_of_a_second_half_and_by_filling_are_per_byte(monkeypatch):
+    monkeypatch.setattr(evaluate, "middle_logits",
+                        lambda predict, model, objective, hp, x, a, m: F.one_hot(x[:, a:a + m], 512) * 99.0)
+    monkeypatch.setattr(evaluate, "score_by_filling", lambda model, row, n, fill: 8 + 2.0 * 63)
+    found = measure(evaluate.eval_second_half, "clm")
+    size = min(len(module.compress(to_bytes(SENTENCES))) for module in (evaluate.bz2, evaluate.lzma))
+    assert found == {"task": pytest.approx(0, abs=1e-5), "task_baseline": 8 * size / len(SENTENCES)}
+    assert measure(evaluate.eval_filling_in_order, "mlm") == {"left_by_filling": 2.0}
 
 
 # ---- probes
@@ -222,7 +233,7 @@ def test_states_are_read_under_the_objectives_own_mask():
     net, x, T = randomized().requires_grad_(False), ids(3, 24), 12
     other = x.clone()
     other[:, 8] = 1 + other[:, 8] % 255
-    for name, first in (("clm", 8), ("mlm", 0)):                # byte 8 is read only in the first of two rows
+    for name, first in (("clm", 8), ("mlm", 0), ("hybrid", 0)):  # byte 8 is read only in the first of two rows
         a, b = (evaluate.layer_states(net, OBJECTIVES[name], settings(name, T), z) for z in (x, other))
         assert (a - b)[1].abs().amax((0, 2)).gt(0).tolist() == [first <= i < T for i in range(24)]
 

@@ -25,34 +25,22 @@ def test_a_row_of_each_kind_is_drawn_with_its_mask(tmp_path, refuses):
 
 
 CURVES = """row,steps,seed,metric,value
-clm,10,1,left_to_right,1.1
-clm,100,1,left_to_right,1.0
-mdlm,10,1,bound,3.0
-mdlm,10,2,bound,4.0
-clm,100,1,left_4,1
-clm,100,2,left_4,3
-mtp,100,1,left_4,5
-mdlm,100,1,left_4,8
-mdlm,100,1,infill_4,2
-bart,100,1,task,.7
-bart,100,2,task,.9
-bart,100,1,task_baseline,1
-electra,100,1,task,.5
-electra,100,1,task_baseline,.1
-clm,100,1,task,1
-clm,10,1,left_4,7
+clm,10,1,left_to_right,1.1 clm,100,1,left_to_right,1.0 mdlm,10,1,bound,3.0 mdlm,10,2,bound,4.0 clm,10,1,left_4,7
+clm,100,1,left_4,1 clm,100,2,left_4,3 mtp,100,1,left_4,5 mdlm,100,1,left_4,8 mdlm,100,1,infill_4,2 electra,100,1,task,.5
+bart,100,1,task,.7 bart,100,2,task,.9 bart,100,1,task_baseline,1 clm,100,1,task,1 electra,100,1,task_baseline,.1
 """
 
 
-def test_panels_show_every_seed_over_the_steps_and_over_the_lengths_of_holes(tmp_path):
-    (tmp_path / "curves.csv").write_text(CURVES)
+def test_panels_show_every_seed_over_the_steps_and_over_the_lengths_of_holes(tmp_path, refuses):
+    (tmp_path / "curves.csv").write_text(CURVES.replace(" ", "\n"))
     headings = {"bart": "edit distance", "clm": "bits", "nsp": "", "electra": "share of typos"}
     bits, holes, tasks = figures.curve_panels(tmp_path / "curves.csv", headings)
     assert bits.xs == [10, 100] and bits.lines == {"clm": {10: [1.1], 100: [1.0]}, "mdlm": {10: [3.0, 4.0]}}
     assert holes.lines == {"clm": {4: [1.0, 3.0]}, "mtp": {4: [5.0]}, "mdlm": {4: [2.0]}}
     assert bits.dashed == {"mdlm"} and holes.dashed == {"clm", "mtp"}
-    assert tasks.lines == {"bart": {"bart\n(less is better)": [0.7, 0.9]}, "electra": {"electra": [0.5]}}
-    assert tasks.marks == {"bart\n(less is better)": 1.0, "electra": 0.1}
+    assert tasks.lines == {"bart": {"bart\n(lower is better)": [0.7, 0.9]}, "electra": {"electra": [0.5]}}
+    refuses("has no holes after 1000", figures.main, ["--curves", str(tmp_path / "curves.csv")])
+    assert tasks.marks == {"bart\n(lower is better)": 1.0, "electra": 0.1}
     pytest.importorskip("matplotlib")
     path = str(tmp_path / "compare.png")
     assert figures.draw_panels([bits, holes, tasks], path) == path and os.path.getsize(path) > 5000

@@ -81,7 +81,7 @@ def test_a_step_on_a_gpu_mixes_no_devices_and_reads_nothing_back(flags, monkeypa
     monkeypatch.setattr(torch, "Generator", MetaGenerator)
     monkeypatch.setattr(model, "choose_attention", choose_on_gpu)
     text = torch.zeros(1500, dtype=torch.uint8, device="meta")
-    corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0, division="")]
+    corpus = [dict(name="", weight=1.0, train=text, val=text, size=len(text), crc=0)]
     hp = settings(T=64, device="meta", n_layer=1, n_embd=16, max_iters=4, **flags)
     s = train.make_state(corpus, get_members(hp), hp)
     for step in range(len(s.members)):

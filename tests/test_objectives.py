@@ -227,8 +227,7 @@ def test_on_random_bytes_no_likelihood_falls_below_the_entropy(name, **changes):
                                    max_iters=50, learning_rate=0.05, warmup_iters=5, lr_decay=0.2) | changes)
     objective = OBJECTIVES[name]
     data = torch.randint(1, 256, (200_000,), generator=make_rng("corpus"), dtype=torch.uint8)
-    corpus = [dict(name="random", weight=1.0, train=data[:100_000], val=data[100_000:], size=200_000, crc=0,
-                   division="")]
+    corpus = [dict(name="random", weight=1.0, train=data[:100_000], val=data[100_000:], size=200_000, crc=0)]
     s = train.make_state(corpus, get_members(hp), hp)
     [m] = s.members
     batches = [train.sample_batch(m, corpus, "val", 64, f"entropy,{i}", hp) for i in range(2)]
@@ -369,7 +368,8 @@ def test_each_flag_of_an_objective_changes_its_rows_its_weights_or_its_loss(name
               if spec.choices or not isinstance(spec.default, str)}         # not free text
     for flag, value in values.items():
         others = {other: changed for other, changed in values.items() if other != flag}
-        assert any(not equal(training(**same), training(**same, **{flag: value})) for same in ({}, others)), flag
+        changes = [not equal(training(**same), training(**same, **{flag: value})) for same in ({}, others)]
+        assert any(changes), f"{flag} has no effect"
 
 
 @every
@@ -381,7 +381,7 @@ def test_an_objectives_uses_have_what_sample_py_needs(name):
     assert "write" not in objective.uses or "fill" in objective.uses
     for mode, use in objective.uses.items():
         if mode == "correct" and isinstance(use, Continue):
-            assert (prefixes(batch) == 0).any() and "mask" not in batch, "no row is read from left to right"
+            assert (prefixes(batch) == 0).any() and "mask" not in batch, "no row has prefix 0 and no mask"
         if isinstance(use, Fill):
             assert use.shift <= len(use.left_ids)
             assert "mask" in batch or (prefixes(batch) == T).any(), "no row has prefix T, with which sample.py fills"

@@ -52,13 +52,6 @@ def test_settings_are_defaults_then_the_objectives_then_flags(flags, expected):
     assert hp.dtype in ("float32", "bfloat16") and run.defaults("cuda")["n_layer"] == 12
 
 
-def test_the_help_spells_defaults_out(capsys):
-    with pytest.raises(SystemExit):
-        run.parse(["--help"])
-    out = capsys.readouterr().out
-    assert "[cpu 4, cuda 12]" in out and "[n_head cpu 4, cuda 6]" in out and "[stdlib]" in out and "{'cpu" not in out
-
-
 def test_a_child_has_its_parents_model_and_by_default_its_objective(text):
     fit(text, "a", "--objective", "mlm", "--mask_rate", ".5", "--doc_mask", "--attn_scale", "3", "--block_size", "128",
         "--n_head", "1", "--max_iters", "0")
@@ -137,6 +130,8 @@ def test_a_run_is_named_for_its_objective_and_the_latest_is_found(text):
         run.open_metrics(path, 0).close()
         write(os.path.join(path, "best.pt"), b"")
         os.utime(os.path.join(path, "best.pt"), (len(folder), len(folder)))
+    os.symlink("nowhere", "out/span")
+    assert run.choose_out_dir(settings("span", 32)) == "out/span-2", "a dangling link blocks a run"
     os.mkdir("out/mlm")                         # a run that has just begun has nothing to sample from
     assert run.newest_run() == os.path.join("out", "clm_.5+mlm_.5")
     assert run.choose_out_dir(settings("clm", 32, out_dir="mine")) == "mine"
@@ -384,9 +379,3 @@ def test_lines_of_metrics_that_were_changed_or_cut_are_not_glued(text, capsys):
     path.write_bytes(path.read_bytes() + b'{"step": 9, "spl')
     run.draw_losses("a")
     assert "loss.png" in capsys.readouterr().out
-
-
-def test_a_dangling_link_does_not_block_a_run(text):
-    os.mkdir("out")
-    os.symlink("nowhere", "out/clm")
-    assert run.choose_out_dir(get_config(["--device", "cpu"])) == "out/clm-2"

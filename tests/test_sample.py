@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEEDS_CUDA, tiny, chi2, randomize, randomized, settings
+from conftest import NEEDS_CUDA, WRITE_HOLES, tiny, chi2, randomize, randomized, settings
 
 import objectives
 import sample
@@ -568,7 +568,7 @@ def test_spans_are_split_at_sentinels_and_end_with_the_block_or_at_max_new_token
     assert found == (holes, ended)
 
 
-@pytest.mark.parametrize("name", ["span", "ul2", "fim"])
+@pytest.mark.parametrize("name", WRITE_HOLES)
 def test_a_hole_ends_as_soon_as_its_end_is_likely_and_no_sooner(name):
     """For any sampled bytes, with the objective's position numbers. EOT also counts as an end, and is never sampled."""
     net = randomized().requires_grad_(False)
@@ -959,8 +959,7 @@ def test_what_looks_like_a_hole_but_is_read_as_text_is_noted(run, word, runs, ca
     assert "Holes are written [MASK], [MASK:4] or <extra_id_0>" in err
     if run != "clm":
         hole = "<extra_id_0>" if run == "ul2" else "[MASK]"
-        refuses(f"{word} is read as text", sample.main,
-                ["--out_dir", f"out/{run}", "--prompt", word + hole])
+        refuses(f"{word} is read as text", sample.main, ["--out_dir", f"out/{run}", "--prompt", word + hole])
         assert "is read as text" not in output(capsys, run, "--prompt", "a" + hole).err
 
 
@@ -1002,7 +1001,7 @@ def test_the_table_of_defaults_in_the_help_is_true():
             assert "order" not in sample.MODES[mode].flags or use.order in rest
             listed.add((mode, name))
     assert listed == {(mode, name) for name, objective in OBJECTIVES.items() for mode in objective.uses
-                      if sample.MODES[mode].sampling}
+                      if sample.MODES[mode].sampling}, "add it to the table at the top of sample.py"
 
 
 # ---- what is refused

@@ -103,11 +103,14 @@ def blimp(*pairs):  # (UID, better text, worse text) each -> text of a .jsonl fi
     return "\n".join(json.dumps(dict(zip(("UID", "sentence_good", "sentence_bad"), pair))) for pair in pairs)
 
 
-def test_shares_and_errors(runs, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["clm", "mdlm", "mlm"])
+def test_shares_and_errors(name, runs, capsys, monkeypatch):
     monkeypatch.setattr(score, "exact_scores", lambda model, x: x[:, 0].double())
+    monkeypatch.setattr(score, "pseudo_scores", lambda model, x, use: x[:, 0].double())
+    monkeypatch.setattr(score, "score_bound", lambda model, objective, text, hp, seed: (-float(text[0]), 0.0))
     pairs = [("a", "y", "x"), ("a", "x", "y"), ("b", "y", "xx"), ("a", "x", "xx")]
     Path("blimp.jsonl").write_text(blimp(*pairs), "utf-8")
-    out = output(capsys, "clm", "--pairs", "blimp.jsonl", file="").out
+    out = output(capsys, name, "--pairs", "blimp.jsonl", file="").out
     assert re.findall(r"(\d) pairs  (\S.*?)  +(.+)", out) == [
         ("3", "0.500 ± 0.236", "a"), ("1", "1.000", "b"), ("4", "0.625 ± 0.207", "all pairs")]
 
@@ -162,12 +165,12 @@ def test_bits_per_byte_and_shares_of_pairs_are_printed_for_every_objective(name,
     assert re.search(r" 3 pairs  [01]\.[1-9]?\d\d.*  all pairs$", out), "a tie, so more than 0"
 
 
-def test_scores_are_computed_in_float32_by_default(runs, capsys, monkeypatch):
-    dtypes = []
+def test_the_program_reads_in_float32_with_half_a_window_of_context_and_prints_bits_and_nats(runs, capsys, monkeypatch):
+    seen = []
     load_latest = score.load_latest
-    monkeypatch.setattr(score, "load_latest", lambda *args: dtypes.append(args[2]) or load_latest(*args))
-    output(capsys, "clm")
-    assert dtypes == ["float32"]
+    monkeypatch.setattr(score, "load_latest", lambda *args: seen.append(args[2]) or load_latest(*args))
+    monkeypatch.setattr(score, "score_exact", lambda model, data, *sizes: seen.append(sizes) or 640 * 1.5)
+    assert "1.5000 bits per byte (1.0397 nats)" in output(capsys, "clm").out and seen == ["float32", (32, 16)]
 
 
 def test_a_mixture_is_scored_by_its_first_member_with_a_probability(runs, capsys):
