@@ -376,8 +376,7 @@ def test_each_flag_of_an_objective_changes_its_rows_its_weights_or_its_loss(name
 def test_an_objectives_uses_have_what_sample_py_needs(name):
     x, batch, hp = make(name)
     objective = OBJECTIVES[name]
-    assert objective.name == name
-    assert objective.uses.keys() <= set(sample.MODES)
+    assert objective.name == name and objective.uses.keys() <= set(sample.MODES)
     assert "write" not in objective.uses or "fill" in objective.uses
     for mode, use in objective.uses.items():
         if mode == "correct" and isinstance(use, Continue):

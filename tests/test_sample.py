@@ -890,10 +890,11 @@ def test_bytes_are_printed_as_they_come_and_characters_once_they_are_complete(ca
 
 def test_ask_returns_a_list_of_samples_and_refuses_what_the_program_refuses(runs, refuses, capsys):
     loaded = load_run("out/clm", "cpu", "float32")
-    texts = sample.ask(loaded, prompt="a", num_samples=2, max_new_tokens=9)
+    first, second = sample.ask(loaded, prompt="a", num_samples=2, max_new_tokens=9)
     assert sample.ask(load_run("out/mlm", "cpu"), prompt="a\n", fix=True) == "a\n", "the text's own line end"
     assert sample.ask(loaded) and capsys.readouterr().out.startswith("held-out text:\n")
-    assert len(texts) == 2 and sample.ask(loaded, prompt="a", max_new_tokens=9) == texts[0] != texts[1]
+    seeds = [sample.ask(loaded, prompt="a", max_new_tokens=9, **how) for how in ({}, {"seed": 1}, {"seed": 2})]
+    assert first == seeds[0] == seeds[1] != seeds[2] and first != second
     for flags, hint in ((dict(temperature=-1), "-1.0 is not between"), (dict(steps=2), "--steps"),
                         (dict(prompt="\ud83d"), "half of a character")):
         refuses(hint, lambda flags=flags: sample.ask(loaded, **{"prompt": "a"} | flags))

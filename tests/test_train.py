@@ -505,13 +505,13 @@ def test_a_run_leaves_a_folder_with_checkpoints_metrics_and_picture(text, capsys
     [path] = works.Figure().subplots().figure.savefig.call_args.args
     assert path == os.path.join("out", "prefix", "loss.png")
     out = capsys.readouterr().out
+    assert "perplexity of the targets 256, causal rows 8.0000 bits/byte\n" in out
     assert out.count("loss.png was not drawn: ") == 2, "one line if matplotlib fails or is missing"
     for folder in (os.path.join("out", "prefix"), os.path.join("out", "prefix-2")):
         assert f" | {folder}\n" in out and {"ckpt.pt", "best.pt", "metrics.jsonl"} <= set(os.listdir(folder))
         assert load_checkpoint(folder)["config"]["out_dir"] == folder
     assert bytes(load_checkpoint("out/prefix")["held_out"].tolist()) in Path(text).read_bytes()[-10000:]
-    [line, *_] = metrics("out/prefix-2", "train")
-    [val, *_] = metrics("out/prefix-2", "val")
+    [line, *_], [val, *_] = metrics("out/prefix-2", "train"), metrics("out/prefix-2", "val")
     assert set(line) == {"step", "split", "data", "objective", "loss", "lr", "grad_norm"}
     assert val["bpb"] == pytest.approx(8.0) and val["loss"] == pytest.approx(math.log(256))
     assert val["figures"] == {"nll": val["loss"]}
