@@ -134,7 +134,7 @@ def inverse_cdf(p, u):  # p (..., M), u (...) in [0, 1) -> index (...)
     cdf = p.cumsum(-1)
     threshold = u * cdf[..., -1]
     index = torch.searchsorted(cdf, threshold[..., None], right=True)[..., 0]       # number of sums <= threshold
-    return index.clamp(max=p.size(-1) - 1)      # the index of a NaN would be p.size(-1)
+    return index.clamp(max=p.size(-1) - 1)      # a NaN would give the index p.size(-1)
 
 
 def ranks(key):  # (..., n) -> (..., n) long: how many keys of the row are smaller; .5 .9 .1 becomes 1 2 0
@@ -415,8 +415,8 @@ def fit_spans(T, rate, mean):  # -> n raw bytes, n_noise bytes in spans, n_spans
         if n + 2 * n_spans + 2 <= T + 1:
             break
     if n_spans > min(n_noise, n - n_noise + 1, N_SENTINELS):
-        fail(f"--block_size {T}: {n_spans} spans of {mean:g} bytes on average do not fit into {n} bytes, or need over "
-             f"{N_SENTINELS} sentinels. Try longer spans (--span_mean), fewer (--span_rate) or another --block_size")
+        fail(f"--block_size: {n_spans} spans (mean length {mean:g}) and their gaps do not fit into {n} bytes "
+             f"or need over {N_SENTINELS} sentinels. Try another, or fewer or longer spans (--span_rate, --span_mean)")
     return n, n_noise, n_spans
 
 

@@ -226,8 +226,7 @@ def get_config(argv):
     count, with --init_from only those that parent_settings returns. hp also has init_step, the number of steps that the
     weights were trained before this run; progress, the share of the run that is done, which is 1.0 here and
     a tensor in training; and checkpoint, what load_checkpoint returned for --resume or --init_from, or None."""
-    given = parse(argv)
-    given.setdefault("resume", False)
+    given = {"resume": False} | parse(argv)
     ckpt = None
     saved = {}                                  # settings from the checkpoint
     if given["resume"]:
@@ -239,7 +238,8 @@ def get_config(argv):
         given["out_dir"] = Path(path).parent.as_posix()         # no backslashes, which would need quotes
         for flag in sorted(set(given) - RESUMABLE_FLAGS):
             if given[flag] != saved[flag]:
-                fail(f"--{flag} {given[flag]}: the run has {saved[flag]!r}. Try without it, or --init_from")
+                value = "none" if saved[flag] == "" else saved[flag]
+                fail(f"--{flag} {given[flag]}: the run has {value}. Try without it, or --init_from")
     elif given.get("init_from"):
         ckpt = load_checkpoint(given["init_from"])
         saved = parent_settings(ckpt, given)
@@ -880,7 +880,7 @@ def print_compressors(s):
 
 
 # ---- a program
-def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on a closed pipe
+def run_program(main):  # exits with main's code; no traceback after what a user can cure
     for name in ("stdout", "stderr"):           # a stream that is closed from the start (2>&-) is the null device
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
@@ -892,6 +892,8 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
     try:
         code = main()
         sys.stdout.flush()                      # here, where errors are caught: at exit, Python prints a traceback
+        if WORLD > 1 and torch.distributed.is_initialized():    # not after an error: it could wait for other processes
+            torch.distributed.destroy_process_group()
     except (UserError, FloatingPointError, torch.OutOfMemoryError) as e:
         code = 2 if isinstance(e, UserError) else 1
         if not RANK or not isinstance(e, FloatingPointError):   # a loss is not finite in all processes at once
@@ -901,6 +903,4 @@ def run_program(main):  # exits with main's code; no traceback on Ctrl-C and on 
     except OSError as e:                        # standard output is closed, or a disk or a quota is full
         discard_stdout(e)
         code = 141 if e.errno == errno.EPIPE else 1
-    if WORLD > 1 and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     sys.exit(code)

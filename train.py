@@ -247,7 +247,7 @@ class State:
     opt: Optimizer
     starts: torch.Tensor        # source and offset at which each row of a step starts, (2, batch_size * accum)
     g: torch.Generator          # for the corruption
-    # progress; a checkpoint holds all of it except best, which is in best.pt, and log
+    # counters and the log; a checkpoint holds all but best, which is in best.pt, and log
     step: int = 0               # number of steps done
     seconds: float = 0.0        # of training, without evaluations
     val: float = math.inf       # the latest validation loss

@@ -42,9 +42,9 @@ from torch.utils.flop_counter import FlopCounterMode
 FLAGS = {
     "parts": Flag("train,decode", "train, decode or race, separated by commas"),
     "objectives": Flag(",".join(OBJECTIVES), "for train; decode uses the first one"),
-    "repeats": Flag(5, "repetitions of each measurement", 1),
-    "steps": Flag(4, "for train: training steps of a repetition", 1),
-    "new": Flag(150, "for decode: bytes of a repetition", 1),
+    "repeats": Flag(5, "timed rounds", 1),
+    "steps": Flag(4, "for train: training steps in a round", 1),
+    "new": Flag(150, "for decode: bytes in a round", 1),
     "compile": Flag(False, "also measure the compiled program"),
     "cuda_graph": Flag(False, "also measure steps captured in a CUDA graph; needs a GPU"),
     "nanogpt": Flag("", "folder of a checkout of karpathy/nanoGPT; for race with its shakespeare_char data prepared"),

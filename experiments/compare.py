@@ -70,9 +70,9 @@ Run = namedtuple("Run", "row hp argv folder code")
 
 def plan_runs(flags, rest, crc):  # crc: of the corpus -> [Run]; fails if train.py would refuse the flags of one
     setting, _, values = flags.sweep.partition("=")
-    settings = flag_specs().keys() - RESERVED - {"device", "eval_interval"}         # on which results depend
+    settings = flag_specs().keys() - RESERVED - {"device", "eval_interval"}         # a value has its own run
     if flags.sweep and not (setting in settings and all(values.split(","))):
-        fail(f"--sweep {flags.sweep}: is not a setting that changes a run, with its values. Try mask_rate=.1,.15,.3")
+        fail(f"--sweep {flags.sweep}: cannot be swept. Try mask_rate=.1,.15,.3")
     names = [to_objective(word) for word in flags.objectives.replace(" ", "").split(",") if word]
     names = names or list(OBJECTIVES)
     if not parse(rest).keys() <= SHARED_FLAGS.union(*map(own_flags, names)):
@@ -230,7 +230,7 @@ def pairs_path(run, pairs):
 
 
 def measure_run(run, flags, text, probe, pairs, label):
-    """Saves figures, unless the saved ones are by the current files. Without weights, older figures are kept."""
+    """Measures, unless the saved figures are of the current files. Without weights, older figures are kept."""
     def update(saved, path, compute):
         if saved.get("code") != MEASURING and has_weights(run):
             print(f"{label}: measuring {os.path.basename(path)}", flush=True)

@@ -256,7 +256,7 @@ def main(argv=None):  # -> exit code
             curves = {key: values for key, values in read_curves(flags.curves).items() if key[0] in names}
             panel = holes_panel(curves, flags.steps, flags.title)
             if not panel.lines:
-                fail(f"--curves {flags.curves}: has no holes after {flags.steps} steps. Try another --steps")
+                fail(f"--curves {flags.curves}: has no such holes after {flags.steps} steps. Try another --steps")
             flags.out = draw_panels([panel], flags.out, labels, (10, 4.4), font=15)
         else:
             draw([row for name in names for row in rows_of(name, flags.columns)], flags.out, flags.columns)

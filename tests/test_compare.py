@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny
-from test_train import on_step
+from test_train import on_posix, on_step
 
 from experiments import common, compare, evaluate
 from objectives import OBJECTIVES
@@ -106,6 +106,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(text, capsys, monkeypatch)
     assert run("--objectives", "mlm") == 1
 
 
+@on_posix
 def test_a_stopped_run_is_not_measured_and_is_resumed(text, monkeypatch):
     words = "--objectives", "clm", "--dtype", "auto", "--tasks_only"
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -190,14 +191,14 @@ def test_values_of_a_sweep_are_rows():
     assert compare.to_value("init_from", "out/clm+mlm") == "out/clm+mlm", "a path"
 
 
-def test_every_file_of_a_forks_objective_trains_it(monkeypatch):
+def test_files_of_a_forks_objective_count_as_training_files(monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "clm", dataclasses.replace(OBJECTIVES["clm"], loss=tiny))
     assert tiny.__code__.co_filename in common.training_files("clm") > common.training_files("mlm")
 
 
 @pytest.mark.parametrize("flags, hint", [
-    ("--sweep eval_interval=1", "is not a setting"), ("--sweep mask_rate=2", "--mask_rate"), ("--seed 7", "itself"),
-    ("--objectives mml", "Try mlm"), ("--data . --out_dir out", "inside"),
+    ("--sweep seed=1,2", "be swept"), ("--sweep eval_interval=1", "be swept"), ("--sweep mask_rate=2", "--mask_rate"),
+    ("--objectives mml", "Try mlm"), ("--data . --out_dir out", "inside"), ("--seed 7", "itself"),
     ("--objectives clm --sweep block_size=64,200000", "200000"), ("--init_from nowhere", "nowhere"),
     ("--objectives clm --tau .1", "Try it with contrastive"), ("--baseline clmm", "Try one of clm, mlm"),
     ("--objectives clm:0.5,mlm:0.5", "Try clm:0.5+mlm:0.5")])
