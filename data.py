@@ -132,8 +132,8 @@ def read_source(path):  # a file, a pipe, a folder or "stdlib" -> train (N,), va
         contents = to_bytes(data)
         documents, n_skipped = keep_documents([(path, contents)]) if has_json_lines(path, contents) else ({}, 0)
         if not documents:
-            fail(f'--data {path}: begins {contents[:60]}. Lines must be JSON objects with a "text", in a .json file '
-                 'the first line, too. Try {"text": "..."} in each line, in UTF-8')
+            fail(f'--data {path}: no text was found; it begins {contents[:60]}. Try lines such as {{"text": "..."}} in '
+                 'UTF-8; the first line of a .json file must be one')
         return hold_out(path, documents, n_skipped)
     check_text(path, data)
     cut = len(data) * 9 // 10                   # the last 10% is for validation

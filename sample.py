@@ -566,7 +566,7 @@ def text_nats(model, hp, before, text):  # lists of bytes -> nats (0-D) of the t
 
 def trim_to_suffix(model, objective, hp, before, answer, after):  # lists of ids -> the start of the answer
     """Returns the shortest start of the answer after which the text after the hole is at least a tenth as likely as
-    after the best start: fim rarely ends an answer with EOT. Without a causal "continue" (span, ul2) it stays."""
+    after the best start: fim rarely ends an answer with EOT. Objectives without a causal "continue" keep it."""
     after = after[:SUFFIX_BYTES]
     use = objective.uses.get("continue")
     if not after or use is None or use.both_ways:

@@ -223,9 +223,9 @@ def print_speeds(title, unit, speeds, shares):  # of interleave, {name: share of
     print(f"{title:20s} {unit:>12s} {'to ' + first:>20s} {'of GEMM' if shares else '':>8s}{peer}")
     for name, values in speeds.items():
         share = f"{shares[name]:.1%}" if name in shares else ""
-        ratio = f"{describe_ratio(values, speeds[PEER]):>20s}" if PEER in speeds else ""
-        print(f"{name:20s} {statistics.median(values):12.0f} {describe_ratio(values, speeds[first]):>20s} {share:>8s}"
-              + ratio)
+        to_first = describe_ratio(values, speeds[first])
+        to_peer = describe_ratio(values, speeds[PEER]) if PEER in speeds else ""
+        print(f"{name:20s} {statistics.median(values):12.0f} {to_first:>20s} {share:>8s}{to_peer:>20s}")
 
 
 def load_decoder(flags, hp):  # -> model, settings, prompt (ids)

@@ -35,7 +35,7 @@ from experiments.score import check_pairs, choose_scored, format_mean, format_sh
 from experiments.score import score_pairs
 import train
 from objectives import OBJECTIVES
-from run import PATHS, RESUMABLE_FLAGS, SHARED_FLAGS, VERSION, checkpoint_path, flag_specs, get_config, get_members
+from run import PATHS, SHARED_FLAGS, VERSION, checkpoint_path, flag_specs, get_config, get_members
 from run import load_checkpoint, load_run, member_weights, parse, run_program, to_words
 import torch
 
@@ -45,7 +45,7 @@ FLAGS = {
     "budgets": Flag("1000", "numbers of steps, separated by commas; each is a separate run with its own schedule"),
     "data": Flag("stdlib", "corpus; the probe runs only on stdlib, since it needs Python files"),
     "sweep": Flag("", "a setting of train.py and its values, as in mask_rate=.1,.15,.3"),
-    "pairs": Flag("", "file of minimal pairs, as experiments.score reads it: also print the share that is right"),
+    "pairs": Flag("", "file of minimal pairs, as experiments.score reads it: also print the share of correct pairs"),
     "baseline": Flag("", "row that is subtracted from the others; default: the first"),
     "tasks_only": Flag(False, "measure only losses and each objective's own task, in less time"),
     "out_dir": Flag("out/compare", "folder of tables, pictures and runs"),
@@ -70,7 +70,7 @@ Run = namedtuple("Run", "row hp argv folder code")
 
 def plan_runs(flags, rest, crc):  # crc: of the corpus -> [Run]; fails if train.py would refuse the flags of one
     setting, _, values = flags.sweep.partition("=")
-    settings = flag_specs().keys() - RESERVED - {"device", "eval_interval"}         # a value has its own run
+    settings = flag_specs().keys() - RESERVED - {"device", "eval_interval"}         # each value makes a run of its own
     if flags.sweep and not (setting in settings and all(values.split(","))):
         fail(f"--sweep {flags.sweep}: cannot be swept. Try mask_rate=.1,.15,.3")
     names = [to_objective(word) for word in flags.objectives.replace(" ", "").split(",") if word]
@@ -201,13 +201,10 @@ def train_run(run, label):  # -> False if the run diverged
         Path(run.folder, "best.pt").unlink(missing_ok=True)
         write_json(os.path.join(run.folder, "code.json"), run.code)
     print(f"{label}: training, logged in {run.folder}/log.txt", flush=True)
-    argv = [*run.argv, "--out_dir", run.folder]
-    if has_weights(run):                        # the other settings are equal, perhaps in other words: --dtype auto
-        given = {flag: value for flag, value in parse(argv).items() if flag in RESUMABLE_FLAGS}
-        argv = to_words(given | {"resume": True})
+    argv = ["--resume", "--device", run.hp.device] if has_weights(run) else run.argv
     with open(os.path.join(run.folder, "log.txt"), "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         try:
-            exit_code = train.main(argv, with_sample=False)
+            exit_code = train.main([*argv, "--out_dir", run.folder], with_sample=False)
         except FloatingPointError as e:
             print(f"{label}: {e}", file=sys.stderr)
             return False
